@@ -1,0 +1,84 @@
+# Every entry point, for people and for CI alike. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
+
+# Two cores are a small machine: one build job a core, unless the caller says otherwise.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cc cmake -type f 2>/dev/null)
+CXX_FILES = $$(find cc tests -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
+CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup format check test test-compile test-gpu ci demo bench bench-cpu clean
+
+help:  ## this table
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), needs Python 3.11 or newer: set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { \
+	  echo "make: $(PYTHON) has no venv module: apt-get install python3-venv" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+	  echo "make: no C++ compiler: apt-get install g++ (or set CXX)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Editable, so that the tests run the sources of this checkout; built again only when something native changed.
+$(VENV)/.installed: $(NATIVE_SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.installed  ## virtual environment, build, git hooks
+	@if [ -d .git ]; then $(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push >/dev/null; fi
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+format: $(VENV)/.installed  ## rewrite: ruff, clang-format, gersemi
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/gersemi --in-place $(CMAKE_FILES)
+
+check: $(VENV)/.installed  ## format check, ruff, types, import layers: about a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/gersemi --check $(CMAKE_FILES)
+	$(BIN)/mypy
+	$(PYTEST) -q -p no:cacheprovider tests/cpu/test_layers.py
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
+	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
+
+test-compile: $(VENV)/.installed  ## tier compile: nvcc or NVRTC, no GPU
+	$(PYTEST) tests/compile $(ARGS)
+
+test-gpu: $(VENV)/.installed  ## tier gpu: on a machine that has one
+	$(PYTEST) tests/gpu $(ARGS)
+
+ci: check test test-compile  ## what CI runs
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.installed  ## train a small language model, compare with other attention, draw the curves
+	$(BIN)/python examples/train_lm.py --out out/demo $(ARGS)
+
+bench: $(VENV)/.installed  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.run --tag cpu_bench --rivals jax-xla $(ARGS)
+
+clean:  ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,107 @@
+"""Device arrays for a benchmark case.
+
+`jattn.testing.inputs` draws in float64 on the host, which for the sizes here would take longer than all measurements;
+these are drawn on the device, from the standard normal distribution, seeded by the name of the case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jattn.testing import inputs
+from jattn.testing.cases import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The arrays of one case: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), dout (B, T, N, Dv), all of its dtype.
+
+    bias and mask as their forms say; lengths (B,) and segments (B, T), (B, S) int32 on the host.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    q_lengths: npt.NDArray[np.int32] | None
+    kv_lengths: npt.NDArray[np.int32] | None
+    q_segments: npt.NDArray[np.int32] | None
+    kv_segments: npt.NDArray[np.int32] | None
+
+
+def make(case: Case) -> Arrays:
+    """Draws the arrays of a case; equal names give equal arrays on one kind of device."""
+    keys = jax.random.split(jax.random.key(zlib.crc32(case.name.encode())), 6)
+    dtype = jnp.dtype(case.dtype)
+
+    def normal(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+    bias = mask = None
+    if case.bias_form is not None:
+        bias = normal(keys[4], *case.form_shape(case.bias_form)).astype(
+            case.bias_dtype or case.dtype
+        )
+    if case.mask_form is not None:
+        mask = jax.random.bernoulli(keys[5], case.mask_density, case.form_shape(case.mask_form))
+    # Lengths and segments do not depend on the heads, so the host draws them for a problem that has hardly any.
+    slim = inputs.make(
+        dataclasses.replace(
+            case,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            head_dim_v=1,
+            bias_form=None,
+            mask_form=None,
+        )
+    )
+    return Arrays(
+        q=normal(keys[0], case.batch, case.q_len, case.num_heads, case.head_dim),
+        k=normal(keys[1], case.batch, case.kv_len, case.num_kv_heads, case.head_dim),
+        v=normal(keys[2], case.batch, case.kv_len, case.num_kv_heads, case.head_dim_v),
+        dout=normal(keys[3], case.batch, case.q_len, case.num_heads, case.head_dim_v),
+        bias=bias,
+        mask=mask,
+        q_lengths=slim.q_lengths,
+        kv_lengths=slim.kv_lengths,
+        q_segments=slim.q_segments,
+        kv_segments=slim.kv_segments,
+    )
+
+
+def visible_pairs(case: Case, arrays: Arrays) -> float:
+    """Counts the (query, key) pairs of FLOP figures: B*T*S, halved if causal, less what bands and documents hide.
+
+    A dense mask hides nothing here: whoever reads it still has to look at every pair.
+    """
+    if case.window is None and arrays.q_segments is None:
+        return case.batch * case.q_len * case.kv_len / (2.0 if case.is_causal else 1.0)
+    left, right = case.band
+    positions = np.arange(case.q_len)
+    first = np.zeros_like(positions) if left is None else np.maximum(positions - left, 0)
+    last = (
+        np.full_like(positions, case.kv_len - 1)
+        if right is None
+        else np.minimum(positions + right, case.kv_len - 1)
+    )
+    if arrays.q_segments is None or arrays.kv_segments is None:
+        return float(case.batch * np.maximum(last - first + 1, 0).sum())
+    pairs = 0
+    for q_row, kv_row in zip(arrays.q_segments, arrays.kv_segments, strict=True):
+        for segment in np.unique(q_row[q_row >= 0]):
+            keys = np.flatnonzero(kv_row == segment)
+            queries = np.flatnonzero(q_row == segment)
+            inside = np.searchsorted(keys, last[queries], "right") - np.searchsorted(
+                keys, first[queries]
+            )
+            pairs += int(np.maximum(inside, 0).sum())
+    return float(pairs)

@@ -1,0 +1,203 @@
+"""Whether a contender's numbers are right; nothing is timed before.
+
+The oracle is textbook attention in float64 on the device, one key/value head of one batch entry at a time, because a
+whole benchmark problem would not fit. The error allowed is a multiple of what the same formulas make when P, dP and dS
+are rounded to the type of the case, on the same inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.arrays import Arrays
+from jattn.testing.cases import Case
+
+Tensors = dict[str, jax.Array]
+
+# Multiples of the baseline's largest error; gradients of q and k pass through one more rounded operand.
+ERROR_FACTORS = {"out": 2.0, "dv": 2.0, "dq": 3.0, "dk": 3.0, "dbias": 3.0}
+ULPS = 2.0  # of the largest value wanted, for results whose baseline happens to be exact
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The largest error of each tensor over the error allowed; at most 1 is right."""
+
+    ratios: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        # A NaN compares false, so it fails.
+        return all(ratio <= 1.0 for ratio in self.ratios.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.ratios.items())
+
+
+def judge(case: Case, arrays: Arrays, results: dict[str, object]) -> Verdict:
+    """Compares results, full arrays in the public layout, with the oracle on the first and the last head."""
+    ratios = dict.fromkeys(results, 0.0)
+    for batch, kv_head in {(0, 0), (case.batch - 1, case.num_kv_heads - 1)}:
+        with jax.enable_x64(True):
+            want = _slice_solution(case, arrays, batch, kv_head, "float64", rounded=False)
+            low = "float64" if case.dtype == "float64" else "float32"
+            baseline = _slice_solution(case, arrays, batch, kv_head, low, rounded=True)
+            for name, result in results.items():
+                got = _slice_result(case, name, result, batch, kv_head)
+                ratio = _ratio(case, name, jnp.asarray(got), want[name], baseline[name])
+                ratios[name] = float(np.maximum(ratios[name], ratio))  # keeps a NaN
+    return Verdict(ratios)
+
+
+def _ratio(case: Case, name: str, got: jax.Array, want: jax.Array, baseline: jax.Array) -> float:
+    if got.shape != want.shape:
+        return float("nan")
+    wide = got.astype(want.dtype)
+    epsilon = float(jnp.finfo(got.dtype).eps)
+    error = float(jnp.abs(wide - want).max())
+    allowed = ERROR_FACTORS[name] * float(jnp.abs(baseline.astype(want.dtype) - want).max())
+    allowed += ULPS * epsilon * float(jnp.abs(want).max())
+    return error / allowed
+
+
+def _heads(case: Case, kv_head: int) -> slice:
+    return slice(kv_head * case.group_size, (kv_head + 1) * case.group_size)
+
+
+def _slice_result(case: Case, name: str, result: object, batch: int, kv_head: int) -> jax.Array:
+    """Cuts (heads of the group, rows, features) of one batch entry out of a full result."""
+    array = jnp.asarray(result)
+    if name == "dbias":
+        shape = (1,) * (4 - array.ndim) + array.shape
+        return array.reshape(shape)[0, _heads(case, kv_head) if shape[1] > 1 else slice(None)]
+    heads = _heads(case, kv_head) if name in ("out", "dq") else slice(kv_head, kv_head + 1)
+    return array[batch, :, heads].swapaxes(0, 1)
+
+
+def _slice_solution(
+    case: Case, arrays: Arrays, batch: int, kv_head: int, wide: str, *, rounded: bool
+) -> Tensors:
+    """Solves one key/value head of one batch entry; sums a bias gradient over the entries that share it."""
+    solution = _solve(case, arrays, batch, kv_head, wide, rounded)
+    if case.bias_form is not None:
+        if case.bias_form.rjust(4, "1")[1:] != "nts" or case.num_heads != case.num_kv_heads:
+            raise ValueError(
+                f"{case.name}: bias form {case.bias_form!r} is not one that the check can sum up"
+            )
+        if case.bias_form.rjust(4, "1")[0] == "1":
+            for other in range(case.batch):
+                if other != batch:
+                    dbias = _solve(case, arrays, other, kv_head, wide, rounded)["dbias"]
+                    solution["dbias"] = solution["dbias"] + dbias
+    return solution
+
+
+def _solve(
+    case: Case, arrays: Arrays, batch: int, kv_head: int, wide: str, rounded: bool
+) -> Tensors:
+    heads = _heads(case, kv_head)
+
+    def widen(x: jax.Array, head: slice) -> jax.Array:
+        return x[batch, :, head].swapaxes(0, 1).astype(wide)
+
+    bias, mask = (
+        None if x is None else _broadcast_slice(x, batch, heads) for x in (arrays.bias, arrays.mask)
+    )
+    visible = _visible(case, arrays, batch, (case.group_size, case.q_len, case.kv_len), mask)
+    with jax.default_matmul_precision("highest"):
+        return _textbook(
+            widen(arrays.q, heads),
+            widen(arrays.k, slice(kv_head, kv_head + 1))[0],
+            widen(arrays.v, slice(kv_head, kv_head + 1))[0],
+            widen(arrays.dout, heads),
+            None if bias is None else bias.astype(wide),
+            visible,
+            scale=case.scale_value,
+            softcap=case.softcap,
+            round_to=case.dtype if rounded else wide,
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "round_to"))
+def _textbook(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    bias: jax.Array | None,
+    visible: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    round_to: str,
+) -> Tensors:
+    """Attention of q (G, T, D) over k (S, D), v (S, Dv) and its gradients; rounds P, dP, dS and the results."""
+
+    def low(x: jax.Array) -> jax.Array:
+        return x.astype(round_to).astype(q.dtype)
+
+    s = scale * jnp.einsum("gtd,sd->gts", q, k)
+    slope = jnp.ones_like(s)
+    if softcap is not None:
+        capped = jnp.tanh(s / softcap)
+        s, slope = softcap * capped, 1 - capped**2
+    if bias is not None:
+        s = s + bias
+    s = jnp.where(visible, s, -jnp.inf)
+    row_max = jnp.max(s, axis=-1, keepdims=True)
+    weights = jnp.where(visible, jnp.exp(s - jnp.where(row_max == -jnp.inf, 0, row_max)), 0)
+    row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+    p = weights / jnp.where(row_sum == 0, 1, row_sum)
+    out = low(jnp.einsum("gts,sd->gtd", low(p), v))
+    dp = low(jnp.einsum("gtd,sd->gts", dout, v))
+    ds = p * (dp - jnp.sum(dout * out, axis=-1, keepdims=True))
+    dx = low(ds * slope)
+    solution = {
+        "out": out,
+        "dq": low(scale * jnp.einsum("gts,sd->gtd", dx, k)),
+        "dk": low(scale * jnp.einsum("gts,gtd->sd", dx, q))[None],
+        "dv": low(jnp.einsum("gts,gtd->sd", low(p), dout))[None],
+    }
+    if bias is not None:
+        solution["dbias"] = low(ds)
+    return solution
+
+
+def _broadcast_slice(x: jax.Array, batch: int, heads: slice) -> jax.Array:
+    """Cuts what one batch entry and some heads see of an array that broadcasts to (B, N, T, S)."""
+    shape = (1,) * (4 - x.ndim) + x.shape
+    x = x.reshape(shape)[batch if shape[0] > 1 else 0]
+    return x[heads] if shape[1] > 1 else x
+
+
+def _visible(
+    case: Case, arrays: Arrays, batch: int, shape: tuple[int, ...], mask: jax.Array | None
+) -> jax.Array:
+    t, j = jnp.arange(case.q_len)[:, None], jnp.arange(case.kv_len)[None]
+    q_length = (
+        case.q_len
+        if arrays.q_lengths is None
+        else int(np.clip(arrays.q_lengths[batch], 0, case.q_len))
+    )
+    kv_length = (
+        case.kv_len
+        if arrays.kv_lengths is None
+        else int(np.clip(arrays.kv_lengths[batch], 0, case.kv_len))
+    )
+    visible = (t < q_length) & (j < kv_length)
+    offset = kv_length - q_length if case.lower_right else 0
+    left, right = case.band
+    if left is not None:
+        visible &= j >= t + offset - left
+    if right is not None:
+        visible &= j <= t + offset + right
+    if arrays.q_segments is not None and arrays.kv_segments is not None:
+        q_segments, kv_segments = arrays.q_segments[batch][:, None], arrays.kv_segments[batch][None]
+        visible &= jnp.asarray((q_segments == kv_segments) & (q_segments >= 0))
+    visible = jnp.broadcast_to(visible, shape)
+    return visible if mask is None else visible & mask

@@ -1,0 +1,142 @@
+"""What a benchmark run leaves behind: rows, a table to read and a file to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jattn.testing.cases import Case
+
+# Products in the backward pass: five against the forward's two, the convention of the FlashAttention papers.
+FORWARD_BACKWARD_FACTOR = 3.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One contender on one case and pass; either timed or with a note that says why not."""
+
+    case: str
+    pass_name: str  # "forward" or "forward+backward"
+    contender: str
+    backends: str = ""  # which of ours ran, "forward/backward"
+    check: str = ""  # error over allowed error, by tensor
+    median_us: float | None = None
+    spread: float | None = None
+    tflops: float | None = None
+    calls_per_round: int | None = None
+    rounds_us: tuple[float, ...] = ()
+    note: str = ""
+    failed: bool = False  # wrong numbers, or an error nobody expected
+
+
+def flops(case: Case, pairs: float, pass_name: str) -> float:
+    """Counts 2 * (D + Dv) per visible pair and head forward, 3.5 times that with the backward."""
+    forward = 2.0 * case.num_heads * pairs * (case.head_dim + case.head_dim_v)
+    return forward * (FORWARD_BACKWARD_FACTOR if pass_name == "forward+backward" else 1.0)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Sets rows in columns; "vs best rival" is the fastest other implementation's time over this one's."""
+    best: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row.median_us is not None and not row.contender.startswith("jattn"):
+            key = (row.case, row.pass_name)
+            best[key] = min(best.get(key, row.median_us), row.median_us)
+    lines: list[tuple[str, ...]] = [
+        (
+            "case",
+            "pass",
+            "contender",
+            "ran",
+            "median us",
+            "spread",
+            "TFLOP/s",
+            "vs best rival",
+            "error/allowed",
+        )
+    ]
+    for row in rows:
+        if row.median_us is None:
+            timed: tuple[str, ...] = ("-", "-", "-", "-")
+        else:
+            rival = best.get((row.case, row.pass_name))
+            timed = (
+                f"{row.median_us:,.1f}",
+                f"{row.spread or 0.0:.1%}",
+                "-" if row.tflops is None else f"{row.tflops:.1f}",
+                "-" if rival is None else f"{rival / row.median_us:.2f}",
+            )
+        remark = row.check if not row.note else f"{row.note} {row.check}".strip()
+        lines.append((row.case, row.pass_name, row.contender, row.backends or "-", *timed, remark))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    left_aligned = {0, 1, 2, 3, 8}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left_aligned else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def circumstances() -> dict[str, object]:
+    """Collects what a number means nothing without: commit, device, clocks, versions, command."""
+    device = jax.devices()[0]
+    packages = (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+        "nvidia-cudnn-cu13",
+        "torch",
+        "numpy",
+    )
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": os.environ.get("JATTN_COMMIT") or _output("git", "rev-parse", "HEAD") or None,
+        "modified": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cores": os.cpu_count(),
+        "gpu": _output(
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit",
+            "--format=csv",
+        )
+        or None,
+        "python": sys.version.split()[0],
+        "versions": {package: _version(package) for package in packages if _version(package)},
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def write(path: Path, rows: Sequence[Row], facts: dict[str, object]) -> None:
+    """Writes circumstances and rows as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {**facts, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n")

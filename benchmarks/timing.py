@@ -1,0 +1,86 @@
+"""Times several contenders against each other: interleaved rounds, many asynchronous calls a round, wall clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Something that can be timed.
+
+    Attributes:
+      name: in tables and files.
+      enqueue: starts one call and returns its results without waiting for them.
+      wait: blocks until the given results exist.
+      results: turns them into named arrays (out, dq, dk, dv, dbias) in the public layout.
+    """
+
+    name: str
+    enqueue: Callable[[], object]
+    wait: Callable[[object], None]
+    results: Callable[[object], dict[str, object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of one call, over the rounds."""
+
+    seconds: tuple[float, ...]  # of one call, one entry per round
+    calls_per_round: int
+
+    @property
+    def median_seconds(self) -> float:
+        return float(np.median(self.seconds))
+
+    @property
+    def spread(self) -> float:
+        """How far apart the fastest and the slowest round are, relative to the median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median_seconds
+
+
+def run_many(contender: Contender, calls: int) -> float:
+    """Returns the wall time of a number of calls that are enqueued one after another and then awaited."""
+    begin = time.perf_counter()
+    results: object = None
+    for _ in range(calls):
+        results = contender.enqueue()
+    contender.wait(results)
+    return time.perf_counter() - begin
+
+
+def calls_for(contender: Contender, round_seconds: float, max_calls: int = 2000) -> int:
+    """Finds how many calls fill a round; warms the contender up on the way."""
+    run_many(contender, 1)
+    calls = 1
+    while True:
+        seconds = run_many(contender, calls)
+        if seconds >= round_seconds / 4 or calls >= max_calls:
+            return max(1, min(max_calls, round(calls * round_seconds / seconds)))
+        calls = min(max_calls, 4 * calls)
+
+
+def compare(
+    contenders: Sequence[Contender], rounds: int, round_seconds: float, seed: int = 0
+) -> dict[str, Timing]:
+    """Times contenders in rounds; every round runs all of them once, each round in another random order.
+
+    Clocks and heat drift by several percent within a minute; interleaving puts that drift on everyone alike.
+    """
+    order = list(contenders)
+    calls = {contender.name: calls_for(contender, round_seconds) for contender in order}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in order}
+    shuffle = random.Random(seed)
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for contender in order:
+            run_many(contender, 1)  # brings the clock up and the caches to this contender's state
+            seconds[contender.name].append(
+                run_many(contender, calls[contender.name]) / calls[contender.name]
+            )
+    return {name: Timing(tuple(values), calls[name]) for name, values in seconds.items()}

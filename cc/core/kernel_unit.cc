@@ -1,0 +1,53 @@
+#include "core/kernel_unit.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "core/require.h"
+
+namespace jattn {
+namespace {
+
+constexpr KernelFamily kFamilies[] = {
+    {"sm80_forward", "sm80/forward.cuh", "ForwardParams", "sm80::forward", "sm80::forward_threads",
+     "sm80::forward_min_blocks"},
+    {"sm80_backward", "sm80/backward.cuh", "BackwardParams", "sm80::backward", "sm80::backward_threads",
+     "sm80::backward_min_blocks"},
+    {"sm80_backward_dkv", "sm80/backward.cuh", "BackwardParams", "sm80::backward_dkv", "sm80::backward_threads",
+     "sm80::backward_min_blocks"},
+    {"sm80_backward_dq", "sm80/backward_dq.cuh", "BackwardParams", "sm80::backward_dq", "sm80::backward_dq_threads",
+     "sm80::backward_dq_min_blocks"},
+    {"sm80_backward_dbias", "sm80/backward_dbias.cuh", "DbiasParams", "sm80::backward_dbias",
+     "sm80::backward_dbias_threads", "sm80::backward_dbias_min_blocks"},
+    {"sm90_forward", "kernels/sm90/forward.cuh", "sm90::ForwardParams", "sm90::forward", "sm90::forward_threads", ""},
+    {"row_delta", "passes/row_delta.cuh", "RowDeltaParams", "row_delta", "row_delta_threads", "row_delta_min_blocks"},
+    {"cast_grad", "passes/cast_grad.cuh", "CastGradParams", "cast_grad", "cast_grad_threads", "cast_grad_min_blocks"},
+    {"segment_ranges", "passes/segment_ranges.cuh", "SegmentRangesParams", "segment_ranges", "segment_ranges_threads",
+     "segment_ranges_min_blocks"},
+    {"sum_partials", "passes/sum_partials.cuh", "SumPartialsParams", "sum_partials", "sum_partials_threads",
+     "sum_partials_min_blocks"},
+};
+
+}  // namespace
+
+std::span<const KernelFamily> kernel_families() { return kFamilies; }
+
+const KernelFamily* find_kernel_family(std::string_view name) {
+  const auto* family =
+      std::ranges::find(kFamilies, name, [](const KernelFamily& f) { return std::string_view(f.name); });
+  return family == std::end(kFamilies) ? nullptr : family;
+}
+
+std::string kernel_unit_text(const KernelKey& key) {
+  const KernelFamily* family = find_kernel_family(key.family);
+  JATTN_REQUIRE(family != nullptr, "kernel unit: there is no family ", key.family);
+  std::string bounds = concat("jattn::", family->num_threads, "(jattn::kConfig)");
+  if (*family->min_blocks != '\0') bounds += concat(", jattn::", family->min_blocks, "(jattn::kConfig)");
+  return concat("// ", to_text(key), "\n#include \"", family->header, "\"\n\n",                               //
+                "namespace jattn {\nconstexpr Config kConfig{", config_initializer(key.config), "};\n}\n\n",  //
+                "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n",                              //
+                kKernelEntry, "(const __grid_constant__ jattn::", family->params, " params) {\n",
+                "  jattn::", family->entry, "<jattn::kConfig>(params);\n}\n");
+}
+
+}  // namespace jattn

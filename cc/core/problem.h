@@ -1,0 +1,86 @@
+// One attention problem as the host code sees it: extents, options and raw buffers.
+//
+// Letters: B batch, T query length, S key length, N query heads, K key/value heads, D head dim of q and k,
+// Dv head dim of v. All arrays are dense, row-major, in the public layout; strides and lengths count elements.
+//
+//   s[b,n,t,j] = scale * sum_d q[b,t,n,d] * k[b,j,n*K/N,d]
+//   s          = softcap * tanh(s / softcap)                 if softcap > 0
+//   s          = s + bias[b,n,t,j]                           if there is a bias
+//   s          = -inf where the pair (t, j) is not visible   (see Visibility below)
+//   lse[b,n,t] = log(sum_j exp(s))     natural logarithm; -inf for a row that sees no key
+//   out[b,t,n] = sum_j exp(s - lse) * v[b,j,n*K/N]           0 for a row that sees no key
+//
+// Visibility: key j is visible from query t iff all of these hold that apply:
+//   t < q_lengths[b],  j < kv_lengths[b]
+//   t + offset - band_left <= j <= t + offset + band_right
+//       offset = 0 (upper left) or kv_length - q_length (lower right; the lengths of this batch entry)
+//   q_segments[b,t] == kv_segments[b,j], and that id is not negative (a negative id marks padding)
+//   mask[b,n,t,j] != 0
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace jattn {
+
+enum class DType : uint8_t { kF16, kBF16, kF32, kF64 };
+
+inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+
+constexpr int64_t size_bytes(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
+
+// An array that broadcasts against (B, N, T, S): an axis of size 1 has stride 0.
+struct BroadcastTensor {
+  const void* data = nullptr;  // null: absent
+  DType dtype = DType::kF32;   // of a bias; a mask holds one byte per element, 0 or 1
+  int64_t stride_batch = 0;
+  int64_t stride_head = 0;
+  int64_t stride_query = 0;
+  int64_t stride_key = 0;
+};
+
+struct Problem {
+  int64_t batch = 0, q_len = 0, kv_len = 0;
+  int64_t num_heads = 0, num_kv_heads = 0;
+  int64_t head_dim = 0, head_dim_v = 0;
+  DType dtype = DType::kF32;  // of q, k, v, out, dout, dq, dk, dv
+
+  double scale = 1.0;    // any sign, also 0
+  double softcap = 0.0;  // 0: none
+  int64_t band_left = kUnbounded, band_right = kUnbounded;
+  bool lower_right = false;
+
+  const void* q = nullptr;  // [B, T, N, D]
+  const void* k = nullptr;  // [B, S, K, D]
+  const void* v = nullptr;  // [B, S, K, Dv]
+  BroadcastTensor bias;     // added to the scaled (and capped) scores
+  BroadcastTensor mask;     // nonzero: takes part
+  const int32_t* q_lengths = nullptr;    // [B], or null: T. Values are clamped to [0, T]
+  const int32_t* kv_lengths = nullptr;   // [B], or null: S. Values are clamped to [0, S]
+  const int32_t* q_segments = nullptr;   // [B, T], or null. Both or neither
+  const int32_t* kv_segments = nullptr;  // [B, S], or null
+
+  int64_t group_size() const { return num_heads / num_kv_heads; }
+};
+
+// What the forward pass writes. Every element is written, whatever the masks.
+struct ForwardResults {
+  void* out = nullptr;  // [B, T, N, Dv], dtype of the problem
+  void* lse = nullptr;  // [B, N, T], float (double for a float64 problem)
+};
+
+// What the backward pass reads beside the problem, and what it writes. A null result is not wanted.
+struct BackwardBuffers {
+  const void* out = nullptr;   // [B, T, N, Dv]
+  const void* lse = nullptr;   // [B, N, T]
+  const void* dout = nullptr;  // [B, T, N, Dv]
+  const void* dlse = nullptr;  // [B, N, T], dtype of lse, or null: zero
+  void* dq = nullptr;          // [B, T, N, D]
+  void* dk = nullptr;          // [B, S, K, D], summed over the query heads of the group
+  void* dv = nullptr;          // [B, S, K, Dv], likewise
+  void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
+};
+
+}  // namespace jattn

@@ -1,0 +1,121 @@
+// The five products of the backward pass on vectors: s = Q K^T, dp = dout V^T, dv += P^T dout, dk += dS^T Q,
+// dq += dS K.
+//
+// Keys lie in the vector lanes: K and V are transposed once per task, tiles of Q and dout are read as they are.
+#pragma once
+
+#include "cpu/convert.h"
+#include "cpu/tasks.h"
+#include "cpu/tile_product.h"
+
+namespace jattn::cpu {
+namespace {
+
+template <typename Element>
+class BackwardProducts {
+ public:
+  using Acc = Accumulator<Element>;
+
+  static int64_t workspace_bytes(const BackwardPlan& plan) {
+    return 4 * Workspace::bytes<Acc>(kTile * plan.row_len) + 3 * Workspace::bytes<Acc>(kTile * plan.row_len_v);
+  }
+
+  BackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
+      : head_dim_(problem.head_dim),
+        head_dim_v_(problem.head_dim_v),
+        row_len_(plan.row_len),
+        row_len_v_(plan.row_len_v),
+        keys_(workspace.take<Acc>(kTile * row_len_)),
+        k_lanes_(workspace.take<Acc>(kTile * row_len_)),
+        v_lanes_(workspace.take<Acc>(kTile * row_len_v_)),
+        queries_(workspace.take<Acc>(kTile * row_len_)),
+        douts_(workspace.take<Acc>(kTile * row_len_v_)),
+        dk_(workspace.take<Acc>(kTile * row_len_)),
+        dv_(workspace.take<Acc>(kTile * row_len_v_)) {}
+
+  // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
+  template <typename KeyRow, typename ValueRow>
+  uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
+    uint64_t not_finite = 0;
+    clear(keys_, kTile * row_len_);
+    for (int64_t i = 0; i < count; ++i) {
+      const bool is_finite = widen_row<Element>(key_row(i), head_dim_, keys_ + i * row_len_, row_len_);
+      not_finite |= static_cast<uint64_t>(!is_finite) << i;
+    }
+    Acc* values = dv_;  // not in use yet
+    clear(values, kTile * row_len_v_);
+    for (int64_t i = 0; i < count; ++i) {
+      widen_row<Element>(value_row(i), head_dim_v_, values + i * row_len_v_, row_len_v_);
+    }
+    transpose(keys_, row_len_, kTile, row_len_, k_lanes_, kTile);
+    transpose(values, row_len_v_, kTile, row_len_v_, v_lanes_, kTile);
+    clear(dk_, kTile * row_len_);
+    clear(dv_, kTile * row_len_v_);
+    return not_finite;
+  }
+
+  // Takes a tile of queries and output gradients. Returns a bit for each row where either is not finite.
+  template <typename QueryRow, typename DoutRow>
+  uint64_t set_queries_and_douts(int64_t count, const QueryRow& query_row, const DoutRow& dout_row) {
+    uint64_t not_finite = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const bool q_is_finite = widen_row<Element>(query_row(i), head_dim_, queries_ + i * row_len_, row_len_);
+      const bool dout_is_finite = widen_row<Element>(dout_row(i), head_dim_v_, douts_ + i * row_len_v_, row_len_v_);
+      not_finite |= static_cast<uint64_t>(!(q_is_finite && dout_is_finite)) << i;
+    }
+    return not_finite;
+  }
+
+  // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
+  void multiply_queries(int64_t queries, int64_t keys, Acc* s) const {
+    multiply<false, Acc>(queries, lanes(keys), head_dim_, {queries_, row_len_, 1}, {k_lanes_, kTile}, {s, kTile});
+  }
+  void multiply_douts(int64_t queries, int64_t keys, Acc* dp) const {
+    multiply<false, Acc>(queries, lanes(keys), head_dim_v_, {douts_, row_len_v_, 1}, {v_lanes_, kTile}, {dp, kTile});
+  }
+
+  // The queries, or keys, in `excluded` are left out of the sum.
+  void add_dv(int64_t queries, int64_t keys, const Acc* p, uint64_t excluded) {
+    for_runs(queries, excluded, [&](int64_t first, int64_t count) {
+      multiply<true, Acc>(keys, lanes(head_dim_v_), count, {p + first * kTile, 1, kTile},
+                          {douts_ + first * row_len_v_, row_len_v_}, {dv_, row_len_v_});
+    });
+  }
+  void add_dk(int64_t queries, int64_t keys, const Acc* ds, uint64_t excluded) {
+    for_runs(queries, excluded, [&](int64_t first, int64_t count) {
+      multiply<true, Acc>(keys, lanes(head_dim_), count, {ds + first * kTile, 1, kTile},
+                          {queries_ + first * row_len_, row_len_}, {dk_, row_len_});
+    });
+  }
+  void add_dq(int64_t queries, int64_t keys, const Acc* ds, uint64_t excluded, Acc* dq) const {
+    for_runs(keys, excluded, [&](int64_t first, int64_t count) {
+      multiply<true, Acc>(queries, lanes(head_dim_), count, {ds + first, kTile, 1},
+                          {keys_ + first * row_len_, row_len_}, {dq, row_len_});
+    });
+  }
+
+  Acc* dk() { return dk_; }  // [kTile][row_len]
+  Acc* dv() { return dv_; }  // [kTile][row_len_v]
+
+ private:
+  static int64_t lanes(int64_t count) { return round_up(count, kWidth<Acc>); }
+
+  template <typename Use>
+  static void for_runs(int64_t count, uint64_t excluded, const Use& use) {
+    for (int64_t first = 0; first < count; ++first) {
+      if (excluded >> first & 1) continue;
+      int64_t end = first + 1;
+      while (end < count && !(excluded >> end & 1)) ++end;
+      use(first, end - first);
+      first = end;
+    }
+  }
+
+  int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
+  Acc *keys_, *k_lanes_, *v_lanes_;  // [kTile][row_len], [row_len][kTile], [row_len_v][kTile]
+  Acc *queries_, *douts_;            // [kTile][row_len], [kTile][row_len_v]
+  Acc *dk_, *dv_;
+};
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -1,0 +1,138 @@
+// Rows of stored elements to and from rows of the accumulator type (float; double for double).
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace jattn::cpu {
+namespace {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <typename Element>
+struct AccumulatorOf {
+  using Type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using Type = double;
+};
+template <typename Element>
+using Accumulator = typename AccumulatorOf<Element>::Type;
+
+using HalfBits = VectorOf<uint16_t, kVectorBytes / 2>;  // as many 16-bit elements as a vector has floats
+
+#if defined(__AVX512F__)
+// The unmasked conversions start from an undefined register in GCC's headers, which its own -Wuninitialized rejects.
+constexpr __mmask16 kAllLanes = 0xffff;
+#endif
+
+inline Vec<float> widen(const float* from) { return load(from); }
+inline Vec<double> widen(const double* from) { return load(from); }
+
+inline Vec<uint32_t> load_16bit(const void* from) {
+  return __builtin_convertvector(*static_cast<const HalfBits::Unaligned*>(from), Vec<uint32_t>);
+}
+
+inline void store_16bit(void* to, Vec<uint32_t> bits) {
+  *static_cast<HalfBits::Unaligned*>(to) = __builtin_convertvector(bits, HalfBits::Type);
+}
+
+inline Vec<float> widen(const BFloat16* from) { return reinterpret_cast<Vec<float>>(load_16bit(from) << 16); }
+
+inline Vec<float> widen(const Float16* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kAllLanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  return reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  const Vec<uint32_t> half = load_16bit(from);
+  const Vec<uint32_t> sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  const Vec<uint32_t> rebased = (magnitude << 13) + ((127u - 15u) << 23);
+  // A subnormal is an integer multiple of 2^-24. Not scaled from subnormal floats: threads may flush those to zero.
+  const Vec<float> subnormal = __builtin_convertvector(reinterpret_cast<Vec<int32_t>>(magnitude), Vec<float>) * 0x1p-24f;
+  Vec<uint32_t> bits = magnitude < 0x400u ? reinterpret_cast<Vec<uint32_t>>(subnormal) : rebased;
+  bits = magnitude >= 0x7c00u ? rebased + ((127u - 15u) << 23) : bits;
+  return reinterpret_cast<Vec<float>>(bits | sign);
+#endif
+}
+
+inline void narrow(float* to, Vec<float> value) { store(to, value); }
+inline void narrow(double* to, Vec<double> value) { store(to, value); }
+
+inline void narrow(BFloat16* to, Vec<float> value) {
+  const Vec<uint32_t> bits = reinterpret_cast<Vec<uint32_t>>(value);
+  const Vec<uint32_t> nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  store_16bit(to, (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : nearest_even);
+}
+
+inline void narrow(Float16* to, Vec<float> value) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_maskz_cvtps_ph(kAllLanes, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+#else
+  const Vec<uint32_t> bits = reinterpret_cast<Vec<uint32_t>>(value);
+  const Vec<uint32_t> sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const Vec<uint32_t> normal = (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Adding 1/2 moves the last mantissa bit to 2^-24, the unit of half-precision subnormals.
+  const Vec<float> shifted = reinterpret_cast<Vec<float>>(magnitude) + 0.5f;
+  const Vec<uint32_t> subnormal = reinterpret_cast<Vec<uint32_t>>(shifted) - 0x3f000000u;
+  Vec<uint32_t> half = magnitude < (113u << 23) ? subnormal : normal;
+  half = half > 0x7c00u ? Vec<uint32_t>{} + 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? Vec<uint32_t>{} + 0x7e00u : half;
+  store_16bit(to, half | sign);
+#endif
+}
+
+// Copies `count` elements into to[0, padded), the rest of which becomes 0. Returns whether all of them are finite.
+template <typename Element>
+inline bool widen_row(const Element* from, int64_t count, Accumulator<Element>* to, int64_t padded) {
+  using Acc = Accumulator<Element>;
+  constexpr int64_t kStep = kWidth<Acc>;
+  Vec<Bits<Acc>> not_finite{};
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    const Vec<Acc> value = widen(from + i);
+    not_finite |= as_bits<Acc>(value - value);  // 0 for a finite value, NaN otherwise
+    store(to + i, value);
+  }
+  if (i < count) {
+    Element tail[kStep] = {};
+    memcpy(tail, from + i, static_cast<size_t>(count - i) * sizeof(Element));
+    const Vec<Acc> value = widen(tail);
+    not_finite |= as_bits<Acc>(value - value);
+    store(to + i, value);
+    i += kStep;
+  }
+  for (; i < padded; i += kStep) store(to + i, Vec<Acc>{});
+  Bits<Acc> any = 0;
+  for (int lane = 0; lane < kStep; ++lane) any |= not_finite[lane];
+  return any == 0;
+}
+
+// to[i] = from[i] * factor. `from` may be read up to the next multiple of kWidth.
+template <typename Element>
+inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> factor, Element* to) {
+  constexpr int64_t kStep = kWidth<Accumulator<Element>>;
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) narrow(to + i, load(from + i) * factor);
+  if (i == count) return;
+  Element tail[kStep];
+  narrow(tail, load(from + i) * factor);
+  memcpy(to + i, tail, static_cast<size_t>(count - i) * sizeof(Element));
+}
+
+template <typename Acc>
+inline void clear(Acc* to, int64_t count) {
+  memset(to, 0, static_cast<size_t>(count) * sizeof(Acc));
+}
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -1,0 +1,303 @@
+// The forward pass: FlashAttention's loop over tiles of keys with an online softmax.
+#pragma once
+
+#include "cpu/forward_products.h"
+#include "cpu/online_softmax.h"
+#include "cpu/scores.h"
+
+namespace jattn::cpu {
+namespace {
+
+template <typename Element, typename Products>
+class ForwardPass {
+ public:
+  using Acc = Accumulator<Element>;
+
+  ForwardPass(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch)
+      : problem_(problem),
+        plan_(plan),
+        out_(static_cast<Element*>(results.out)),
+        lse_(static_cast<Acc*>(results.lse)),
+        partial_out_(static_cast<Acc*>(scratch)),
+        partial_max_(reinterpret_cast<Acc*>(static_cast<char*>(scratch) + plan.partial_max_offset)),
+        partial_sum_(reinterpret_cast<Acc*>(static_cast<char*>(scratch) + plan.partial_sum_offset)),
+        group_(problem.num_heads / problem.num_kv_heads),
+        row_len_v_(round_up(problem.head_dim_v, kRowUnit)),
+        has_score_rule_(problem.softcap > 0 || problem.bias.data != nullptr || problem.scale == 0),
+        scale_(static_cast<Acc>(problem.scale < 0 ? -problem.scale : problem.scale)),
+        score_unit_(has_score_rule_ ? Acc{1} : scale_) {}
+
+  void run(const TaskRunner& runner) {
+    const auto task = [&](int64_t i) { attend(i); };
+    run_tasks(runner, plan_.num_tasks, task);
+    if (plan_.num_splits == 1) return;
+    const auto merge = [&](int64_t i) { merge_splits(i); };
+    run_tasks(runner, (num_rows() + kTile - 1) / kTile, merge);
+  }
+
+ private:
+  struct Task {
+    int64_t batch, kv_head, first_head, num_heads, first_query, num_queries, split;
+  };
+
+  int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
+
+  Task decode(int64_t index) const {
+    const auto next = [&](int64_t extent) {
+      const int64_t digit = index % extent;
+      index /= extent;
+      return digit;
+    };
+    Task task{};
+    task.split = next(plan_.num_splits);
+    const int64_t head_block = next(plan_.head_blocks);
+    task.kv_head = next(problem_.num_kv_heads);
+    task.batch = next(problem_.batch);
+    const int64_t query_block = plan_.last_queries_first ? plan_.query_blocks - 1 - index : index;
+    task.first_head = task.kv_head * group_ + head_block * plan_.heads;
+    task.num_heads = min_of(plan_.heads, (task.kv_head + 1) * group_ - task.first_head);
+    task.first_query = query_block * plan_.queries;
+    task.num_queries = min_of(plan_.queries, problem_.q_len - task.first_query);
+    return task;
+  }
+
+  // Attention of one block of queries to one range of keys.
+  void attend(int64_t index) const {
+    const Task task = decode(index);
+    const Sequence sequence(problem_, task.batch);
+    const int64_t num_rows = task.num_queries * task.num_heads;
+    const int64_t num_panels = (num_rows + kTile - 1) / kTile;
+    const int64_t tile_bytes = Workspace::bytes<Acc>(kTile * kTile);
+    Workspace workspace(Products::workspace_bytes(problem_, plan_.panels) + 4 * tile_bytes +
+                        plan_.panels * (Workspace::bytes<Acc>(kTile * row_len_v_) + kMaxPanelBytes));
+    Products products(problem_, plan_.panels, workspace);
+    Acc* scores = workspace.take<Acc>(kTile * kTile);
+    Acc* visible = workspace.take<Acc>(kTile * kTile);
+    Acc* bias = workspace.take<Acc>(kTile * kTile);
+    Acc* by_query = workspace.take<Acc>(kTile * kTile);
+    Acc* out = workspace.take<Acc>(plan_.panels * kTile * row_len_v_);
+    Panel* panels = workspace.take<Panel>(plan_.panels);
+
+    int64_t first_key = kUnbounded, end_key = 0;
+    for (int64_t p = 0; p < num_panels; ++p) {
+      Panel& panel = panels[p];
+      panel = Panel{};
+      panel.out = out + p * kTile * row_len_v_;
+      clear(panel.out, kTile * row_len_v_);
+      panel.softmax.reset();
+      for (int64_t row = p * kTile; row < min_of(num_rows, (p + 1) * kTile); ++row) {
+        panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
+      }
+      panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
+      products.set_queries(p, panel.rows.count, problem_.scale < 0 ? -1 : 1, [&](int64_t i) {
+        return static_cast<const Element*>(problem_.q) +
+               query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
+      });
+      first_key = min_of(first_key, panel.rows.least_first);
+      end_key = max_of(end_key, panel.rows.most_end);
+    }
+    first_key = max_of(first_key, task.split * plan_.split_len) / kTile * kTile;
+    end_key = min_of(end_key, (task.split + 1) * plan_.split_len);
+
+    for (int64_t key = first_key; key < end_key; key += kTile) {
+      const KeyRange keys{key, min_of(kTile, sequence.kv_length - key)};
+      bool is_loaded = false;
+      uint64_t not_finite = 0;
+      for (int64_t p = 0; p < num_panels; ++p) {
+        Panel& panel = panels[p];
+        const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
+        if (covered == Coverage::kNone) continue;
+        if (!is_loaded) {
+          is_loaded = true;
+          products.set_keys(keys.count, kv_rows(problem_.k, task, key, problem_.head_dim));
+          not_finite = products.set_values(keys.count, kv_rows(problem_.v, task, key, problem_.head_dim_v));
+        }
+        products.multiply_keys(p, keys.count, panel.lanes, scores);
+        if (has_score_rule_) {
+          if (problem_.bias.data != nullptr) {
+            load_bias(problem_, sequence, panel.rows, keys, by_query);
+            transpose(by_query, kTile, kTile, kTile, bias, kTile);
+          }
+          apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap),
+                                problem_.bias.data != nullptr ? bias : nullptr, keys.count, panel.lanes, scores,
+                                nullptr);
+        }
+        if (covered == Coverage::kPartial) {
+          find_visible(problem_, sequence, panel.rows, keys, by_query);
+          transpose(by_query, kTile, kTile, kTile, visible, kTile);
+          hide(visible, keys.count, panel.lanes, scores);
+        }
+        const bool rescales = update_softmax<Acc>(keys.count, panel.lanes,
+                                                  score_unit_ * static_cast<Acc>(kLog2E), scores, panel.softmax);
+        if (rescales) rescale(panel);
+        const uint64_t excluded = covered == Coverage::kPartial ? not_finite : 0;
+        products.add_values(keys.count, panel.lanes, scores, excluded, panel.out);
+        if (excluded != 0) {
+          add_where_visible(excluded, kv_rows(problem_.v, task, key, problem_.head_dim_v), scores, visible, panel);
+        }
+      }
+    }
+    Acc* rows = by_query;  // a panel of output rows in pieces of kTile elements
+    for (int64_t p = 0; p < num_panels; ++p) {
+      if (plan_.num_splits == 1) {
+        finish(task, panels[p], rows);
+      } else {
+        save_partial(task, panels[p], rows);
+      }
+    }
+  }
+
+  struct Panel {
+    QueryRows rows;
+    SoftmaxState<Acc> softmax;
+    int64_t lanes;
+    Acc* out;  // [head_dim_v][kTile]: not yet normalised
+  };
+  static constexpr int64_t kMaxPanelBytes = sizeof(Panel) + 64;
+
+  int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
+    return (batch * problem_.q_len + query) * problem_.num_heads + head;
+  }
+  int64_t lse_index(int64_t batch, int64_t query, int64_t head) const {
+    return (batch * problem_.num_heads + head) * problem_.q_len + query;
+  }
+
+  // Row i of a tile of keys or values.
+  auto kv_rows(const void* array, const Task& task, int64_t first_key, int64_t head_size) const {
+    const int64_t stride = problem_.num_kv_heads * head_size;
+    const Element* first = static_cast<const Element*>(array) +
+                           (task.batch * problem_.kv_len + first_key) * stride + task.kv_head * head_size;
+    return [first, stride](int64_t i) { return first + i * stride; };
+  }
+
+  static void hide(const Acc* visible, int64_t keys, int64_t lanes, Acc* scores) {
+    constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
+    for (int64_t key = 0; key < keys; ++key) {
+      for (int64_t at = key * kTile; at < key * kTile + lanes; at += kWidth<Acc>) {
+        store(scores + at, load(visible + at) != 0 ? load(scores + at) : broadcast(kMinusInfinity));
+      }
+    }
+  }
+
+  void rescale(Panel& panel) const {
+    for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
+      for (int64_t lane = 0; lane < panel.lanes; lane += kWidth<Acc>) {
+        Acc* at = panel.out + d * kTile + lane;
+        store(at, load(at) * load(panel.softmax.rescale + lane));
+      }
+    }
+  }
+
+  // Adds the rows of `keys` (bits) to the queries that see them and to no other: 0 * NaN would be NaN.
+  template <typename Row>
+  void add_where_visible(uint64_t keys, const Row& value_row, const Acc* p, const Acc* visible, Panel& panel) const {
+    for (; keys != 0; keys &= keys - 1) {
+      const int64_t key = __builtin_ctzll(keys);
+      for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
+        Acc value[kWidth<Acc>];
+        widen_row<Element>(value_row(key) + d, 1, value, kWidth<Acc>);
+        for (int64_t lane = 0; lane < panel.lanes; ++lane) {
+          if (visible[key * kTile + lane] != 0) panel.out[d * kTile + lane] += p[key * kTile + lane] * value[0];
+        }
+      }
+    }
+  }
+
+  void finish(const Task& task, const Panel& panel, Acc* rows) const {
+    Acc inverse[kTile];
+    for (int64_t row = 0; row < panel.rows.count; ++row) {
+      const Acc sum = panel.softmax.row_sum[row];
+      inverse[row] = 1 / sum;
+      lse_[lse_index(task.batch, panel.rows.query[row], panel.rows.head[row])] =
+          log_sum(panel.softmax.row_max[row], sum);
+    }
+    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
+      Element* to =
+          out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
+      if (panel.softmax.row_sum[row] == 0) {
+        clear(to, count);
+      } else {
+        narrow_row(rows + row * kTile, count, inverse[row], to);
+      }
+    });
+  }
+
+  // Calls use(row, d, count) with elements [d, d + count) of that output row in rows[row * kTile].
+  template <typename Use>
+  void for_output_pieces(const Panel& panel, Acc* rows, const Use& use) const {
+    for (int64_t d = 0; d < problem_.head_dim_v; d += kTile) {
+      const int64_t count = min_of(kTile, problem_.head_dim_v - d);
+      transpose(panel.out + d * kTile, kTile, round_up(count, kWidth<Acc>), panel.lanes, rows, kTile);
+      for (int64_t row = 0; row < panel.rows.count; ++row) use(row, d, count);
+    }
+  }
+
+  // The natural logarithm of sum * exp(row_max), rounded as the backward pass rounds its scores.
+  Acc log_sum(Acc row_max, Acc sum) const {
+    if (sum == 0) return -static_cast<Acc>(__builtin_inf());
+    const Acc logarithm = sizeof(Acc) == 4 ? static_cast<Acc>(__builtin_logf(static_cast<float>(sum)))
+                                           : static_cast<Acc>(__builtin_log(static_cast<double>(sum)));
+    return rounded(row_max * score_unit_) + logarithm;
+  }
+
+  void save_partial(const Task& task, const Panel& panel, Acc* rows) const {
+    const auto index = [&](int64_t row) {
+      return task.split * num_rows() + lse_index(task.batch, panel.rows.query[row], panel.rows.head[row]);
+    };
+    for (int64_t row = 0; row < panel.rows.count; ++row) {
+      partial_max_[index(row)] = panel.softmax.row_max[row];
+      partial_sum_[index(row)] = panel.softmax.row_sum[row];
+    }
+    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
+      memcpy(partial_out_ + index(row) * row_len_v_ + d, rows + row * kTile, static_cast<size_t>(count) * sizeof(Acc));
+    });
+  }
+
+  // Joins the splits of kTile output rows, in the order of the splits.
+  void merge_splits(int64_t block) const {
+    Workspace workspace(Workspace::bytes<Acc>(row_len_v_));
+    Acc* merged = workspace.take<Acc>(row_len_v_);
+    for (int64_t row = block * kTile; row < min_of(num_rows(), (block + 1) * kTile); ++row) {
+      Acc row_max = -static_cast<Acc>(__builtin_inf()), sum = 0;
+      for (int64_t split = 0; split < plan_.num_splits; ++split) {
+        const Acc split_max = partial_max_[split * num_rows() + row];
+        row_max = split_max > row_max ? split_max : row_max;
+      }
+      const Acc shift = row_max == -static_cast<Acc>(__builtin_inf()) ? 0 : row_max;
+      clear(merged, row_len_v_);
+      for (int64_t split = 0; split < plan_.num_splits; ++split) {
+        const int64_t index = split * num_rows() + row;
+        if (partial_sum_[index] == 0) continue;
+        const Vec<Acc> weight =
+            exp2<Acc>(broadcast<Acc>((partial_max_[index] - shift) * score_unit_ * static_cast<Acc>(kLog2E)));
+        sum += partial_sum_[index] * weight[0];
+        const Acc* from = partial_out_ + index * row_len_v_;
+        for (int64_t d = 0; d < problem_.head_dim_v; ++d) merged[d] += from[d] * weight[0];
+      }
+      const int64_t query = row % problem_.q_len, head = row / problem_.q_len % problem_.num_heads;
+      const int64_t batch = row / problem_.q_len / problem_.num_heads;
+      lse_[row] = log_sum(row_max, sum);
+      narrow_row(merged, problem_.head_dim_v, sum == 0 ? 0 : 1 / sum,
+                 out_ + query_row(batch, query, head) * problem_.head_dim_v);
+    }
+  }
+
+  const Problem& problem_;
+  const ForwardPlan& plan_;
+  Element* out_;
+  Acc* lse_;
+  Acc *partial_out_, *partial_max_, *partial_sum_;
+  int64_t group_, row_len_v_;
+  bool has_score_rule_;
+  Acc scale_;       // its magnitude: the sign goes into the queries, so that the largest product is the largest score
+  Acc score_unit_;  // natural-logarithm units of one unit of what the softmax sees
+};
+
+template <typename Element, typename Products = ForwardProducts<Element>>
+void run_forward(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch,
+                 const TaskRunner& runner) {
+  ForwardPass<Element, Products>(problem, plan, results, scratch).run(runner);
+}
+
+}  // namespace
+}  // namespace jattn::cpu

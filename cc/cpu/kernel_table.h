@@ -1,0 +1,42 @@
+// The border between the public functions and the kernels of one instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "cpu/plan.h"
+
+namespace jattn::cpu {
+
+// Runs body(argument, i) for every i in [0, count) on several threads. Plain function pointers: a std::function called
+// from an instruction-set file would leave library templates in it that use those instructions.
+struct TaskRunner {
+  void* context;
+  void (*run)(void* context, int64_t count, void (*body)(const void* argument, int64_t i), const void* argument);
+};
+
+using ForwardKernel = void (*)(const Problem&, const ForwardPlan&, const ForwardResults&, void* scratch,
+                               const TaskRunner&);
+using BackwardKernel = void (*)(const Problem&, const BackwardPlan&, const BackwardBuffers&, void* scratch,
+                                const TaskRunner&);
+
+// Indexed by DType.
+struct KernelTable {
+  ForwardKernel forward[4];
+  BackwardKernel backward[4];
+};
+
+extern const KernelTable kBaselineKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAmxKernels;  // bfloat16 on the matrix unit, the others as AVX-512
+#endif
+
+// 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.
+void* thread_memory(int64_t bytes);
+
+// Lets another thread of this core run.
+void yield_thread();
+
+}  // namespace jattn::cpu

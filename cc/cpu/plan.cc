@@ -1,0 +1,130 @@
+#include "cpu/plan.h"
+
+#include <algorithm>
+
+namespace jattn::cpu {
+namespace {
+
+// Enough tasks that 64 cores are busy, and that the last of them does not leave many idle.
+constexpr int64_t kWantedTasks = 128;
+
+// A split pays for a second pass over its results; with fewer keys than this it is not worth it.
+constexpr int64_t kLeastSplitLen = 512;
+
+// A chunk of the backward pass reads K and V and writes dk and dv once.
+constexpr int64_t kLeastChunkTiles = 4;
+
+constexpr int64_t kAlignment = 64;
+
+int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
+
+int64_t accumulator_bytes(const Problem& problem) { return problem.dtype == DType::kF64 ? 8 : 4; }
+
+// Hands out consecutive aligned ranges.
+struct Arena {
+  int64_t size_bytes = 0;
+  int64_t take(int64_t bytes) {
+    const int64_t offset = size_bytes;
+    size_bytes += round_up(bytes, kAlignment);
+    return offset;
+  }
+};
+
+}  // namespace
+
+ForwardPlan plan_forward(const Problem& problem) {
+  ForwardPlan plan{};
+  const int64_t group = problem.num_kv_heads > 0 ? problem.group_size() : 0;
+  const int64_t groups = problem.batch * problem.num_kv_heads;
+  const int64_t group_rows = group * problem.q_len;
+
+  // Two panels of queries share each loaded tile of K and V; one panel when tasks would be few.
+  plan.panels = groups * ceil_div(group_rows, 2 * kTile) >= kWantedTasks ? 2 : 1;
+  const int64_t task_rows = plan.panels * kTile;
+  plan.queries = std::min(problem.q_len, task_rows);
+  plan.heads = plan.queries > 0 ? std::clamp<int64_t>(task_rows / plan.queries, 1, group) : 1;
+  plan.panels = std::max<int64_t>(1, ceil_div(plan.queries * plan.heads, kTile));
+  plan.query_blocks = plan.queries > 0 ? ceil_div(problem.q_len, plan.queries) : 0;
+  plan.head_blocks = ceil_div(group, plan.heads);
+  plan.last_queries_first = problem.band_right != kUnbounded;
+
+  const int64_t tasks = groups * plan.query_blocks * plan.head_blocks;
+  plan.num_splits = 1;
+  if (tasks > 0 && tasks < kWantedTasks) {
+    plan.num_splits =
+        std::clamp<int64_t>(ceil_div(kWantedTasks, tasks), 1, std::max<int64_t>(1, problem.kv_len / kLeastSplitLen));
+  }
+  plan.split_len = std::max(kTile, round_up(ceil_div(problem.kv_len, plan.num_splits), kTile));
+  plan.num_splits = std::max<int64_t>(1, ceil_div(problem.kv_len, plan.split_len));
+  plan.num_tasks = tasks * plan.num_splits;
+
+  if (plan.num_splits > 1) {
+    const int64_t rows = plan.num_splits * problem.batch * problem.num_heads * problem.q_len;
+    Arena arena;
+    arena.take(rows * round_up(problem.head_dim_v, kRowUnit) * accumulator_bytes(problem));
+    plan.partial_max_offset = arena.take(rows * accumulator_bytes(problem));
+    plan.partial_sum_offset = arena.take(rows * accumulator_bytes(problem));
+    plan.scratch_bytes = arena.size_bytes;
+  }
+  return plan;
+}
+
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
+  BackwardPlan plan{};
+  const int64_t groups = problem.batch * problem.num_kv_heads;
+  const int64_t query_rows = problem.batch * problem.num_heads * problem.q_len;
+  plan.query_tiles = ceil_div(problem.q_len, kTile);
+  plan.kv_tiles = ceil_div(problem.kv_len, kTile);
+  plan.row_len = round_up(problem.head_dim, kRowUnit);
+  plan.row_len_v = round_up(problem.head_dim_v, kRowUnit);
+
+  const int64_t tasks = groups * plan.kv_tiles;
+  plan.num_chunks = 1;
+  if (tasks > 0 && tasks < kWantedTasks / 2) {
+    plan.num_chunks = std::clamp<int64_t>(ceil_div(kWantedTasks / 2, tasks), 1,
+                                          std::max<int64_t>(1, plan.query_tiles / kLeastChunkTiles));
+  }
+  plan.chunk_tiles = std::max<int64_t>(1, ceil_div(plan.query_tiles, plan.num_chunks));
+  plan.num_chunks = std::max<int64_t>(1, ceil_div(plan.query_tiles, plan.chunk_tiles));
+  plan.num_tasks = tasks * plan.num_chunks;
+
+  plan.chain_distance = groups * plan.num_chunks;
+  if (wants_dbias) {
+    const BroadcastTensor& bias = problem.bias;
+    struct Axis {
+      int64_t stride, size;
+    };
+    const Axis axes[] = {{bias.stride_batch, problem.batch},
+                         {bias.stride_head, problem.num_heads},
+                         {bias.stride_query, problem.q_len},
+                         {bias.stride_key, problem.kv_len}};
+    plan.writes_dbias_once = true;
+    plan.dbias_count = 1;
+    for (const Axis& axis : axes) {
+      if (axis.stride != 0) plan.dbias_count *= axis.size;
+      if (axis.stride == 0 && axis.size > 1) plan.writes_dbias_once = false;
+    }
+    const DType accumulator = problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+    plan.sums_dbias_in_place = !plan.writes_dbias_once && bias.dtype == accumulator;
+    if (!plan.writes_dbias_once) plan.chain_distance = 1;
+  }
+
+  Arena arena;
+  const int64_t unit_bytes = accumulator_bytes(problem);
+  plan.progress_offset = arena.take(plan.num_tasks * static_cast<int64_t>(sizeof(int64_t)));
+  plan.delta_offset = arena.take(query_rows * unit_bytes);
+  plan.dq_offset = arena.take(query_rows * plan.row_len * unit_bytes);
+  if (plan.num_chunks > 1) {
+    const int64_t kv_rows = plan.num_chunks * groups * problem.kv_len;
+    plan.dk_offset = arena.take(kv_rows * plan.row_len * unit_bytes);
+    plan.dv_offset = arena.take(kv_rows * plan.row_len_v * unit_bytes);
+  }
+  if (wants_dbias && !plan.writes_dbias_once && !plan.sums_dbias_in_place) {
+    plan.dbias_offset = arena.take(plan.dbias_count * unit_bytes);
+  }
+  plan.scratch_bytes = arena.size_bytes;
+  return plan;
+}
+
+}  // namespace jattn::cpu

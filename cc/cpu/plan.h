@@ -1,0 +1,59 @@
+// How a pass is cut into tasks and where its scratch memory lies. Depends on extents and flags only, so that results
+// have the same bits whatever the number of threads and the instruction set's vector length.
+//
+// These are plain data on purpose: an inline member function would be compiled once per instruction set, and the
+// linker would keep any one of the copies.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+
+namespace jattn::cpu {
+
+// Queries, or keys, that are processed together. One panel of 64 float32 lanes is four AVX-512 vectors.
+inline constexpr int64_t kTile = 64;
+
+// Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
+inline constexpr int64_t kRowUnit = 32;
+
+// One forward task: some query rows that share a key/value head, against one range of keys. The rows are the same
+// `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
+struct ForwardPlan {
+  int64_t queries, heads;         // of one task; queries * heads <= panels * kTile
+  int64_t panels;                 // of kTile rows each
+  int64_t query_blocks, head_blocks;  // tasks along T, and along the heads of a group
+  int64_t num_splits, split_len;  // ranges of keys; each split_len is a multiple of kTile
+  int64_t num_tasks;
+  bool last_queries_first;  // they see the most keys
+
+  // Only with num_splits > 1, per split: out before normalisation [B, N, T, Dv padded], row_max and row_sum [B, N, T].
+  int64_t partial_rows_bytes, partial_max_offset, partial_sum_offset;
+  int64_t scratch_bytes;
+};
+
+// One backward task: one tile of keys of one key/value head against one chunk of the query tiles.
+struct BackwardPlan {
+  int64_t query_tiles, kv_tiles;
+  int64_t num_chunks, chunk_tiles;  // ranges of query tiles
+  int64_t num_tasks;
+  int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
+
+  bool writes_dbias_once;   // every element of dbias belongs to one score: no sum, no order
+  bool sums_dbias_in_place;  // dbias itself has the accumulator type
+  int64_t dbias_count;      // elements of dbias
+  // Tasks whose indices differ by a multiple of this add to the same dq (or dbias), in the order of their indices.
+  int64_t chain_distance;
+
+  int64_t progress_offset;  // int64_t [num_tasks]
+  int64_t delta_offset;     // [B, N, T]
+  int64_t dq_offset;        // [B, N, T, row_len]
+  int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]
+  int64_t dbias_offset;     // unless written once or summed in place: the shape of dbias
+  int64_t scratch_bytes;
+};
+
+ForwardPlan plan_forward(const Problem& problem);
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias);
+
+}  // namespace jattn::cpu

@@ -1,0 +1,77 @@
+// From dot products to scores: scale, softcap, bias.
+#pragma once
+
+#include "core/problem.h"
+#include "cpu/visibility.h"
+
+namespace jattn::cpu {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634074;
+
+inline int64_t bias_offset(const BroadcastTensor& bias, int64_t batch, int64_t head, int64_t query, int64_t key) {
+  return batch * bias.stride_batch + head * bias.stride_head + query * bias.stride_query + key * bias.stride_key;
+}
+
+template <typename Element, typename Acc>
+inline void widen_bias_row(const BroadcastTensor& bias, int64_t offset, int64_t count, Acc* to) {
+  const Element* from = static_cast<const Element*>(bias.data) + offset;
+  if (bias.stride_key == 0) {
+    Element repeated[kWidth<Acc>];
+    for (Element& element : repeated) element = *from;
+    for (int64_t i = 0; i < kTile; i += kWidth<Acc>) widen_row(repeated, kWidth<Acc>, to + i, kWidth<Acc>);
+  } else {
+    widen_row(from, count, to, kTile);
+  }
+}
+
+// to[row * kTile + key] = bias of that pair.
+inline void load_bias(const Problem& problem, const Sequence& sequence, const QueryRows& rows, KeyRange keys,
+                      float* to) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t offset = bias_offset(problem.bias, sequence.batch, rows.head[row], rows.query[row], keys.first);
+    float* to_row = to + row * kTile;
+    switch (problem.bias.dtype) {
+      case DType::kF16: widen_bias_row<Float16>(problem.bias, offset, keys.count, to_row); break;
+      case DType::kBF16: widen_bias_row<BFloat16>(problem.bias, offset, keys.count, to_row); break;
+      default: widen_bias_row<float>(problem.bias, offset, keys.count, to_row); break;
+    }
+  }
+}
+
+inline void load_bias(const Problem& problem, const Sequence& sequence, const QueryRows& rows, KeyRange keys,
+                      double* to) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t offset = bias_offset(problem.bias, sequence.batch, rows.head[row], rows.query[row], keys.first);
+    double* to_row = to + row * kTile;
+    if (problem.bias.dtype == DType::kF64) {
+      widen_bias_row<double>(problem.bias, offset, keys.count, to_row);
+      continue;
+    }
+    const float* from = static_cast<const float*>(problem.bias.data) + offset;
+    for (int64_t i = 0; i < keys.count; ++i) to_row[i] = from[i * problem.bias.stride_key];
+  }
+}
+
+// scores = softcap(dot * scale) + bias over a tile of `rows` x `columns`. bias, or softcap, may be absent (null, 0).
+// With `slope` not null it receives the derivative of the softcap.
+template <typename Acc>
+inline void apply_score_rule(Acc scale, Acc softcap, const Acc* bias, int64_t rows, int64_t columns, Acc* scores,
+                             Acc* slope) {
+  const Acc inverse_softcap = softcap > 0 ? 1 / softcap : 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = row * kTile; column < row * kTile + columns; column += kWidth<Acc>) {
+      Vec<Acc> score = rounded(load(scores + column) * scale);
+      if (softcap > 0) {
+        const Vec<Acc> ratio = tanh<Acc>(score * inverse_softcap);
+        score = rounded(ratio * softcap);
+        if (slope != nullptr) store(slope + column, 1 - ratio * ratio);
+      }
+      if (bias != nullptr) score += load(bias + column);
+      store(scores + column, score);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -1,0 +1,109 @@
+// The public functions: pick the kernels of one instruction set and run them.
+//
+// Source files of the CPU backend and the flags that each needs beside -std=c++20 -O3 -fno-math-errno
+// -fno-trapping-math (x86-64 only where marked; the compiler must not be told -march=native or -ffast-math):
+//
+//   targets.cc, plan.cc, threads.cc   none
+//   baseline.cc                       none
+//   avx2.cc                           -mavx2 -mfma -mf16c                                                     [x86-64]
+//   avx512.cc                         -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx2
+//                                     -mprefer-vector-width=512                                               [x86-64]
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/kernel_table.h"
+
+namespace jattn::cpu {
+namespace {
+
+struct Target {
+  const char* name;
+  const KernelTable* kernels;
+  bool (*can_run)();
+};
+
+// Best first.
+const Target kTargets[] = {
+#if defined(__x86_64__)
+    {"avx512", &kAvx512Kernels,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+     }},
+    {"avx2", &kAvx2Kernels,
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+     }},
+#endif
+    {"baseline", &kBaselineKernels, [] { return true; }},
+};
+
+const Target* best_target() {
+  for (const Target& target : kTargets) {
+    if (target.can_run()) return &target;
+  }
+  return nullptr;
+}
+
+std::atomic<const Target*>& active_target() {
+  static std::atomic<const Target*> active{best_target()};
+  return active;
+}
+
+const KernelTable& kernels() { return *active_target().load(std::memory_order_relaxed)->kernels; }
+
+TaskRunner runner_of(const ParallelFor& parallel_for) {
+  return {const_cast<ParallelFor*>(&parallel_for),
+          [](void* context, int64_t count, void (*body)(const void*, int64_t), const void* argument) {
+            (*static_cast<const ParallelFor*>(context))(count, [=](int64_t i) { body(argument, i); });
+          }};
+}
+
+}  // namespace
+
+int64_t forward_scratch_bytes(const Problem& problem) { return plan_forward(problem).scratch_bytes; }
+
+int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias) {
+  return plan_backward(problem, wants_dbias).scratch_bytes;
+}
+
+void forward(const Problem& problem, const ForwardResults& results, void* scratch, const ParallelFor& parallel_for) {
+  const ForwardPlan plan = plan_forward(problem);
+  if (plan.num_tasks == 0) return;
+  kernels().forward[static_cast<int>(problem.dtype)](problem, plan, results, scratch, runner_of(parallel_for));
+}
+
+void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch,
+              const ParallelFor& parallel_for) {
+  if (problem.num_kv_heads == 0) return;
+  const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr);
+  kernels().backward[static_cast<int>(problem.dtype)](problem, plan, buffers, scratch, runner_of(parallel_for));
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Target& target : kTargets) {
+    if (target.can_run()) names.emplace_back(target.name);
+  }
+  return names;
+}
+
+bool force_instruction_set(const std::string& name) {
+  if (name.empty()) {
+    active_target() = best_target();
+    return true;
+  }
+  for (const Target& target : kTargets) {
+    if (name == target.name && target.can_run()) {
+      active_target() = &target;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string active_instruction_set() { return active_target().load()->name; }
+
+}  // namespace jattn::cpu

@@ -1,0 +1,79 @@
+// Running tasks from instruction-set files, and making them add up in a fixed order.
+#pragma once
+
+#include "cpu/kernel_table.h"
+
+namespace jattn::cpu {
+namespace {
+
+template <typename Body>
+inline void run_tasks(const TaskRunner& runner, int64_t count, const Body& body) {
+  if (count <= 0) return;
+  runner.run(
+      runner.context, count, [](const void* argument, int64_t i) { (*static_cast<const Body*>(argument))(i); }, &body);
+}
+
+// Parts of a thread's memory.
+class Workspace {
+ public:
+  template <typename T>
+  static int64_t bytes(int64_t count) {
+    return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  }
+  explicit Workspace(int64_t size_bytes) : next_(static_cast<char*>(thread_memory(size_bytes))) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* start = reinterpret_cast<T*>(next_);
+    next_ += bytes<T>(count);
+    return start;
+  }
+
+ private:
+  char* next_;
+};
+
+// Tasks that walk the same steps in the same order, every `distance`-th task forming one chain. A task adds to memory
+// that it shares with its chain only after all earlier tasks of the chain are past that step, so the sums at one place
+// are formed in the order of the task indices.
+//
+// Tasks are started in that order too (indices come from `take`): the oldest running task never waits, and nothing can
+// hang, whatever the number of threads.
+class Convoy {
+ public:
+  static constexpr int64_t kAllSteps = INT64_MAX;
+
+  Convoy(int64_t* progress, int64_t num_tasks, int64_t distance) : progress_(progress), distance_(distance) {
+    for (int64_t i = 0; i < num_tasks; ++i) progress_[i] = 0;
+  }
+
+  int64_t take() { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
+
+  // The task will not touch shared memory at any of its first `steps` steps again.
+  void announce(int64_t task, int64_t steps) { __atomic_store_n(progress_ + task, steps, __ATOMIC_RELEASE); }
+
+  // Returns when every earlier task of the chain is past `steps`.
+  void wait(int64_t task, int64_t steps) const {
+    for (int64_t earlier = task - distance_; earlier >= 0; earlier -= distance_) {
+      int64_t finished = 0;
+      for (int spins = 0; (finished = __atomic_load_n(progress_ + earlier, __ATOMIC_ACQUIRE)) < steps; ++spins) {
+        if (spins >= kSpinsBeforeYield) yield_thread();
+      }
+      if (finished == kAllSteps) return;  // announced by `finish`: so are all before it
+    }
+  }
+
+  void finish(int64_t task) {
+    wait(task, kAllSteps);
+    announce(task, kAllSteps);
+  }
+
+ private:
+  static constexpr int kSpinsBeforeYield = 1000;
+  int64_t* progress_;
+  int64_t distance_;
+  int64_t next_ = 0;
+};
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -1,0 +1,110 @@
+// The matrix product of small tiles that every product of the vector kernels goes through.
+#pragma once
+
+#include "cpu/vec.h"
+
+namespace jattn::cpu {
+namespace {
+
+// Element (row, inner) of the left operand is data[row * row_stride + inner * inner_stride]: a plain tile or, with the
+// strides exchanged, its transpose. It is read one scalar at a time, so the order costs nothing.
+template <typename T>
+struct LeftTile {
+  const T* data;
+  int64_t row_stride, inner_stride;
+};
+
+// Row-major; the columns of the right operand and of the result lie in the vector lanes.
+template <typename T>
+struct RightTile {
+  const T* data;
+  int64_t stride;
+};
+template <typename T>
+struct ResultTile {
+  T* data;
+  int64_t stride;
+};
+
+// Register blocks: kBlockRows x kBlockVectors accumulators, one row of right vectors and one broadcast scalar fit the
+// register file: 6 x 4 + 4 + 1 of 32 (AVX-512, NEON), 6 x 2 + 2 + 1 of 16.
+constexpr int kBlockRows = 6;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kBlockVectors = 4;
+#else
+constexpr int kBlockVectors = 2;
+#endif
+
+template <bool kAccumulate, int kRows, int kVectors, typename T>
+inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTile<T> left, RightTile<T> right,
+                                                          ResultTile<T> result) {
+  Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) {
+      sum[r][c] = kAccumulate ? load(result.data + r * result.stride + c * kWidth<T>) : Vec<T>{};
+    }
+  }
+  const T* left_column = left.data;
+  const T* right_row = right.data;
+  for (int64_t i = 0; i < inner; ++i, left_column += left.inner_stride, right_row += right.stride) {
+    Vec<T> vectors[kVectors];
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) vectors[c] = load(right_row + c * kWidth<T>);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec<T> scalar = broadcast<T>(left_column[r * left.row_stride]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) sum[r][c] += scalar * vectors[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) store(result.data + r * result.stride + c * kWidth<T>, sum[r][c]);
+  }
+}
+
+template <bool kAccumulate, int kVectors, typename T>
+inline void multiply_columns(int64_t rows, int64_t inner, LeftTile<T> left, RightTile<T> right, ResultTile<T> result) {
+  const auto advance = [&](int64_t done) {
+    left.data += done * left.row_stride;
+    result.data += done * result.stride;
+    rows -= done;
+  };
+  while (rows >= kBlockRows) {
+    multiply_block<kAccumulate, kBlockRows, kVectors>(inner, left, right, result);
+    advance(kBlockRows);
+  }
+  if (rows >= 4) {
+    multiply_block<kAccumulate, 4, kVectors>(inner, left, right, result);
+    advance(4);
+  }
+  if (rows >= 2) {
+    multiply_block<kAccumulate, 2, kVectors>(inner, left, right, result);
+    advance(2);
+  }
+  if (rows >= 1) multiply_block<kAccumulate, 1, kVectors>(inner, left, right, result);
+}
+
+// result = left * right, or result += left * right. `columns` is a multiple of kWidth.
+template <bool kAccumulate, typename T>
+inline void multiply(int64_t rows, int64_t columns, int64_t inner, LeftTile<T> left, RightTile<T> right,
+                     ResultTile<T> result) {
+  int64_t column = 0;
+  const auto block = [&](auto vectors) {
+    multiply_columns<kAccumulate, vectors()>(rows, inner, left, {right.data + column, right.stride},
+                                             {result.data + column, result.stride});
+    column += vectors() * kWidth<T>;
+  };
+  while (column + kBlockVectors * kWidth<T> <= columns) block(std::integral_constant<int, kBlockVectors>());
+  if constexpr (kBlockVectors == 4) {
+    if (column + 3 * kWidth<T> <= columns) block(std::integral_constant<int, 3>());
+    if (column + 2 * kWidth<T> <= columns) block(std::integral_constant<int, 2>());
+  }
+  if (column < columns) block(std::integral_constant<int, 1>());
+}
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -1,0 +1,171 @@
+#include "cuda/attention_params.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <numbers>
+
+#include "core/require.h"
+#include "cuda/launch.h"
+#include "kernels/passes/shape.cuh"
+
+namespace jattn::cuda {
+namespace {
+
+constexpr int64_t kMaxLength = int64_t{1} << 28;  // band arithmetic in kernels is 32-bit
+constexpr int64_t kUnboundedBand = int64_t{1} << 29;
+constexpr int64_t kMaxRowBytes = int64_t{1} << 24;  // row * bytes of a tile stays in 32 bits
+
+Element element_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return Element::kF16;
+    case DType::kBF16:
+      return Element::kBF16;
+    case DType::kF32:
+      return Element::kF32;
+    case DType::kF64:
+      break;
+  }
+  fail(Fault::kCaller, "CUDA kernels run float16, bfloat16 and float32, not float64");
+}
+
+bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Widest of 16, 8, 4, 2 bytes on whose multiples all rows start.
+int32_t copy_bytes(int64_t row_elements, int64_t element_bytes, std::initializer_list<const void*> pointers) {
+  for (int64_t bytes : {16, 8, 4}) {
+    const bool fits = (row_elements * element_bytes) % bytes == 0 &&
+                      std::all_of(pointers.begin(), pointers.end(), [&](const void* p) { return aligned(p, bytes); });
+    if (fits) return static_cast<int32_t>(bytes);
+  }
+  return 2;
+}
+
+BroadcastArray broadcast_array(const BroadcastTensor& tensor, int64_t element_bytes, int64_t kv_len) {
+  const bool even = tensor.stride_batch % 2 == 0 && tensor.stride_head % 2 == 0 && tensor.stride_query % 2 == 0;
+  return {.data = tensor.data,
+          .stride_batch = tensor.stride_batch,
+          .stride_head = tensor.stride_head,
+          .stride_query = tensor.stride_query,
+          .stride_key = tensor.stride_key,
+          .pairs = tensor.stride_key == 1 && even && kv_len % 2 == 0 && aligned(tensor.data, 2 * element_bytes)};
+}
+
+int32_t clamp_band(int64_t limit) { return static_cast<int32_t>(std::clamp(limit, -kUnboundedBand, kUnboundedBand)); }
+
+void check_feature(const Kernel& kernel, const char* name, bool wanted, bool compiled) {
+  JATTN_REQUIRE(wanted == compiled, "the problem ", wanted ? "has" : "has no", " ", name, ", but kernel ", kernel.text,
+                compiled ? " was" : " was not", " made for it");
+}
+
+}  // namespace
+
+const Kernel* find_family(const Plan& plan, std::string_view family) {
+  for (const Kernel* kernel : plan.kernels) {
+    if (kernel->key.family == family) return kernel;
+  }
+  return nullptr;
+}
+
+const Kernel& require_family(const Plan& plan, std::string_view family) {
+  const Kernel* kernel = find_family(plan, family);
+  JATTN_REQUIRE(kernel != nullptr, "the plan's kernels have none of family ", family);
+  return *kernel;
+}
+
+ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
+  const Config& config = kernel.config();
+  JATTN_REQUIRE(problem.q_len <= kMaxLength && problem.kv_len <= kMaxLength, "lengths ", problem.q_len, " and ",
+                problem.kv_len, " are too long: at most ", kMaxLength);
+  JATTN_REQUIRE(problem.num_kv_heads > 0 && problem.num_heads % problem.num_kv_heads == 0, "num_heads ", problem.num_heads,
+                " must be a multiple of num_kv_heads ", problem.num_kv_heads);
+  JATTN_REQUIRE(problem.head_dim > 0 && problem.head_dim_v > 0, "head dims must be positive");
+  JATTN_REQUIRE(element_of(problem.dtype) == config.element, "kernel ", kernel.text, " has another element type");
+  JATTN_REQUIRE(problem.head_dim <= config.head_dim, "head_dim ", problem.head_dim, " exceeds that of kernel ", kernel.text);
+  const int64_t bytes = size_bytes(problem.dtype);
+  JATTN_REQUIRE(problem.num_heads * std::max(problem.head_dim, problem.head_dim_v) * bytes <= kMaxRowBytes,
+                "num_heads * head_dim is too large: a row may have ", kMaxRowBytes, " bytes");
+
+  const bool banded = problem.band_left != kUnbounded || problem.band_right != kUnbounded;
+  check_feature(kernel, "band", banded, config.band);
+  check_feature(kernel, "lengths", problem.q_lengths != nullptr || problem.kv_lengths != nullptr, config.lengths);
+  check_feature(kernel, "segments", problem.q_segments != nullptr, config.segments);
+  check_feature(kernel, "mask", problem.mask.data != nullptr, config.mask);
+  check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias);
+  check_feature(kernel, "softcap", problem.softcap > 0, config.softcap);
+  if (config.bias) {
+    JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text, " has another bias type");
+  }
+
+  ProblemParams params{};
+  params.q = problem.q;
+  params.k = problem.k;
+  params.v = problem.v;
+  if (config.bias) params.bias = broadcast_array(problem.bias, size_bytes(problem.bias.dtype), problem.kv_len);
+  if (config.mask) params.mask = broadcast_array(problem.mask, 1, problem.kv_len);
+  params.q_lengths = problem.q_lengths;
+  params.kv_lengths = problem.kv_lengths;
+  params.q_segments = problem.q_segments;
+  params.kv_segments = problem.kv_segments;
+  params.batch = static_cast<int32_t>(problem.batch);
+  params.q_len = static_cast<int32_t>(problem.q_len);
+  params.kv_len = static_cast<int32_t>(problem.kv_len);
+  params.num_heads = static_cast<int32_t>(problem.num_heads);
+  params.num_kv_heads = static_cast<int32_t>(problem.num_kv_heads);
+  params.group_size = static_cast<int32_t>(problem.group_size());
+  params.head_dim = static_cast<int32_t>(problem.head_dim);
+  params.head_dim_v = static_cast<int32_t>(problem.head_dim_v);
+  params.band_left = clamp_band(problem.band_left);
+  params.band_right = clamp_band(problem.band_right);
+  params.lower_right = problem.lower_right;
+  params.scale_first = !(problem.scale > 0);
+  params.scale = static_cast<float>(problem.scale);
+  params.scale_log2 = static_cast<float>(problem.scale * std::numbers::log2e);
+  if (config.softcap) {
+    params.softcap_in = static_cast<float>(problem.scale / problem.softcap);
+    params.softcap_log2 = static_cast<float>(problem.softcap * std::numbers::log2e);
+  }
+  params.copy_bytes = copy_bytes(problem.head_dim, bytes, {problem.q, problem.k});
+  params.copy_bytes_v = copy_bytes(problem.head_dim_v, bytes, {problem.v});
+  JATTN_REQUIRE(config.narrow_rows || (params.copy_bytes == 16 && params.copy_bytes_v == 16),
+                "head dims ", problem.head_dim, " and ", problem.head_dim_v,
+                " give rows off 16-byte boundaries, but kernel ", kernel.text, " was not made for narrow rows");
+  return params;
+}
+
+int64_t segment_ranges_bytes(const Problem& problem, const Config& config) {
+  if (!config.segments) return 0;
+  const int64_t tiles = ceil_div(problem.q_len, config.tile_q) + ceil_div(problem.kv_len, config.tile_kv);
+  return round_up(problem.batch * tiles * int64_t{sizeof(SegmentRange)}, kScratchAlignment);
+}
+
+void launch_segment_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
+                           ProblemParams& params, CUstream stream) {
+  if (!config.segments) return;
+  const Kernel& kernel = require_family(plan, "segment_ranges");
+  SegmentRangesParams ranges{};
+  ranges.segments[0] = problem.q_segments;
+  ranges.segments[1] = problem.kv_segments;
+  ranges.length[0] = params.q_len;
+  ranges.length[1] = params.kv_len;
+  ranges.tile[0] = config.tile_q;
+  ranges.tile[1] = config.tile_kv;
+  ranges.batch = params.batch;
+  for (int side : {0, 1}) ranges.tiles[side] = static_cast<int32_t>(ceil_div(ranges.length[side], ranges.tile[side]));
+  ranges.ranges[0] = static_cast<SegmentRange*>(scratch);
+  ranges.ranges[1] = ranges.ranges[0] + problem.batch * ranges.tiles[0];
+  params.q_ranges = ranges.ranges[0];
+  params.kv_ranges = ranges.ranges[1];
+  const int threads = segment_ranges_threads(kernel.config());
+  const int64_t warps = problem.batch * (int64_t{ranges.tiles[0]} + ranges.tiles[1]);
+  launch(kernel, {.grid = {.x = ceil_div(warps, threads / 32)}, .num_threads = threads}, &ranges, stream);
+}
+
+int32_t section_heads(const Problem& problem, const Config& config) {
+  const int64_t group = problem.group_size();
+  const bool uneven = config.band || config.lengths || config.segments;
+  return static_cast<int32_t>(uneven ? group * ceil_div(4, group) : group);
+}
+
+}  // namespace jattn::cuda

@@ -1,0 +1,27 @@
+// Descriptors for the tensor memory accelerator of Hopper and later.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "core/problem.h"
+#include "cuda/driver.h"
+
+namespace jattn::cuda {
+
+enum class Swizzle : int { kNone = 0, k32Bytes = 1, k64Bytes = 2, k128Bytes = 3 };  // CUtensorMapSwizzle
+
+// One axis of a tensor, innermost first.
+struct TensorMapAxis {
+  int64_t extent = 0;
+  int64_t stride = 0;  // elements; of the innermost axis it must be 1
+  int64_t box = 0;     // elements that one copy moves, 1 to 256
+};
+
+// Describes a tensor in global memory. Elements outside the extents read as 0 and are not written.
+// Throws Error (Fault::kCaller) that names the axis and the rule of the hardware that it breaks: address and outer
+// strides multiples of 16 bytes, extents from 1 to 2^32, boxes from 1 to 256, innermost box no wider than the swizzle.
+// Source: CUDA driver API, cuTensorMapEncodeTiled.
+CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle);
+
+}  // namespace jattn::cuda

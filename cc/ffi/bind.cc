@@ -1,0 +1,292 @@
+#include "ffi/bind.h"
+
+#include <array>
+#include <optional>
+#include <vector>
+
+namespace jattn::bind {
+namespace {
+
+using Dims = ffi::Span<const int64_t>;
+
+std::string text(Dims dims) {
+  std::string s = "(";
+  for (size_t i = 0; i < dims.size(); ++i) s += (i ? ", " : "") + std::to_string(dims[i]);
+  return s + ")";
+}
+
+// Collects the first error; later checks are skipped, so that a decoder reads as a list of requirements.
+class Checker {
+ public:
+  void require(bool holds, const std::string& message) {
+    if (!holds && error_.empty()) error_ = message;
+  }
+  void require_shape(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> want) {
+    Dims dims = buffer.dimensions();
+    bool same = dims.size() == want.size();
+    size_t axis = 0;
+    std::string expected = "(";
+    for (int64_t extent : want) {
+      same = same && dims[axis] == extent;
+      expected += (axis++ ? ", " : "") + std::to_string(extent);
+    }
+    require(same, std::string("jattn: ") + name + " has shape " + text(dims) + ", must be " + expected + ")");
+  }
+  void require_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType want) {
+    require(buffer.element_type() == want, std::string("jattn: ") + name + " has XLA element type " +
+                                               std::to_string(static_cast<int>(buffer.element_type())) +
+                                               ", must be " + std::to_string(static_cast<int>(want)));
+  }
+  bool ok() const { return error_.empty(); }
+  ffi::Error error() const { return ffi::Error(ffi::ErrorCode::kInvalidArgument, error_); }
+
+ private:
+  std::string error_;
+};
+
+std::optional<DType> float_dtype(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F16: return DType::kF16;
+    case ffi::DataType::BF16: return DType::kBF16;
+    case ffi::DataType::F32: return DType::kF32;
+    case ffi::DataType::F64: return DType::kF64;
+    default: return std::nullopt;
+  }
+}
+
+template <typename T>
+T attribute(const ffi::Dictionary& spec, const char* name, Checker& check) {
+  auto value = spec.get<T>(name);
+  if (value.has_value()) return *value;
+  check.require(false, std::string("jattn: attribute spec.") + name + " is missing or has another type: " +
+                           value.error().message());
+  return T{};
+}
+
+struct Attributes {
+  double scale, softcap;
+  int64_t band_left, band_right, operands;
+  bool lower_right, has_dlse;
+};
+
+Attributes read_attributes(const ffi::Dictionary& spec, Checker& check) {
+  Attributes a;
+  a.scale = attribute<double>(spec, "scale", check);
+  a.softcap = attribute<double>(spec, "softcap", check);
+  a.band_left = attribute<int64_t>(spec, "band_left", check);
+  a.band_right = attribute<int64_t>(spec, "band_right", check);
+  a.lower_right = attribute<bool>(spec, "lower_right", check);
+  a.operands = attribute<int64_t>(spec, "operands", check);
+  a.has_dlse = attribute<bool>(spec, "has_dlse", check);
+  return a;
+}
+
+// Row-major strides of a (B, N, T, S)-broadcastable array; an axis of size 1 gets stride 0.
+BroadcastTensor broadcast_tensor(const ffi::AnyBuffer& buffer, DType dtype) {
+  Dims dims = buffer.dimensions();
+  std::array<int64_t, 4> strides{};
+  int64_t stride = 1;
+  for (int axis = 3; axis >= 0; --axis) {
+    strides[axis] = dims[axis] == 1 ? 0 : stride;
+    stride *= dims[axis];
+  }
+  return {buffer.untyped_data(), dtype, strides[0], strides[1], strides[2], strides[3]};
+}
+
+void require_broadcastable(const char* name, const ffi::AnyBuffer& buffer, const Problem& p, Checker& check) {
+  Dims dims = buffer.dimensions();
+  const std::array<int64_t, 4> full{p.batch, p.num_heads, p.q_len, p.kv_len};
+  bool fits = dims.size() == 4;
+  for (size_t axis = 0; fits && axis < 4; ++axis) fits = dims[axis] == 1 || dims[axis] == full[axis];
+  check.require(fits, std::string("jattn: ") + name + " has shape " + text(dims) +
+                          ", must broadcast to (batch, heads, queries, keys)");
+}
+
+// Hands out the operands of a call one after another, so that their order stands in one place.
+class Operands {
+ public:
+  Operands(ffi::RemainingArgs args, Checker& check) : args_(args), check_(check) {}
+  std::optional<ffi::AnyBuffer> next(const char* name) {
+    if (index_ < args_.size()) {
+      if (auto buffer = args_.get<ffi::AnyBuffer>(index_); buffer.has_value()) {
+        ++index_;
+        return *buffer;
+      }
+    }
+    check_.require(false, std::string("jattn: operand ") + name + " (number " + std::to_string(index_) +
+                              ") is missing; the call has " + std::to_string(args_.size()) + " operands");
+    return std::nullopt;
+  }
+  void require_used_up() {
+    check_.require(index_ == args_.size(), "jattn: the call has " + std::to_string(args_.size()) +
+                                               " operands, but its attributes announce " + std::to_string(index_));
+  }
+
+ private:
+  ffi::RemainingArgs args_;
+  Checker& check_;
+  size_t index_ = 0;
+};
+
+void decode_qkv(Operands& operands, Problem& p, Checker& check) {
+  auto q = operands.next("q"), k = operands.next("k"), v = operands.next("v");
+  if (!check.ok()) return;
+  Dims qd = q->dimensions(), kd = k->dimensions(), vd = v->dimensions();
+  check.require(qd.size() == 4 && kd.size() == 4 && vd.size() == 4, "jattn: q, k and v must have rank 4");
+  auto dtype = float_dtype(q->element_type());
+  check.require(dtype.has_value(), "jattn: q must be float16, bfloat16, float32 or float64");
+  if (!check.ok()) return;
+  p.dtype = *dtype;
+  p.batch = qd[0], p.q_len = qd[1], p.num_heads = qd[2], p.head_dim = qd[3];
+  p.kv_len = kd[1], p.num_kv_heads = kd[2], p.head_dim_v = vd[3];
+  check.require_shape("k", *k, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim});
+  check.require_shape("v", *v, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim_v});
+  check.require_type("k", *k, q->element_type());
+  check.require_type("v", *v, q->element_type());
+  check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0,
+                "jattn: the number of query heads, " + std::to_string(p.num_heads) +
+                    ", must be a multiple of the number of key heads, " + std::to_string(p.num_kv_heads));
+  p.q = q->untyped_data(), p.k = k->untyped_data(), p.v = v->untyped_data();
+}
+
+const int32_t* decode_indices(Operands& operands, const char* name, std::initializer_list<int64_t> shape,
+                              Checker& check) {
+  auto buffer = operands.next(name);
+  if (!buffer) return nullptr;
+  check.require_shape(name, *buffer, shape);
+  check.require_type(name, *buffer, ffi::DataType::S32);
+  return static_cast<const int32_t*>(buffer->untyped_data());
+}
+
+void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checker& check) {
+  p.scale = a.scale, p.softcap = a.softcap;
+  p.band_left = a.band_left, p.band_right = a.band_right, p.lower_right = a.lower_right;
+  if (a.operands & kBias) {
+    if (auto bias = operands.next("bias")) {
+      require_broadcastable("bias", *bias, p, check);
+      auto dtype = float_dtype(bias->element_type());
+      check.require(dtype && (*dtype == p.dtype || (*dtype == DType::kF32 && p.dtype != DType::kF64)),
+                    "jattn: bias must have the dtype of q or float32");
+      if (check.ok()) p.bias = broadcast_tensor(*bias, *dtype);
+    }
+  }
+  if (a.operands & kMask) {
+    if (auto mask = operands.next("mask")) {
+      require_broadcastable("mask", *mask, p, check);
+      check.require_type("mask", *mask, ffi::DataType::PRED);
+      if (check.ok()) p.mask = broadcast_tensor(*mask, DType::kF32);
+    }
+  }
+  if (a.operands & kQLengths) p.q_lengths = decode_indices(operands, "q_lengths", {p.batch}, check);
+  if (a.operands & kKvLengths) p.kv_lengths = decode_indices(operands, "kv_lengths", {p.batch}, check);
+  if (a.operands & kSegments) {
+    p.q_segments = decode_indices(operands, "q_segments", {p.batch, p.q_len}, check);
+    p.kv_segments = decode_indices(operands, "kv_segments", {p.batch, p.kv_len}, check);
+  }
+}
+
+ffi::DataType lse_type(const Problem& p) { return p.dtype == DType::kF64 ? ffi::DataType::F64 : ffi::DataType::F32; }
+
+ffi::DataType element_type(DType dtype) {
+  constexpr std::array kTypes{ffi::DataType::F16, ffi::DataType::BF16, ffi::DataType::F32, ffi::DataType::F64};
+  return kTypes[static_cast<size_t>(dtype)];
+}
+
+std::vector<ffi::AnyBuffer> decode_results(ffi::RemainingRets rets, size_t count, Checker& check) {
+  std::vector<ffi::AnyBuffer> results;
+  check.require(rets.size() == count, "jattn: the call has " + std::to_string(rets.size()) + " results, must have " +
+                                          std::to_string(count));
+  for (size_t i = 0; check.ok() && i < count; ++i) {
+    auto result = rets.get<ffi::AnyBuffer>(i);
+    check.require(result.has_value(), "jattn: result " + std::to_string(i) + " is not a buffer");
+    if (check.ok()) results.push_back(**result);
+  }
+  return results;
+}
+
+// A gradient result of zero elements is not wanted, whatever its shape says, unless the primal is empty too.
+void* wanted(const char* name, ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape,
+             Checker& check) {
+  if (buffer.element_count() == 0) return nullptr;
+  check.require_shape(name, buffer, shape);
+  check.require_type(name, buffer, type);
+  return buffer.untyped_data();
+}
+
+}  // namespace
+
+ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                     ForwardResults& results, ffi::AnyBuffer& scratch) {
+  Checker check;
+  Problem p;
+  Operands operands(args, check);
+  const Attributes attributes = read_attributes(spec, check);
+  decode_qkv(operands, p, check);
+  if (check.ok()) decode_optional(operands, attributes, p, check);
+  operands.require_used_up();
+  std::vector<ffi::AnyBuffer> buffers = decode_results(rets, 3, check);
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  check.require_shape("out", buffers[0], {p.batch, p.q_len, p.num_heads, p.head_dim_v});
+  check.require_type("out", buffers[0], element_type(p.dtype));
+  check.require_shape("lse", buffers[1], {p.batch, p.num_heads, p.q_len});
+  check.require_type("lse", buffers[1], lse_type(p));
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  results = {buffers[0].untyped_data(), buffers[1].untyped_data()};
+  scratch = buffers[2];
+  return p;
+}
+
+ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                      BackwardBuffers& buffers, ffi::AnyBuffer& scratch) {
+  Checker check;
+  Problem p;
+  Operands operands(args, check);
+  const Attributes attributes = read_attributes(spec, check);
+  decode_qkv(operands, p, check);
+  auto out = operands.next("out"), lse = operands.next("lse"), dout = operands.next("dout");
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  check.require_shape("out", *out, {p.batch, p.q_len, p.num_heads, p.head_dim_v});
+  check.require_type("out", *out, element_type(p.dtype));
+  check.require_shape("dout", *dout, {p.batch, p.q_len, p.num_heads, p.head_dim_v});
+  check.require_type("dout", *dout, element_type(p.dtype));
+  check.require_shape("lse", *lse, {p.batch, p.num_heads, p.q_len});
+  check.require_type("lse", *lse, lse_type(p));
+  buffers.out = out->untyped_data(), buffers.lse = lse->untyped_data(), buffers.dout = dout->untyped_data();
+
+  std::vector<int64_t> bias_shape{0, 0, 0, 0};
+  decode_optional(operands, attributes, p, check);
+  if (p.bias.data) {
+    const auto extent = [](int64_t stride, int64_t full) { return stride == 0 ? int64_t{1} : full; };
+    bias_shape = {extent(p.bias.stride_batch, p.batch), extent(p.bias.stride_head, p.num_heads),
+                  extent(p.bias.stride_query, p.q_len), extent(p.bias.stride_key, p.kv_len)};
+  }
+  if (attributes.has_dlse) {
+    if (auto dlse = operands.next("dlse")) {
+      check.require_shape("dlse", *dlse, {p.batch, p.num_heads, p.q_len});
+      check.require_type("dlse", *dlse, lse_type(p));
+      buffers.dlse = dlse->untyped_data();
+    }
+  }
+  operands.require_used_up();
+  std::vector<ffi::AnyBuffer> results = decode_results(rets, 5, check);
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  const ffi::DataType type = element_type(p.dtype);
+  buffers.dq = wanted("dq", results[0], type, {p.batch, p.q_len, p.num_heads, p.head_dim}, check);
+  buffers.dk = wanted("dk", results[1], type, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim}, check);
+  buffers.dv = wanted("dv", results[2], type, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim_v}, check);
+  if (p.bias.data) {
+    buffers.dbias = wanted("dbias", results[3], element_type(p.bias.dtype),
+                           {bias_shape[0], bias_shape[1], bias_shape[2], bias_shape[3]}, check);
+  }
+  scratch = results[4];
+  if (!check.ok()) return ffi::Unexpected(check.error());
+  return p;
+}
+
+ffi::Error check_attributes(const ffi::Dictionary& spec) {
+  Checker check;
+  read_attributes(spec, check);
+  return check.ok() ? ffi::Error::Success() : check.error();
+}
+
+}  // namespace jattn::bind

@@ -1,0 +1,42 @@
+// Turns an XLA FFI call frame into a Problem and its buffers, checking everything a kernel relies on.
+//
+// Extents come from the buffers, never from attributes: a partitioner may have cut the call after it was lowered.
+// Operand order of both targets:
+//   forward:  q, k, v, then the optional operands that the `operands` bits announce, in bit order
+//   backward: q, k, v, out, lse, dout, then the optional operands, then dlse if `has_dlse`
+// Result order:
+//   forward:  out, lse, scratch
+//   backward: dq, dk, dv, dbias, scratch      (a gradient that is not wanted has zero elements)
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jattn::bind {
+
+namespace ffi = xla::ffi;
+
+// Bits of the attribute `operands`; jattn/ffi.py has the same list (a test compares them).
+enum OperandBit : int64_t {
+  kBias = 1,
+  kMask = 2,
+  kQLengths = 4,
+  kKvLengths = 8,
+  kSegments = 16,  // two operands: q_segments, kv_segments
+};
+
+ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                     ForwardResults& results, ffi::AnyBuffer& scratch);
+
+ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::RemainingArgs args,
+                                      ffi::RemainingRets rets, BackwardBuffers& buffers, ffi::AnyBuffer& scratch);
+
+// Checks that every attribute is there with its width; run in the instantiate stage, so that mistakes surface when
+// XLA compiles and not in the middle of a run.
+ffi::Error check_attributes(const ffi::Dictionary& spec);
+
+}  // namespace jattn::bind

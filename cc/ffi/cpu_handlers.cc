@@ -1,0 +1,130 @@
+// The targets jattn_forward_v1 and jattn_backward_v1 for the CPU platform: decode and delegate. Stateless: typed state
+// registered before the CPU client exists would stop JAX from starting (docs/design/0003-ffi-boundary.md).
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "ffi/bind.h"
+#include "ffi/handlers.h"
+
+namespace jattn {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// One parallel loop on XLA's thread pool. The calling thread is often a worker of that pool itself, so waiting for tasks
+// that were only scheduled could wait for ever. Here the caller takes items like every other worker and at the end waits
+// only for items that are already being worked on; a task that starts late finds nothing left and touches no buffer.
+class Loop {
+ public:
+  Loop(int64_t count, const std::function<void(int64_t)>& body) : count_(count), body_(&body) {}
+
+  void work() {
+    int64_t finished = 0;
+    for (int64_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+      (*body_)(item);
+      ++finished;
+    }
+    if (finished == 0) return;
+    std::lock_guard lock(mutex_);
+    done_ += finished;
+    if (done_ == count_) all_done_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock lock(mutex_);
+    all_done_.wait(lock, [this] { return done_ == count_; });
+  }
+
+ private:
+  const int64_t count_;
+  const std::function<void(int64_t)>* body_;  // outlives every item: the caller waits for all of them
+  std::atomic<int64_t> next_{0};
+  int64_t done_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_done_;
+};
+
+cpu::ParallelFor parallel_for_on(ffi::ThreadPool pool) {
+  return [pool](int64_t count, const std::function<void(int64_t)>& body) mutable {
+    if (count <= 0) return;
+    auto loop = std::make_shared<Loop>(count, body);
+    const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
+    loop->work();
+    loop->wait();
+  };
+}
+
+// XLA aligns every buffer to 64 bytes on CPU; the kernel's scratch layout relies on it.
+ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
+  if (static_cast<int64_t>(scratch.size_bytes()) < needed_bytes) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "jattn: scratch has " + std::to_string(scratch.size_bytes()) + " bytes, needs " +
+                          std::to_string(needed_bytes));
+  }
+  if (needed_bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
+    return ffi::Error(ffi::ErrorCode::kInternal, "jattn: scratch is not aligned to 64 bytes");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
+                   ffi::Dictionary) {
+  ForwardResults results;
+  ffi::AnyBuffer scratch(nullptr);
+  auto problem = bind::decode_forward(spec, args, rets, results, scratch);
+  if (problem.has_error()) return problem.error();
+  if (ffi::Error error = check_scratch(scratch, cpu::forward_scratch_bytes(*problem)); error.failure()) return error;
+  cpu::forward(*problem, results, scratch.untyped_data(), parallel_for_on(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
+                    ffi::Dictionary) {
+  BackwardBuffers buffers;
+  ffi::AnyBuffer scratch(nullptr);
+  auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
+  if (problem.has_error()) return problem.error();
+  const int64_t needed_bytes = cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr);
+  if (ffi::Error error = check_scratch(scratch, needed_bytes); error.failure()) return error;
+  cpu::backward(*problem, buffers, scratch.untyped_data(), parallel_for_on(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary) { return bind::check_attributes(spec); }
+
+}  // namespace
+}  // namespace jattn
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuInstantiate, jattn::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuForward, jattn::forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("spec")
+                                  .Attr<xla::ffi::Dictionary>("plan"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuBackward, jattn::backward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("spec")
+                                  .Attr<xla::ffi::Dictionary>("plan"));
+
+namespace jattn::ffi_handlers {
+
+std::vector<Handler> cpu() {
+  return {{"jattn_forward_v1", "instantiate", JattnCpuInstantiate},
+          {"jattn_forward_v1", "execute", JattnCpuForward},
+          {"jattn_backward_v1", "instantiate", JattnCpuInstantiate},
+          {"jattn_backward_v1", "execute", JattnCpuBackward}};
+}
+
+}  // namespace jattn::ffi_handlers

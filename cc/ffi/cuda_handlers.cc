@@ -1,0 +1,158 @@
+// The targets jattn_forward_v1 and jattn_backward_v1 for the CUDA platform: decode and delegate, no logic. Without
+// typed state: everything is in the process-wide kernel store, keyed by the text in the plan.
+//
+// Instantiate needs no device: it makes machine code. Initialize runs before every execution, so it is a look-up
+// once the kernels are loaded; loading there keeps it out of a capture. Execute only launches.
+#include <exception>
+#include <string_view>
+#include <vector>
+
+#include "core/kernel_key.h"
+#include "core/require.h"
+#include "cuda/backward.h"
+#include "cuda/forward.h"
+#include "cuda/kernel_store.h"
+#include "cuda/plan.h"
+#include "ffi/bind.h"
+#include "ffi/handlers.h"
+
+namespace jattn {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::ErrorCode error_code(Fault fault) {
+  switch (fault) {
+    case Fault::kCaller:
+      return ffi::ErrorCode::kInvalidArgument;
+    case Fault::kMachine:
+      return ffi::ErrorCode::kFailedPrecondition;
+    case Fault::kJattn:
+      return ffi::ErrorCode::kInternal;
+  }
+  return ffi::ErrorCode::kUnknown;
+}
+
+// Runs the body of a handler; what it throws becomes the handler's error.
+template <typename Body>
+ffi::Error guarded(const Body& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    return ffi::Error(error_code(error.fault()), concat("jattn: ", error.what()));
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, concat("jattn: ", error.what()));
+  }
+}
+
+std::string_view plan_text(const ffi::Dictionary& plan, const char* name) {
+  const auto value = plan.get<std::string_view>(name);
+  JATTN_REQUIRE(value.has_value(), "attribute plan.", name, " is missing or is not text");
+  return *value;
+}
+
+cuda::Plan find_plan(const ffi::Dictionary& attributes, int device_ordinal) {
+  cuda::Plan plan{.backend = plan_text(attributes, "backend"), .kernels = {}, .device_ordinal = device_ordinal};
+  for (std::string_view key : split_kernel_keys(plan_text(attributes, "kernels"))) {
+    plan.kernels.push_back(&cuda::find_kernel(key, device_ordinal));
+  }
+  return plan;
+}
+
+ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
+  const auto size_bytes = static_cast<int64_t>(scratch.size_bytes());
+  JATTN_REQUIRE(size_bytes >= needed_bytes, "scratch has ", size_bytes, " bytes, needs ", needed_bytes);
+  return ffi::Error::Success();
+}
+
+ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary plan) {
+  if (ffi::Error error = bind::check_attributes(spec); error.failure()) return error;
+  return guarded([&] {
+    plan_text(plan, "backend");
+    for (std::string_view key : split_kernel_keys(plan_text(plan, "kernels"))) cuda::prepare(key);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error initialize(int32_t device_ordinal, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary,
+                      ffi::Dictionary plan) {
+  return guarded([&] {
+    find_plan(plan, device_ordinal);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary spec, ffi::Dictionary plan_attributes) {
+  ForwardResults results;
+  ffi::AnyBuffer scratch(nullptr);
+  const auto problem = bind::decode_forward(spec, args, rets, results, scratch);
+  if (problem.has_error()) return problem.error();
+  return guarded([&] {
+    const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
+    check_scratch(scratch, cuda::forward_scratch_bytes(*problem, plan));
+    cuda::forward(*problem, results, plan, scratch.untyped_data(), stream);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary spec, ffi::Dictionary plan_attributes) {
+  BackwardBuffers buffers;
+  ffi::AnyBuffer scratch(nullptr);
+  const auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
+  if (problem.has_error()) return problem.error();
+  return guarded([&] {
+    const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
+    check_scratch(scratch, cuda::backward_scratch_bytes(*problem, buffers, plan));
+    cuda::backward(*problem, buffers, plan, scratch.untyped_data(), stream);
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+
+}  // namespace jattn
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInstantiate, jattn::instantiate,
+                              xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInitialize, jattn::initialize,
+                              xla::ffi::Ffi::BindInitialize()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("spec")
+                                  .Attr<xla::ffi::Dictionary>("plan"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaForward, jattn::forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<jattn::cuda::CUstream>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("spec")
+                                  .Attr<xla::ffi::Dictionary>("plan"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaBackward, jattn::backward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<jattn::cuda::CUstream>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("spec")
+                                  .Attr<xla::ffi::Dictionary>("plan"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+namespace jattn::ffi_handlers {
+
+std::vector<Handler> cuda() {
+  return {{"jattn_forward_v1", "instantiate", JattnCudaInstantiate},
+          {"jattn_forward_v1", "initialize", JattnCudaInitialize},
+          {"jattn_forward_v1", "execute", JattnCudaForward},
+          {"jattn_backward_v1", "instantiate", JattnCudaInstantiate},
+          {"jattn_backward_v1", "initialize", JattnCudaInitialize},
+          {"jattn_backward_v1", "execute", JattnCudaBackward}};
+}
+
+}  // namespace jattn::ffi_handlers

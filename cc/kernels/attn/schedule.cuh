@@ -1,0 +1,34 @@
+// Which tile of which head a block works on: a plain grid of one block per work item, ordered by this function.
+//
+// Items of `section_heads` neighbouring heads are handed out together, the tiles with most work first: their K and V stay
+// in L2, and the last blocks to start are short. For causal problems that is worth 10 to 20 % over one head after the other.
+#pragma once
+
+#include "base/numeric.cuh"
+
+namespace jattn {
+
+struct WorkItem {
+  int batch, head, tile, slice;
+};
+
+// Where the heaviest tiles are: causal queries see most keys at the end, causal keys are seen most at the start.
+enum class Heaviest { kLast, kFirst };
+
+template <Heaviest kHeaviest>
+__device__ __forceinline__ WorkItem work_item(int block, int heads, int batch, int tiles, int slices, int section_heads) {
+  const int slice = block % slices;
+  block /= slices;
+  const int section_items = section_heads * tiles;
+  const int section = block / section_items;
+  const int first_head = section * section_heads;
+  const int heads_here = min(section_heads, batch * heads - first_head);
+  const int item = block - section * section_items;
+  const int rank = item / heads_here;
+  const int flat_head = first_head + item - rank * heads_here;
+  const int entry = flat_head / heads;
+  return {uniform(entry), uniform(flat_head - entry * heads), uniform(kHeaviest == Heaviest::kLast ? tiles - 1 - rank : rank),
+          uniform(slice)};
+}
+
+}  // namespace jattn

@@ -1,0 +1,148 @@
+// From a product of q and k to a score in base 2: scale, softcap, bias; and the derivative of that step.
+//
+// Coordinates: a fragment holds rows row0 + 16 m + g + 8 h and columns column0 + 8 n + 2 t + e (lane 4g + t). Rows are
+// queries and columns keys, or the other way round (kTransposed).
+#pragma once
+
+#include "base/numeric.cuh"
+#include "config.cuh"
+#include "params.cuh"
+
+namespace jattn {
+
+// Scores are multiplied by this on the way into exp2: log2(e) * scale if they are still raw products.
+template <Config kConfig>
+__device__ __forceinline__ float score_factor(const ProblemParams& problem) {
+  if constexpr (kConfig.bias || kConfig.softcap) return 1.0f;
+  return problem.scale_first ? 1.0f : problem.scale_log2;
+}
+
+template <Element kElement>
+__device__ __forceinline__ float load_element(const void* data, int64_t index) {
+  using Traits = ElementTraits<kElement>;
+  return Traits::to_float(__ldg(static_cast<const typename Traits::Storage*>(data) + index));
+}
+
+// bias * log2(e), kept finite where the bias is finite: the least bfloat16 or float32 would become -inf, and a row filled
+// with it has a softmax.
+template <Element kElement>
+__device__ __forceinline__ float bias_log2(float bias) {
+  if constexpr (kElement == Element::kF16) return bias * kLog2E;
+  const float clamped = fminf(fmaxf(bias, -2.3e38f), 2.3e38f);
+  return (fabsf(bias) < infinity() ? clamped : bias) * kLog2E;
+}
+
+// Offsets of the rows g, g + 8 of a broadcast array; two columns at a time.
+template <bool kTransposed>
+struct BroadcastReader {
+  const BroadcastArray& array;
+  int64_t base;  // of this batch entry and head
+  int q_len, kv_len;
+
+  __device__ __forceinline__ BroadcastReader(const BroadcastArray& array, const ProblemParams& problem, int batch, int head)
+      : array(array),
+        base(batch * array.stride_batch + head * array.stride_head),
+        q_len(problem.q_len),
+        kv_len(problem.kv_len) {}
+
+  // Calls body(m, n, h, e, index or -1 if outside the array) for single elements.
+  template <int kM, int kN, class Body>
+  __device__ __forceinline__ void each(int row0, int column0, Body body) const {
+    const int lane = threadIdx.x & 31;
+    const int rows = kTransposed ? kv_len : q_len;
+    const int columns = kTransposed ? q_len : kv_len;
+    const int64_t row_stride = kTransposed ? array.stride_key : array.stride_query;
+    const int64_t column_stride = kTransposed ? array.stride_query : array.stride_key;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = row0 + 16 * m + 8 * h + (lane >> 2);
+        const int64_t row_index = base + row * row_stride;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int column = column0 + 8 * n + 2 * (lane & 3) + e;
+            body(m, n, h, e, row < rows && column < columns ? row_index + column * column_stride : int64_t(-1));
+          }
+        }
+      }
+    }
+  }
+};
+
+// s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a fragment
+// that keeps raw products is left alone. capped: tanh values for the derivative, or nothing.
+template <Config kConfig, int kM, int kN>
+__device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ProblemParams& problem) {
+  if constexpr (kConfig.softcap) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[m][n][e] = problem.softcap_log2 *
+                       tanh_accurate<kConfig.element == Element::kF32>(s[m][n][e] * problem.softcap_in);
+        }
+      }
+    }
+  } else if (kConfig.bias || problem.scale_first) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] *= problem.scale_log2;
+      }
+    }
+  }
+}
+
+// s += log2(e) * bias
+template <Config kConfig, bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head, int row0,
+                                         int column0) {
+  const BroadcastReader<kTransposed> reader(problem.bias, problem, batch, head);
+  if constexpr (!kTransposed) {
+    if (problem.bias.pairs) {
+      const int lane = threadIdx.x & 31;
+      const int column = column0 + 2 * (lane & 3);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = row0 + 16 * m + 8 * h + (lane >> 2);
+          const int64_t index = reader.base + row * problem.bias.stride_query + column;
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            if (row < problem.q_len && column + 8 * n < problem.kv_len) {
+              float low, high;
+              if constexpr (kConfig.bias_element == Element::kF32) {
+                const float2 x = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(problem.bias.data) + index + 8 * n));
+                low = x.x, high = x.y;
+              } else {
+                using Traits = ElementTraits<kConfig.bias_element>;
+                const uint32_t x =
+                    __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(problem.bias.data) + index + 8 * n));
+                low = Traits::low(x), high = Traits::high(x);
+              }
+              s[m][n][2 * h] += bias_log2<kConfig.bias_element>(low);
+              s[m][n][2 * h + 1] += bias_log2<kConfig.bias_element>(high);
+            }
+          }
+        }
+      }
+      return;
+    }
+  }
+  reader.template each<kM, kN>(row0, column0, [&](int m, int n, int h, int e, int64_t index) {
+    if (index >= 0) {
+      s[m][n][2 * h + e] +=
+          bias_log2<kConfig.bias_element>(load_element<kConfig.bias_element>(problem.bias.data, index));
+    }
+  });
+}
+
+}  // namespace jattn

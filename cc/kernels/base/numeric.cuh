@@ -1,0 +1,114 @@
+// Numbers on the device: constants, element conversions, base-2 exponential, reductions over the lanes that share a row.
+#pragma once
+
+#include "base/types.cuh"
+#include "config.cuh"
+
+namespace jattn {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// ex2.approx.ftz is one instruction; exp2f is four because it keeps denormals. Both are within 2 ulp.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh.approx.f32 is only good to 2^-11, which a score of 30 turns into a wrong probability; this form has an absolute
+// error of about 2^-23. kSmallExact keeps the relative error small near 0 too (float32 inputs).
+template <bool kSmallExact>
+__device__ __forceinline__ float tanh_accurate(float x) {
+  const float large = 1.0f - 2.0f * reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  if constexpr (!kSmallExact) return large;
+  const float x2 = x * x;  // odd Taylor polynomial: below 0.3 its error is under 1e-7 relative
+  float p = fmaf(x2, -1382.0f / 155925.0f, 62.0f / 2835.0f);
+  p = fmaf(p, x2, -17.0f / 315.0f);
+  p = fmaf(p, x2, 2.0f / 15.0f);
+  p = fmaf(p, x2, -1.0f / 3.0f);
+  const float small = fmaf(x * x2, p, x);
+  return fabsf(x) < 0.3f ? small : large;
+}
+
+template <Element kElement>
+struct ElementTraits;
+
+template <>
+struct ElementTraits<Element::kBF16> {
+  using Storage = uint16_t;
+  static constexpr int kBytes = 2;
+  static __device__ __forceinline__ float to_float(uint16_t x) { return __uint_as_float(uint32_t(x) << 16); }
+  static __device__ __forceinline__ uint16_t from_float(float x) {
+    uint16_t y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
+  static __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
+};
+
+template <>
+struct ElementTraits<Element::kF16> {
+  using Storage = uint16_t;
+  static constexpr int kBytes = 2;
+  static __device__ __forceinline__ float to_float(uint16_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+  }
+  static __device__ __forceinline__ uint16_t from_float(float x) {
+    uint16_t y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+  }
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static __device__ __forceinline__ float low(uint32_t x) { return to_float(uint16_t(x)); }
+  static __device__ __forceinline__ float high(uint32_t x) { return to_float(uint16_t(x >> 16)); }
+};
+
+template <>
+struct ElementTraits<Element::kF32> {
+  using Storage = float;
+  static constexpr int kBytes = 4;
+  static __device__ __forceinline__ float to_float(float x) { return x; }
+  static __device__ __forceinline__ float from_float(float x) { return x; }
+};
+
+JATTN_HOST_DEVICE constexpr int element_bytes(Element element) { return element == Element::kF32 ? 4 : 2; }
+
+// Reductions over the four lanes of a quad: they hold one row of an accumulator fragment.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Tells the compiler that a value is the same in the whole warp: results of integer division are not seen to be. Addresses
+// made from it then live in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+JATTN_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace jattn

@@ -1,0 +1,37 @@
+// Every compile-time choice of a CUDA kernel as one struct. Plain C++20: the host, nvcc and NVRTC all read it.
+//
+// A kernel variant is a family name plus one Config; its text form ("family=... name=value ...") is the kernel key that
+// travels in the plan of a call. cc/core/kernel_key.cc turns the text into this struct and back.
+#pragma once
+
+namespace jattn {
+
+enum class Element : unsigned char { kF16, kBF16, kF32 };
+
+struct Config {
+  Element element = Element::kBF16;       // of q, k, v, out and their gradients
+  Element bias_element = Element::kBF16;  // of bias and dbias; read only if bias
+  int head_dim = 128;                     // width of the q and k tiles: the head dim rounded up
+  int head_dim_v = 128;                   // width of the v tile, likewise
+  int tile_q = 128;
+  int tile_kv = 64;
+  int num_warps = 4;
+  int stages = 2;
+  bool band = false;      // causal and windows: limits are runtime numbers
+  bool lengths = false;   // query and key lengths per batch entry
+  bool segments = false;
+  bool mask = false;      // dense bool mask, read by broadcast strides
+  bool bias = false;      // dense bias, likewise
+  bool softcap = false;
+  bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
+  int result_dim = 0;        // columns of dq, dk, dv that one block computes; 0: all
+
+  // Read by kernels/sm90 only.
+  int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
+  bool rotated = false;         // softmax at the end of the loop body instead of in its middle
+  bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
+  bool q_in_registers = false;  // q as a register operand of the first product
+  bool integer_max = false;     // row maximum by three-input integer instructions
+};
+
+}  // namespace jattn

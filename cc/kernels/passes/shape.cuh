@@ -1,0 +1,25 @@
+// Launch shapes of the small kernels before and after attention, for host and device.
+#pragma once
+
+#include "base/types.cuh"
+#include "config.cuh"
+
+namespace jattn {
+
+// One warp per tile.
+JATTN_HOST_DEVICE constexpr int segment_ranges_threads(const Config&) { return 128; }
+JATTN_HOST_DEVICE constexpr int segment_ranges_min_blocks(const Config&) { return 1; }
+
+// One block per kRowFlagRows rows of a head.
+JATTN_HOST_DEVICE constexpr int row_delta_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int row_delta_min_blocks(const Config&) { return 1; }
+
+// One block per query tile of a head.
+JATTN_HOST_DEVICE constexpr int cast_grad_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int cast_grad_min_blocks(const Config&) { return 1; }
+
+// One thread per element.
+JATTN_HOST_DEVICE constexpr int sum_partials_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int sum_partials_min_blocks(const Config&) { return 1; }
+
+}  // namespace jattn

@@ -1,0 +1,261 @@
+// Matrix operands of one warp: from swizzled shared memory or accumulators to mma.sync fragments, for every element type.
+//
+// 16-bit types use m16n8k16. float32 uses three m16n8k8 TF32 products per step: each number is split into a part rounded to
+// TF32 and the rest, and all but rest * rest is summed, which leaves an error of about 2^-22 per product. A step covers
+// kStep elements along the summed axis, 32 bytes in either case, so both types share the address arithmetic.
+//
+// In products whose A comes from accumulators (or a transposed A), the float32 step pairs slot t with position 2t and slot
+// t + 4 with position 2t + 1, in A and in B alike: the sum does not care, an accumulator then is an A operand as it stands,
+// and the 32-bit reads of B are free of bank conflicts.
+#pragma once
+
+#include "base/numeric.cuh"
+#include "base/ptx.cuh"
+#include "base/swizzle.cuh"
+
+namespace jattn::sm80 {
+
+template <Element kElement>
+struct Fragments {
+  static constexpr int kStep = 16;
+
+  struct A {
+    uint32_t r[4];
+  };
+  struct B {  // two neighbouring 8-column blocks: {r[0], r[1]} and {r[2], r[3]}
+    uint32_t r[4];
+  };
+
+  static __device__ __forceinline__ void load_a(A& a, uint32_t address) { ptx::load_matrix_x4(a.r, address); }
+  static __device__ __forceinline__ void load_b(B& b, uint32_t address) { ptx::load_matrix_x4(b.r, address); }
+
+  // accumulators of columns [16 k, 16 k + 16)
+  template <int kN>
+  static __device__ __forceinline__ void from_accumulator(A& a, const float (&c)[kN][4], int k) {
+    using Traits = ElementTraits<kElement>;
+    a.r[0] = Traits::pack(c[2 * k][0], c[2 * k][1]);
+    a.r[1] = Traits::pack(c[2 * k][2], c[2 * k][3]);
+    a.r[2] = Traits::pack(c[2 * k + 1][0], c[2 * k + 1][1]);
+    a.r[3] = Traits::pack(c[2 * k + 1][2], c[2 * k + 1][3]);
+  }
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int block) {
+    ptx::mma_m16n8k16<kElement>(c, a.r, b.r[2 * block], b.r[2 * block + 1]);
+  }
+};
+
+template <>
+struct Fragments<Element::kF32> {
+  static constexpr int kStep = 8;
+
+  struct A {
+    uint32_t big[4], rest[4];
+  };
+  struct B {
+    uint32_t big[4], rest[4];
+  };
+
+  static __device__ __forceinline__ void split(uint32_t& big, uint32_t& rest, float x) {
+    big = ptx::to_tf32(x);
+    rest = __float_as_uint(x - __uint_as_float(big));
+  }
+
+  template <class Operand>
+  static __device__ __forceinline__ void load(Operand& operand, uint32_t address) {
+    uint32_t x[4];
+    ptx::load_matrix_x4(x, address);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(operand.big[i], operand.rest[i], __uint_as_float(x[i]));
+  }
+  static __device__ __forceinline__ void load_a(A& a, uint32_t address) { load(a, address); }
+  static __device__ __forceinline__ void load_b(B& b, uint32_t address) { load(b, address); }
+
+  // accumulators of columns [8 k, 8 k + 8)
+  template <int kN>
+  static __device__ __forceinline__ void from_accumulator(A& a, const float (&c)[kN][4], int k) {
+    split(a.big[0], a.rest[0], c[k][0]);
+    split(a.big[1], a.rest[1], c[k][2]);
+    split(a.big[2], a.rest[2], c[k][1]);
+    split(a.big[3], a.rest[3], c[k][3]);
+  }
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int block) {
+    ptx::mma_m16n8k8_tf32(c, a.rest, b.big[2 * block], b.big[2 * block + 1]);
+    ptx::mma_m16n8k8_tf32(c, a.big, b.rest[2 * block], b.rest[2 * block + 1]);
+    ptx::mma_m16n8k8_tf32(c, a.big, b.big[2 * block], b.big[2 * block + 1]);
+  }
+};
+
+// A tile in shared memory: rows of kWidth elements, swizzled (base/swizzle.cuh). `address` is aligned to 128 bytes.
+template <Element kElement, int kWidth>
+struct Tile {
+  static constexpr int kBytes = element_bytes(kElement);
+  static constexpr int kRowBytes = kWidth * kBytes;
+  using Layout = SwizzledRows<kRowBytes>;
+  uint32_t address;
+
+  static JATTN_HOST_DEVICE constexpr int bytes(int rows) { return rows * kRowBytes; }
+};
+
+// Lane part of the addresses of a fragment; the rest are constants added by at(). One per operand, made before the loops.
+template <Element kElement, int kWidth>
+struct RowOperand {  // rows along the result, columns along the sum
+  using Layout = typename Tile<kElement, kWidth>::Layout;
+  static constexpr int kRowBytes = Tile<kElement, kWidth>::kRowBytes;
+  uint32_t address;
+
+  // A operand: 16 rows from `row`
+  static __device__ __forceinline__ RowOperand a(Tile<kElement, kWidth> tile, int row) {
+    const int lane = threadIdx.x & 31;
+    return {tile.address + row * kRowBytes + Layout::offset(lane & 15, lane >> 4)};
+  }
+  // B operand: 16 result columns from `row`
+  static __device__ __forceinline__ RowOperand b(Tile<kElement, kWidth> tile, int row) {
+    const int lane = threadIdx.x & 31;
+    return {tile.address + row * kRowBytes + Layout::offset((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1)};
+  }
+  // 16 `block` rows further on, step `k` along the sum
+  __device__ __forceinline__ uint32_t at(int block, int k) const {
+    return Layout::advance(address, 2 * k) + block * (16 * kRowBytes);
+  }
+};
+
+// Rows along the sum, columns along the result.
+template <Element kElement, int kWidth>
+struct ColumnOperand {
+  using Layout = typename Tile<kElement, kWidth>::Layout;
+  using Fragment = Fragments<kElement>;
+  static constexpr int kRowBytes = Tile<kElement, kWidth>::kRowBytes;
+  uint32_t address, address_odd;  // float32 only: rows 2t and 2t + 1
+
+  static __device__ __forceinline__ ColumnOperand make(Tile<kElement, kWidth> tile, int row, int column, bool is_a) {
+    const int lane = threadIdx.x & 31;
+    const uint32_t base = tile.address + row * kRowBytes;
+    constexpr int kChunk = 16 / element_bytes(kElement);
+    if constexpr (kElement == Element::kF32) {
+      const int within = ((lane >> 2) & 3) * 4;
+      const int chunk = column / kChunk + (lane >> 4);
+      const uint32_t even = base + Layout::offset(2 * (lane & 3), chunk) + within;
+      const uint32_t odd = base + Layout::offset(2 * (lane & 3) + 1, chunk) + within;
+      return {even, odd};
+    } else {
+      const int chunk = column / kChunk;
+      const uint32_t lanes = is_a ? Layout::offset((lane & 7) + (lane >> 4) * 8, chunk + ((lane >> 3) & 1))
+                                  : Layout::offset((lane & 7) + ((lane >> 3) & 1) * 8, chunk + (lane >> 4));
+      return {base + lanes, 0};
+    }
+  }
+  // column: a multiple of 16 such that column / 8 chunks stay clear of the bits that `block` adds
+  static __device__ __forceinline__ ColumnOperand a(Tile<kElement, kWidth> tile, int row, int column) {
+    return make(tile, row, column, true);
+  }
+  static __device__ __forceinline__ ColumnOperand b(Tile<kElement, kWidth> tile, int row, int column) {
+    return make(tile, row, column, false);
+  }
+
+  // 16 result columns from 16 `block`, step k along the sum
+  __device__ __forceinline__ void load_b(typename Fragment::B& b, int block, int k) const {
+    if constexpr (kElement == Element::kF32) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int step = 4 * block + 2 * i;
+        const uint32_t row = k * (8 * kRowBytes);
+        Fragment::split(b.big[2 * i], b.rest[2 * i],
+                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address, step) + row)));
+        Fragment::split(b.big[2 * i + 1], b.rest[2 * i + 1],
+                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address_odd, step) + row)));
+      }
+    } else {
+      ptx::load_matrix_x4_transposed(b.r, Layout::advance(address, 2 * block) + k * (16 * kRowBytes));
+    }
+  }
+  __device__ __forceinline__ void load_a(typename Fragment::A& a, int block, int k) const {
+    if constexpr (kElement == Element::kF32) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of the result
+        const int step = 4 * block + 2 * i;
+        const uint32_t row = k * (8 * kRowBytes);
+        Fragment::split(a.big[i], a.rest[i],
+                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address, step) + row)));
+        Fragment::split(a.big[2 + i], a.rest[2 + i],
+                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address_odd, step) + row)));
+      }
+    } else {
+      ptx::load_matrix_x4_transposed(a.r, Layout::advance(address, 2 * block) + k * (16 * kRowBytes));
+    }
+  }
+};
+
+template <int kM, int kN>
+__device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// c += A B^T, both with the summed axis along rows of shared memory. Operands are loaded one group of products ahead: A for
+// the next step, B for the next 16 columns; more in flight costs registers that the accumulators need.
+template <Element kElement, int kWidth, int kM, int kN>
+__device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<kElement, kWidth> a_operand,
+                                              RowOperand<kElement, kWidth> b_operand) {
+  using Fragment = Fragments<kElement>;
+  constexpr int kSteps = kWidth / Fragment::kStep, kGroups = kN / 2;
+  static_assert(kN % 2 == 0);
+  typename Fragment::A a[2][kM];
+  typename Fragment::B b[2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) Fragment::load_a(a[0][m], a_operand.at(m, 0));
+  Fragment::load_b(b[0], b_operand.at(0, 0));
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    if (k + 1 < kSteps) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Fragment::load_a(a[(k + 1) & 1][m], a_operand.at(m, k + 1));
+    }
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const int group = k * kGroups + n;
+      if (group + 1 < kSteps * kGroups) {
+        Fragment::load_b(b[(group + 1) & 1], b_operand.at((group + 1) % kGroups, (group + 1) / kGroups));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[k & 1][m], b[group & 1], i);
+      }
+    }
+  }
+}
+
+// c += P B, P in accumulators (rounded to the element type here), B with the summed axis down the rows of shared memory.
+template <Element kElement, int kWidth, int kM, int kP, int kN>
+__device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], const float (&p)[kM][kP][4],
+                                                     ColumnOperand<kElement, kWidth> b_operand) {
+  using Fragment = Fragments<kElement>;
+  constexpr int kSteps = kP * 8 / Fragment::kStep;
+  static_assert(kN % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    typename Fragment::A a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) Fragment::from_accumulator(a[m], p[m], k);
+    typename Fragment::B b[2];
+    b_operand.load_b(b[0], 0, k);
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      if (n + 1 < kN / 2) b_operand.load_b(b[(n + 1) & 1], n + 1, k);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[m], b[n & 1], i);
+      }
+    }
+  }
+}
+
+}  // namespace jattn::sm80

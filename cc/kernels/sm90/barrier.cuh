@@ -1,0 +1,83 @@
+// Barriers in shared memory, named barriers of the block, register hand-over: one instruction per function.
+// Source: PTX ISA, parallel synchronization and communication instructions.
+#pragma once
+
+namespace jattn::sm90 {
+
+using Barrier = unsigned long long;  // one mbarrier
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void init_barrier(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+// Makes the initialised barriers visible to the copies that will signal them; __syncthreads() must follow.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Announces bytes that copies will deliver; the phase ends when they have come and all arrivals are in.
+__device__ __forceinline__ void expect_bytes(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect_bytes(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Returns when the phase of this parity has ended. A fresh barrier passes parity 1 at once.
+__device__ __forceinline__ void wait(Barrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Barrier of `threads` threads of the block; id 0 is __syncthreads().
+__device__ __forceinline__ void sync_named(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders ordinary writes to shared memory before reads of the asynchronous proxy (wgmma, bulk copies). Every writing
+// thread calls it, then a barrier, then the reader starts.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int kRegisters>
+__device__ __forceinline__ void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void acquire_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Place in a ring of buffers with the parity of its current round.
+template <int kStages>
+struct RingPosition {
+  int index = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace jattn::sm90

@@ -1,0 +1,260 @@
+// A consumer warpgroup: 64 query rows from scores to output, tile of keys by tile of keys.
+//
+// The loop keeps two products in flight: scores of the next tile and output of the present one. What may touch their
+// registers, and when, is dictated by ptxas, which otherwise serialises every product of the kernel: an accumulator is
+// left alone from its start to the wait that covers it, p is packed only after the product that read the old p has
+// been waited for, and no product stands under a condition of its own. tools/sm90_listing.py checks the result.
+#pragma once
+
+#include "kernels/sm90/score.cuh"
+#include "kernels/sm90/softmax.cuh"
+#include "kernels/sm90/tma.cuh"
+#include "kernels/sm90/wgmma.cuh"
+#include "kernels/sm90/work.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+struct Consumer {
+  using S = Shape<C>;
+  using Softmax = OnlineSoftmax<ScoreStage<C>::kActive, C.integer_max>;
+  using Scores = float[C.tile_kv / 2];
+  using Probabilities = unsigned[C.tile_kv / 4];
+  using Output = float[C.head_dim_v / 2];
+  using Ring = RingPosition<C.stages>;
+
+  const ForwardParams& params;
+  ForwardControl<C>& control;
+  unsigned tiles;  // shared address of the first tile
+  int warpgroup;   // among the consumers
+  Ring ring;       // of the tile whose scores are computed next
+  unsigned q_parity = 0;
+  int slot = 0;
+
+  __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int warp_row() { return thread() / 32 * 16; }
+  __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
+
+  __device__ __forceinline__ FragmentPlace place() const {
+    return {first_row() + warp_row() + lane() / 4, lane() % 4 * 2};
+  }
+
+  // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup).
+  __device__ __forceinline__ static void release(Barrier* empty) {
+    if constexpr (S::kReleases == 4) {
+      __syncwarp();
+      if (lane() == 0) arrive(empty);
+    } else {
+      if (thread() == 0) arrive(empty);
+    }
+  }
+
+  __device__ __forceinline__ unsigned q_address() const { return tiles + first_row() * kChunkRowBytes; }
+  __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
+  __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
+
+  __device__ __forceinline__ TileHeader wait_k() const {
+    wait(&control.k_full[ring.index], ring.parity);
+    return control.headers[ring.index];
+  }
+
+  // From raw products to probabilities; frees the k tile on the way.
+  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
+    if constexpr (!C.segments) release(&control.k_empty[ring.index]);
+    ScoreStage<C>::apply(s, params);
+    if (header.flags & (kMaskUpper | kMaskLower | kMaskSegments)) {
+      apply_masks<C>(s, header, ring.index, slot, control, place());
+    }
+    if constexpr (C.segments) release(&control.k_empty[ring.index]);
+    softmax.update(s);
+  }
+
+  // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
+  __device__ __forceinline__ void visit_tiles(Output& out, Softmax& softmax) {
+    Probabilities p;
+    TileHeader header = wait_k();
+    {
+      Scores s;
+      start_scores<C>(s, q_address(), k_address(ring.index));
+      wait_products<0>();
+      pin_registers(s);
+      finish_scores(s, header, softmax);
+      pack_fragment<C.element>(p, s);
+    }
+    while (!(header.flags & kLastTile)) {
+      const Ring before = ring;
+      ring.advance();
+      header = wait_k();
+      Scores s;
+      start_scores<C>(s, q_address(), k_address(ring.index));
+      wait(&control.v_full[before.index], before.parity);
+      start_output<C>(out, p, v_address(before.index));
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, header, softmax);
+      wait_products<0>();
+      pin_registers(out);
+      release(&control.v_empty[before.index]);
+      pack_fragment<C.element>(p, s);
+      softmax.rescale_output(out);
+    }
+    if constexpr (!S::kOutAliasesQ) release_q();
+    wait(&control.v_full[ring.index], ring.parity);
+    start_output<C>(out, p, v_address(ring.index));
+    softmax.finish();
+    wait_products<0>();
+    pin_registers(out);
+    release(&control.v_empty[ring.index]);
+    ring.advance();
+  }
+
+  // Softmax at the end of the loop body: the wait for the output product lies behind the back edge, where ptxas cannot
+  // move it above the exponentials.
+  __device__ __forceinline__ void visit_tiles_rotated(Output& out, Softmax& softmax) {
+    Scores s;
+    TileHeader header = wait_k();
+    start_scores<C>(s, q_address(), k_address(ring.index));
+    wait_products<0>();
+    pin_registers(s);
+    finish_scores(s, header, softmax);
+    int v_read = -1;  // stage of the v tile that the running output product reads
+    while (!(header.flags & kLastTile)) {
+      Probabilities p;
+      const Ring before = ring;
+      ring.advance();
+      header = wait_k();
+      wait_products<0>();
+      pin_registers(out);
+      if (v_read >= 0) release(&control.v_empty[v_read]);
+      v_read = before.index;
+      pack_fragment<C.element>(p, s);
+      start_scores<C>(s, q_address(), k_address(ring.index));
+      softmax.rescale_output(out);
+      wait(&control.v_full[before.index], before.parity);
+      start_output<C>(out, p, v_address(before.index));
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, header, softmax);
+    }
+    wait_products<0>();
+    pin_registers(out);
+    if (v_read >= 0) release(&control.v_empty[v_read]);
+    if constexpr (!S::kOutAliasesQ) release_q();
+    Probabilities p;
+    pack_fragment<C.element>(p, s);
+    softmax.rescale_output(out);
+    wait(&control.v_full[ring.index], ring.parity);
+    start_output<C>(out, p, v_address(ring.index));
+    softmax.finish();
+    wait_products<0>();
+    pin_registers(out);
+    release(&control.v_empty[ring.index]);
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void release_q() const {
+    if (thread() == 0) arrive(&control.q_empty);
+  }
+
+  __device__ __forceinline__ void sync_warpgroup() const { sync_named(1 + warpgroup, kWarpgroupThreads); }
+
+  // Passes all tiles of an item that has no query for this warpgroup. A stage is freed only after it was filled: an
+  // early arrival would count for the round before.
+  __device__ __forceinline__ void pass_tiles() {
+    for (bool last = false; !last; ring.advance()) {
+      last = wait_k().flags & kLastTile;
+      wait(&control.v_full[ring.index], ring.parity);
+      sync_warpgroup();  // every warp has read the header
+      release(&control.k_empty[ring.index]);
+      release(&control.v_empty[ring.index]);
+    }
+    if constexpr (!S::kOutAliasesQ) release_q();
+  }
+
+  // Normalises and writes the rows of this warpgroup; rows without keys and beyond q_length become 0 and -inf.
+  __device__ __forceinline__ void write(Output& out, const Softmax& softmax) const {
+    const ItemRecord item = control.items[slot];  // read again: registers are short in the loop
+    const int first = item.q_begin + first_row();
+    const unsigned out_tile = tiles + S::kOutOffset + first_row() * kChunkRowBytes;
+    const int row = warp_row() + lane() / 4;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int t = first + row + 8 * r;
+      const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
+      factor[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
+      if (lane() % 4 == 0 && t < params.q_len) {
+        const long long head = static_cast<long long>(item.batch) * params.num_heads + item.head;
+        params.lse[head * params.q_len + t] = sees_keys ? softmax.lse(r) : -infinity();
+      }
+    }
+    if (thread() == 0) wait_stores_read();
+    sync_warpgroup();  // the previous output tile has left
+#pragma unroll
+    for (int step = 0; step < C.head_dim_v / kStepDepth; ++step) {
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float f = factor[i % 2];
+        const float low = f == 0.0f ? 0.0f : out[8 * step + 2 * i] * f;  // selected: out may hold NaN there
+        const float high = f == 0.0f ? 0.0f : out[8 * step + 2 * i + 1] * f;
+        words[i] = pack<C.element>(low, high);
+      }
+      const int store_row = warp_row() + lane() % 16;
+      const int column16 = step % 4 * 2 + lane() / 16;  // in units of 16 bytes, before the swizzle
+      const unsigned address = out_tile + step / 4 * C.tile_q * kChunkRowBytes + store_row * kChunkRowBytes +
+                               (column16 ^ store_row % 8) * 16;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+    }
+    fence_async_proxy();
+    sync_warpgroup();
+    if (thread() == 0) {
+      if (first < params.q_len) {
+#pragma unroll
+        for (int chunk = 0; chunk < kNumChunks<C.head_dim_v>; ++chunk) {
+          store_box(&params.out, out_tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, item.head,
+                    item.batch);
+        }
+        commit_stores();
+      }
+      if constexpr (S::kOutAliasesQ) {
+        wait_stores_read();
+        arrive(&control.q_empty);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      wait(&control.q_full, q_parity);
+      q_parity ^= 1;
+      const ItemRecord& item = control.items[slot];
+      if (item.status == kItemsEnd) break;
+      Output out;
+#pragma unroll
+      for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
+      Softmax softmax;
+      softmax.scale_log2 = params.scale * kLog2E;
+      const int row = item.q_begin + place().row;
+      softmax.reset(row < item.q_length, row + 8 < item.q_length);
+      if (item.status == kItemEmpty) {
+        if constexpr (!S::kOutAliasesQ) release_q();
+      } else if (item.q_begin + first_row() >= item.q_length) {
+        pass_tiles();
+      } else if constexpr (C.rotated) {
+        visit_tiles_rotated(out, softmax);
+      } else {
+        visit_tiles(out, softmax);
+      }
+      write(out, softmax);
+      slot ^= 1;
+      if constexpr (C.schedule == 0) break;
+    }
+    if (thread() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
+  }
+};
+
+}  // namespace jattn::sm90

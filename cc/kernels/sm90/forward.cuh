@@ -1,0 +1,59 @@
+// Attention forward on Hopper: tensor memory accelerator, warpgroup products, one producer warp and two or three
+// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes.
+//
+// Element float16 or bfloat16; tile_q 128 or 192 (one warpgroup per 64 rows); head dims multiples of 16 up to 256,
+// smaller ones are filled up with zeros by the copies. Definition of the result: core/problem.h.
+#pragma once
+
+#include "kernels/sm90/consumer.cuh"
+#include "kernels/sm90/producer.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+__device__ __forceinline__ void forward(const ForwardParams& params) {
+  using S = Shape<C>;
+  static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
+  static_assert(C.tile_q == 128 || C.tile_q == 192);
+  static_assert(C.head_dim % kStepDepth == 0 && C.head_dim_v % kStepDepth == 0 && C.tile_kv % kStepDepth == 0);
+  static_assert(C.head_dim <= 256 && C.head_dim_v <= 256 && C.tile_kv <= 256);
+  static_assert(!C.mask && !C.bias);
+  static_assert(C.num_warps == S::kThreads / 32);
+  static_assert(S::kSharedBytes <= kMaxSharedBytes);
+  static_assert(sizeof(ForwardControl<C>) <= S::kControlBytes);
+
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& control = *reinterpret_cast<ForwardControl<C>*>(shared + S::kControlOffset);
+  const unsigned tiles = shared_address(shared);
+  if (threadIdx.x == 0) {
+    if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
+    constexpr int kReleases = S::kConsumers * S::kReleases;
+    init_barrier(&control.q_full, 1);
+    init_barrier(&control.q_empty, S::kConsumers);
+    init_barrier(&control.v_landed, 1);
+    for (int stage = 0; stage < C.stages; ++stage) {
+      init_barrier(&control.k_full[stage], 1);
+      init_barrier(&control.v_full[stage], 1);
+      init_barrier(&control.k_empty[stage], kReleases);
+      init_barrier(&control.v_empty[stage], kReleases);
+    }
+    fence_barrier_init();
+    prefetch_tensor_map(&params.q);
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+    prefetch_tensor_map(&params.out);
+  }
+  __syncthreads();
+
+  // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup == 0) {
+    release_registers<S::kProducerRegisters>();
+    if (threadIdx.x < 32) Producer<C>{params, control, tiles}.run();
+  } else {
+    acquire_registers<S::kConsumerRegisters>();
+    Consumer<C>{params, control, tiles, warpgroup - 1}.run();
+  }
+}
+
+}  // namespace jattn::sm90

@@ -1,0 +1,239 @@
+// The producer warp: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
+#pragma once
+
+#include "kernels/sm90/tma.cuh"
+#include "kernels/sm90/work.cuh"
+
+namespace jattn::sm90 {
+
+// Hands out item numbers to a block, all lanes of the producer warp together.
+template <Config C>
+struct ItemQueue {
+  const ForwardParams& params;
+  int item;
+  int fetched = 0;
+
+  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x) {
+    fetch();
+  }
+
+  // The counter is read one item ahead: its latency passes while the current item's tiles are copied.
+  __device__ __forceinline__ void fetch() {
+    if constexpr (C.schedule == 2) {
+      if (threadIdx.x % 32 == 0) fetched = atomicAdd(params.next_item, 1);
+    }
+  }
+
+  __device__ __forceinline__ bool valid() const { return item < params.num_items; }
+
+  __device__ __forceinline__ void advance() {
+    if constexpr (C.schedule == 0) {
+      item = params.num_items;
+    } else if constexpr (C.schedule == 1) {
+      item += gridDim.x;
+    } else {
+      item = gridDim.x + __shfl_sync(~0u, fetched, 0);
+      fetch();
+    }
+  }
+};
+
+// Walks the key tiles of an item from the last to the first, and knows what masking and clearing each needs.
+template <Config C>
+struct TileWalk {
+  const ForwardParams& params;
+  const ItemRecord& record;
+  KeyRange range;
+  SegmentBlock q_block;
+
+  __device__ __forceinline__ TileWalk(const ForwardParams& params, const ItemRecord& record)
+      : params(params), record(record), range(key_range<C>(record)) {
+    if constexpr (C.segments) {
+      const long long first = static_cast<long long>(record.batch) * params.num_q_tiles;
+      q_block = params.q_blocks[first + record.q_begin / C.tile_q];
+    }
+  }
+
+  __device__ __forceinline__ SegmentBlock kv_block(int kv_tile) const {
+    return params.kv_blocks[static_cast<long long>(record.batch) * params.num_kv_tiles + kv_tile];
+  }
+
+  // The next tile to visit below `tile`, or -1. Tiles whose ids cannot meet those of the queries are passed over, 32 at
+  // a time, one per lane.
+  __device__ __forceinline__ int below(int tile) const {
+    if constexpr (C.segments) {
+      const int lane = threadIdx.x % 32;
+      for (; tile > range.begin; tile -= 32) {
+        const int candidate = tile - 1 - lane;
+        bool meets = false;
+        if (candidate >= range.begin) {
+          const SegmentBlock block = kv_block(candidate);
+          meets = block.min_id <= q_block.max_id && q_block.min_id <= block.max_id;
+        }
+        const unsigned found = __ballot_sync(~0u, meets);
+        if (found != 0) return tile - __ffs(found);
+      }
+      return -1;
+    } else {
+      return tile > range.begin ? tile - 1 : -1;
+    }
+  }
+
+  __device__ __forceinline__ int flags(int kv_tile) const {
+    int flags = range_flags<C>(range, kv_tile);
+    if constexpr (C.segments) {
+      const SegmentBlock block = kv_block(kv_tile);
+      const bool one_segment = block.min_id == block.max_id && q_block.min_id == q_block.max_id &&
+                               block.min_id == q_block.min_id && !block.has_padding && !q_block.has_padding;
+      if (!one_segment) flags |= kMaskSegments;
+    }
+    return flags;
+  }
+
+  // Rows of v behind the keys of the batch entry, or of padding among them, may hold anything, and 0 * NaN is NaN: such
+  // tiles pass through clear_padding. Rows beyond the array arrive as zeros.
+  __device__ __forceinline__ bool has_padding(int kv_tile) const {
+    bool padding = record.kv_length < params.kv_len && (kv_tile + 1) * C.tile_kv > record.kv_length;
+    if constexpr (C.segments) padding = padding || kv_block(kv_tile).has_padding;
+    return padding;
+  }
+};
+
+template <Config C>
+struct Producer {
+  const ForwardParams& params;
+  ForwardControl<C>& control;
+  unsigned tiles;  // shared address of the first tile
+  RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
+  unsigned landed_parity = 0;
+
+  using S = Shape<C>;
+
+  __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
+
+  __device__ __forceinline__ void load_q(const ItemRecord& record, unsigned parity, int slot) {
+    wait(&control.q_empty, parity);
+    if constexpr (C.segments) {
+      if (record.status == kItemRuns) {
+        for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
+          const int t = record.q_begin + row;
+          const long long first = static_cast<long long>(record.batch) * params.q_len;
+          const int id = t < params.q_len ? params.q_segments[first + t] : -1;
+          control.q_ids[slot][row] = max(id, -1);
+        }
+      }
+      __syncwarp();
+    }
+    if (leads()) {
+      control.items[slot] = record;
+      if (record.status == kItemRuns) {
+        arrive_and_expect_bytes(&control.q_full, S::kQBytes);
+        load_tile<C.tile_q, C.head_dim>(tiles, &params.q, &control.q_full, record.q_begin, record.head, record.batch);
+      } else {
+        arrive(&control.q_full);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
+    Barrier* full = &control.k_full[k_ring.index];
+    wait(&control.k_empty[k_ring.index], k_ring.parity);
+    if (leads()) {
+      control.headers[k_ring.index] = {kv_tile, flags};
+      expect_bytes(full, S::kKBytes);
+      load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
+                                       kv_tile * C.tile_kv, record.head / params.group_size, record.batch);
+    }
+    if constexpr (C.segments) {
+      if (flags & kMaskSegments) {
+        for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
+          control.kv_ids[k_ring.index][row] = kv_id(record, kv_tile * C.tile_kv + row);
+        }
+      }
+      __syncwarp();
+    }
+    if (leads()) arrive(full);
+    k_ring.advance();
+  }
+
+  // -2 marks padding: it differs from every id and from the -1 of query padding.
+  __device__ __forceinline__ int kv_id(const ItemRecord& record, int j) const {
+    if (j >= record.kv_length) return -2;
+    const int id = params.kv_segments[static_cast<long long>(record.batch) * params.kv_len + j];
+    return id < 0 ? -2 : id;
+  }
+
+  __device__ __forceinline__ void load_v(const ItemRecord& record, int kv_tile, bool has_padding) {
+    Barrier* full = &control.v_full[v_ring.index];
+    Barrier* target = has_padding ? &control.v_landed : full;
+    const unsigned v_tile = tiles + S::kVOffset + v_ring.index * S::kVBytes;
+    wait(&control.v_empty[v_ring.index], v_ring.parity);
+    if (leads()) {
+      arrive_and_expect_bytes(target, S::kVBytes);
+      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, kv_tile * C.tile_kv,
+                                         record.head / params.group_size, record.batch);
+    }
+    if (has_padding) {
+      wait(&control.v_landed, landed_parity);
+      landed_parity ^= 1;
+      clear_padding(record, kv_tile, v_tile);
+      fence_async_proxy();
+      __syncwarp();
+      if (leads()) arrive(full);
+    }
+    v_ring.advance();
+  }
+
+  __device__ __forceinline__ void clear_padding(const ItemRecord& record, int kv_tile, unsigned v_tile) {
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
+      const int j = kv_tile * C.tile_kv + row;
+      bool padding = j >= record.kv_length;
+      if constexpr (C.segments) padding = padding || kv_id(record, j) < 0;
+      if (!padding) continue;
+#pragma unroll 1
+      for (int chunk = 0; chunk < kNumChunks<C.head_dim_v>; ++chunk) {
+        const unsigned address = v_tile + (chunk * C.tile_kv + row) * kChunkRowBytes;
+#pragma unroll
+        for (int byte = 0; byte < kChunkRowBytes; byte += 16) {
+          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address + byte), "r"(0) : "memory");
+        }
+      }
+    }
+  }
+
+  // Order of the copies: k runs one tile ahead of v, because the product with v(i) is started after the product with
+  // k(i + 1). q of the next item waits for the last product of this one, so k comes before it.
+  __device__ __forceinline__ void run() {
+    unsigned q_parity = 1;
+    int slot = 0;
+    for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
+      ItemRecord record = item_record<C>(params, queue.item);
+      const TileWalk<C> walk(params, record);
+      int tile = walk.below(walk.range.end);
+      if (tile < 0) record.status = kItemEmpty;
+      int next = tile < 0 ? -1 : walk.below(tile);
+      if (tile >= 0) load_k(record, tile, walk.flags(tile) | (next < 0 ? kLastTile : 0));
+      load_q(record, q_parity, slot);
+      q_parity ^= 1;
+      slot ^= 1;
+      while (tile >= 0) {
+        int after = -1;
+        if (next >= 0) {
+          after = walk.below(next);
+          load_k(record, next, walk.flags(next) | (after < 0 ? kLastTile : 0));
+        }
+        load_v(record, tile, walk.has_padding(tile));
+        tile = next;
+        next = after;
+      }
+    }
+    if constexpr (C.schedule != 0) {
+      ItemRecord end{};
+      end.status = kItemsEnd;
+      load_q(end, q_parity, slot);
+    }
+  }
+};
+
+}  // namespace jattn::sm90

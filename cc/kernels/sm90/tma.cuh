@@ -1,0 +1,49 @@
+// Tile copies between global and shared memory by the tensor memory accelerator.
+// Source: PTX ISA, data movement: cp.async.bulk.tensor.
+#pragma once
+
+#include "kernels/sm90/barrier.cuh"
+#include "kernels/sm90/params.cuh"
+#include "kernels/sm90/shape.cuh"
+
+namespace jattn::sm90 {
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies one box of an array with axes (columns, rows, heads, batch) and signals its bytes to the barrier.
+__device__ __forceinline__ void load_box(unsigned destination, const TensorMap* map, Barrier* barrier, int column,
+                                         int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(destination),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+// Copies a tile of kRows rows and kColumns columns, one box per chunk of 64 columns. What lies outside the array
+// arrives as 0 and counts towards the announced bytes.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void load_tile(unsigned destination, const TensorMap* map, Barrier* barrier, int row,
+                                          int head, int batch) {
+#pragma unroll
+  for (int chunk = 0; chunk < kNumChunks<kColumns>; ++chunk) {
+    load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
+  }
+}
+
+// Writes one box; elements outside the array are dropped.
+__device__ __forceinline__ void store_box(const TensorMap* map, unsigned source, int column, int row, int head,
+                                          int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Returns when the committed stores of this thread have read their shared memory.
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+}  // namespace jattn::sm90

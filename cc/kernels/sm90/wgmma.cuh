@@ -1,0 +1,110 @@
+// Warpgroup matrix products: operand descriptors, ordering, and the two products of attention.
+// Source: PTX ISA, asynchronous warpgroup level matrix instructions; layouts of section "matrix descriptor".
+#pragma once
+
+#include "kernels/sm90/shape.cuh"
+#include "kernels/sm90/wgmma_shapes.cuh"
+
+namespace jattn::sm90 {
+
+inline constexpr int kStepDepth = 16;      // k of one wgmma on a 16-bit type
+inline constexpr int kUnusedLeading = 16;  // bytes; of a swizzled K-major operand the leading distance is not read
+
+// Descriptor of a tile with 128-byte swizzle. leading_bytes: distance of the next 64 columns, read only if the operand
+// is MN-major. The stride, 8 rows, is that of the swizzle's 1024-byte atom.
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes) {
+  constexpr unsigned long long kSwizzle128Bytes = 1ull << 62;
+  constexpr unsigned long long kStride = static_cast<unsigned long long>(8 * kChunkRowBytes / 16) << 32;
+  return kSwizzle128Bytes | kStride | static_cast<unsigned long long>(leading_bytes / 16) << 16 |
+         ((address & 0x3FFFF) >> 4);
+}
+
+// Keeps the compiler from moving definitions or uses of the registers across this point. It may otherwise copy
+// accumulators into the asynchronous pipeline, and ptxas then serialises every product (C7514, C7515).
+template <int kCount>
+__device__ __forceinline__ void pin_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin_registers(unsigned (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Orders ordinary register writes before the products that read them.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns when at most kPending committed groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major.
+template <Config C>
+__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned q_address, unsigned k_address) {
+  const unsigned long long q = descriptor(q_address, kUnusedLeading);
+  const unsigned long long k = descriptor(k_address, kUnusedLeading);
+  constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
+  constexpr int kStepBytes = kStepDepth * 2;
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
+    const int chunk = step / kStepsPerChunk;
+    const int in_chunk = step % kStepsPerChunk * kStepBytes;
+    const int q_step = (chunk * C.tile_q * kChunkRowBytes + in_chunk) / 16;
+    const int k_step = (chunk * C.tile_kv * kChunkRowBytes + in_chunk) / 16;
+    if (step == 0) {
+      Wgmma<C.tile_kv>::template shared<C.element, false, 0, 0>(s, q + q_step, k + k_step);
+    } else {
+      Wgmma<C.tile_kv>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);
+    }
+  }
+  commit_products();
+  pin_registers(s);
+}
+
+// Starts s = q k^T with q as fragments in registers.
+template <Config C>
+__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned (&q)[C.head_dim / 4],
+                                             unsigned k_address) {
+  const unsigned long long k = descriptor(k_address, kUnusedLeading);
+  constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
+  constexpr int kStepBytes = kStepDepth * 2;
+  pin_registers(q);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
+    const int k_step = (step / kStepsPerChunk * C.tile_kv * kChunkRowBytes + step % kStepsPerChunk * kStepBytes) / 16;
+    if (step == 0) {
+      Wgmma<C.tile_kv>::template registers<C.element, false, 0>(s, q + 4 * step, k + k_step);
+    } else {
+      Wgmma<C.tile_kv>::template registers<C.element, true, 0>(s, q + 4 * step, k + k_step);
+    }
+  }
+  commit_products();
+  pin_registers(s);
+}
+
+// Starts out += p v: p as fragments in registers, v a tile in shared memory, MN-major.
+template <Config C>
+__device__ __forceinline__ void start_output(float (&out)[C.head_dim_v / 2], unsigned (&p)[C.tile_kv / 4],
+                                             unsigned v_address) {
+  const unsigned long long v = descriptor(v_address, C.tile_kv * kChunkRowBytes);
+  constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
+  pin_registers(out);
+  pin_registers(p);
+  begin_products();
+#pragma unroll
+  for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
+    Wgmma<C.head_dim_v>::template registers<C.element, true, 1>(out, p + 4 * step, v + step * kStep);
+  }
+  commit_products();
+  pin_registers(out);
+  pin_registers(p);
+}
+
+}  // namespace jattn::sm90

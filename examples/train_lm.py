@@ -1,0 +1,542 @@
+"""Trains a small byte-level language model on Python's own standard library, with attention by jattn.
+
+Functions and methods of the library's sources are packed into rows, several to a row. The mask
+(causal, and only inside one's own document) is given as a structure, a segment id per byte, so no
+(T, T) array exists. The first steps are then run again, from the same seed, with Flax's own
+attention under a dense mask and with jattn's reference backend; the three loss curves must agree.
+The program fails if they do not, if the loss does not fall well below the entropy of single bytes,
+or if no fused backend ran.
+
+Run: python examples/train_lm.py --out out/demo        (all options: --help)
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+import jattn
+import jattn.flax
+
+VOCABULARY = 256  # bytes
+PADDING = -1  # segment id of bytes that belong to no document
+SHORTEST_PIECE = 16  # bytes; a shorter rest of a row is padded
+# A fused backend is one with a kernel; these two are array programs that stand in where there is none.
+UNFUSED_BACKENDS = {"reference", "xla"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides the numbers; the defaults of the size depend on the platform."""
+
+    steps: int
+    compare_steps: int
+    batch: int
+    seq_len: int
+    layers: int
+    heads: int
+    head_dim: int
+    learning_rate: float
+    dtype: str
+    seed: int
+    implementation: str | None
+
+    @property
+    def features(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def loss_tolerance(self) -> float:
+        """How far two loss curves (nats) may be apart at any of the compared steps.
+
+        The runs differ only in rounding inside attention: relative 2^-24 or 2^-8 an element, fed back through the
+        optimizer at every step. Dropping the segment mask, by comparison, moves the curve by more than 0.02.
+        """
+        return 2e-3 if self.dtype == "float32" else 3e-2
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def read_documents(limit_bytes: int) -> list[bytes]:
+    """Reads functions, methods and heads of classes of the standard library, in the order of file names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "__pycache__",
+    }
+    documents: list[bytes] = []
+    size_bytes = 0
+    for path in sorted(root.rglob("*.py")):
+        if skipped.intersection(path.relative_to(root).parts):
+            continue
+        for piece in re.split(
+            rb"^(?=(?: {4})?(?:async )?def |class )", path.read_bytes(), flags=re.M
+        ):
+            if len(piece) >= SHORTEST_PIECE:
+                documents.append(piece)
+                size_bytes += len(piece)
+        if size_bytes >= limit_bytes:
+            break
+    return documents
+
+
+def pack(documents: list[bytes], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs documents into rows of seq_len + 1 bytes; returns bytes and segment ids, both (rows, seq_len + 1) int32.
+
+    A document that does not fit is cut, and its rest opens the next row. A rest of a row too short to be worth a
+    document is padding.
+    """
+    width = seq_len + 1
+    rows: list[np.ndarray] = []
+    segments: list[np.ndarray] = []
+    row, segment, used, number = np.zeros(width, np.int32), np.full(width, PADDING, np.int32), 0, 0
+    for document in documents:
+        data = np.frombuffer(document, np.uint8)
+        while len(data) >= SHORTEST_PIECE:
+            if width - used < SHORTEST_PIECE:
+                rows.append(row)
+                segments.append(segment)
+                row, segment = np.zeros(width, np.int32), np.full(width, PADDING, np.int32)
+                used, number = 0, 0
+            piece = data[: width - used]
+            row[used : used + len(piece)] = piece
+            segment[used : used + len(piece)] = number
+            used, number, data = used + len(piece), number + 1, data[len(piece) :]
+    return np.stack(rows), np.stack(segments)
+
+
+def batches(
+    config: Config, rows: np.ndarray, segments: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (bytes, segment ids), both (batch, seq_len + 1), for ever; the same ones for the same seed."""
+    generator = np.random.default_rng(config.seed)
+    while True:
+        order = generator.permutation(len(rows))
+        for start in range(0, len(order) - config.batch + 1, config.batch):
+            chosen = order[start : start + config.batch]
+            yield rows[chosen], segments[chosen]
+
+
+def unigram_entropy(rows: np.ndarray, segments: np.ndarray) -> float:
+    """Returns the entropy (nats) of a byte drawn alone: the best loss without any context."""
+    counts = np.bincount(rows[segments != PADDING], minlength=VOCABULARY).astype(np.float64)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+AttentionFn = Callable[..., jax.Array]
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each behind a LayerNorm and around a residual."""
+
+    def __init__(self, config: Config, attention_fn: AttentionFn, rngs: nnx.Rngs):
+        features, dtype = config.features, jnp.dtype(config.dtype)
+        self.attention_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=config.heads,
+            in_features=features,
+            use_bias=False,
+            dtype=dtype,
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=rngs,
+        )
+        self.feed_forward_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
+        self.expand = nnx.Linear(features, 4 * features, dtype=dtype, rngs=rngs)
+        self.contract = nnx.Linear(4 * features, features, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | jattn.flax.StructuralMask) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        return x + self.contract(nnx.gelu(self.expand(self.feed_forward_norm(x))))
+
+
+class LanguageModel(nnx.Module):
+    """Bytes (B, T) and their segment ids (B, T) to logits (B, T, 256), float32."""
+
+    def __init__(self, config: Config, attention_fn: AttentionFn, dense_mask: bool, rngs: nnx.Rngs):
+        self.dense_mask = dense_mask
+        dtype = jnp.dtype(config.dtype)
+        small = nnx.initializers.normal(0.02)
+        embed = functools.partial(
+            nnx.Embed, features=config.features, dtype=dtype, embedding_init=small
+        )
+        self.embed_byte = embed(num_embeddings=VOCABULARY, rngs=rngs)
+        self.embed_position = embed(num_embeddings=config.seq_len, rngs=rngs)
+        self.blocks = nnx.List([Block(config, attention_fn, rngs) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(config.features, dtype=dtype, rngs=rngs)
+        self.logits = nnx.Linear(
+            config.features, VOCABULARY, dtype=dtype, kernel_init=small, rngs=rngs
+        )
+
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        mask = (
+            dense(segment_ids)
+            if self.dense_mask
+            else jattn.flax.StructuralMask(segment_ids=segment_ids)
+        )
+        x = self.embed_byte(tokens) + self.embed_position(positions_in_document(segment_ids))
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.logits(self.norm(x)).astype(jnp.float32)
+
+
+def dense(segment_ids: jax.Array) -> jax.Array:
+    """Spells out the mask that segment ids (B, T) and causality mean: (B, 1, T, T) bool."""
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    causal = jnp.tril(jnp.ones(same.shape[1:], bool))
+    return (same & causal & (segment_ids != PADDING)[:, None, :])[:, None]
+
+
+def positions_in_document(segment_ids: jax.Array) -> jax.Array:
+    """Counts from 0 inside every document: (B, T) int32."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def mean_loss(model: LanguageModel, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Returns the cross-entropy (nats) of each document's bytes after its first, averaged over the batch."""
+    logits = model(tokens[:, :-1], segment_ids[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    weights = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != PADDING)
+    return jnp.sum(losses, where=weights) / jnp.sum(weights)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one training run left behind."""
+
+    name: str
+    losses: np.ndarray  # nats, one per step
+    step_seconds: np.ndarray  # one per step, the first ones dropped
+    calls: dict[str, dict[str, int]]  # backend -> pass -> call sites
+    model: LanguageModel
+
+    @property
+    def steps_per_second(self) -> float:
+        return 1.0 / float(np.median(self.step_seconds))
+
+    @property
+    def backends(self) -> str:
+        if not self.calls:
+            return "XLA (no call of jattn)"
+        return ", ".join(
+            f"{backend}: " + " + ".join(f"{count} {name}" for name, count in passes.items())
+            for backend, passes in self.calls.items()
+        )
+
+
+def train(
+    name: str,
+    config: Config,
+    steps: int,
+    attention_fn: AttentionFn,
+    dense_mask: bool,
+    data: tuple[np.ndarray, np.ndarray],
+) -> Run:
+    """Trains a fresh model for some steps; everything but the attention function follows from the config alone."""
+    model = LanguageModel(config, attention_fn, dense_mask, nnx.Rngs(config.seed))
+    graph, parameters = nnx.split(model, nnx.Param)
+    # The schedule is that of the whole run, also for a run that stops early.
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        min(20, config.steps),
+        max(config.steps, 21),
+        0.1 * config.learning_rate,
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+    optimizer_state = optimizer.init(parameters)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(parameters, optimizer_state, tokens, segment_ids):  # type: ignore[no-untyped-def]
+        loss, gradients = jax.value_and_grad(
+            lambda parameters: mean_loss(nnx.merge(graph, parameters), tokens, segment_ids)
+        )(parameters)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return optax.apply_updates(parameters, updates), optimizer_state, loss
+
+    stream = batches(config, *data)
+    jattn.reset_call_counters()
+    losses: list[float] = []
+    seconds: list[float] = []
+    with tqdm(
+        total=steps, desc=f"{name:<22}", unit="step", mininterval=0.5, file=sys.stderr
+    ) as bar:
+        for _ in range(steps):
+            tokens, segment_ids = next(stream)
+            begin = time.perf_counter()
+            parameters, optimizer_state, loss = step(
+                parameters, optimizer_state, tokens, segment_ids
+            )
+            losses.append(float(loss))  # waits for the step
+            seconds.append(time.perf_counter() - begin)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    # The first step compiles and the second may still touch fresh memory.
+    warm = seconds[2:] or seconds
+    return Run(
+        name, np.array(losses), np.array(warm), jattn.call_counters(), nnx.merge(graph, parameters)
+    )
+
+
+def generate(
+    config: Config, model: LanguageModel, prompt: str, length: int, temperature: float = 0.5
+) -> str:
+    """Continues a prompt byte by byte. Bytes not written yet are padding, so one compiled step serves all lengths."""
+    graph, parameters = nnx.split(model)
+
+    @jax.jit
+    def step(parameters, tokens, count, key):  # type: ignore[no-untyped-def]
+        segment_ids = jnp.where(jnp.arange(config.seq_len) < count, 0, PADDING)[None]
+        logits = nnx.merge(graph, parameters)(tokens[None], segment_ids)[0, count - 1]
+        return tokens.at[count].set(jax.random.categorical(key, logits / temperature))
+
+    prompt_bytes = np.frombuffer(prompt.encode(), np.uint8)
+    tokens = jnp.zeros(config.seq_len, jnp.int32).at[: len(prompt_bytes)].set(prompt_bytes)
+    end = min(len(prompt_bytes) + length, config.seq_len)
+    for count in range(len(prompt_bytes), end):
+        tokens = step(parameters, tokens, count, jax.random.key(config.seed * 1_000_003 + count))
+    return bytes(np.asarray(tokens[:end], np.uint8)).decode(errors="replace")
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, config: Config, runs: list[Run], entropy: float) -> None:
+    """Draws loss and speed over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for run, style in zip(runs, ("-", "--", ":"), strict=True):
+        left.plot(run.losses, style, label=run.name)
+        window = min(10, len(run.step_seconds))
+        smooth = np.convolve(run.step_seconds, np.ones(window) / window, "valid")
+        right.plot(config.batch * config.seq_len / smooth, style, label=run.name)
+    left.axhline(entropy, color="grey", linewidth=0.8, label="entropy of single bytes")
+    left.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, None))
+    right.set(xlabel="step", ylabel="bytes per second", ylim=(0, None))
+    left.legend()
+    right.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def table(config: Config, runs: list[Run]) -> str:
+    """Sets the runs side by side."""
+    head = ("attention", "steps", "steps/s", "bytes/s", "first loss", "last loss", "call sites")
+    lines = [head]
+    for run in runs:
+        speed = run.steps_per_second
+        lines.append(
+            (
+                run.name,
+                str(len(run.losses)),
+                f"{speed:.2f}",
+                f"{speed * config.batch * config.seq_len:,.0f}",
+                f"{run.losses[0]:.4f}",
+                f"{run.losses[-1]:.4f}",
+                run.backends,
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in (0, 6) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def check_claims(config: Config, runs: list[Run], entropy: float) -> list[tuple[bool, str]]:
+    """Judges what the demo claims; each entry is (holds, sentence with the numbers)."""
+    ours = runs[0]
+    last = float(ours.losses[-10:].mean())
+    claims = [
+        (
+            last < 0.8 * entropy,
+            f"loss {last:.4f} (mean of the last {min(10, config.steps)} steps) is below 0.8 x {entropy:.4f},"
+            " the entropy of single bytes",
+        )
+    ]
+    for other in runs[1:]:
+        apart = float(np.abs(ours.losses[: len(other.losses)] - other.losses).max())
+        claims.append(
+            (
+                apart <= config.loss_tolerance,
+                f"loss curve of {other.name!r} is within {config.loss_tolerance:g} of ours over"
+                f" {len(other.losses)} steps: largest difference {apart:.2e}",
+            )
+        )
+    if config.implementation is None:
+        passes = collections.Counter(
+            name
+            for backend, counts in ours.calls.items()
+            if backend not in UNFUSED_BACKENDS
+            for name, count in counts.items()
+            for _ in range(count)
+        )
+        claims.append(
+            (
+                passes["forward"] == passes["backward"] == config.layers
+                and not UNFUSED_BACKENDS.intersection(ours.calls),
+                f"a fused backend ran every layer, forward and backward: {ours.backends}",
+            )
+        )
+    return claims
+
+
+def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Namespace]:
+    """Reads the command line; sizes that it leaves out depend on the platform."""
+    on_gpu = jax.default_backend() == "gpu"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = functools.partial(parser.add_argument, metavar="")
+    add("--steps", type=int, default=400 if on_gpu else 240, help="training steps (%(default)s)")
+    add(
+        "--compare-steps",
+        type=int,
+        default=50 if on_gpu else 30,
+        help="steps of the two runs compared with (%(default)s)",
+    )
+    add("--batch", type=int, default=16 if on_gpu else 8, help="rows in a batch (%(default)s)")
+    add("--seq-len", type=int, default=2048 if on_gpu else 512, help="bytes in a row (%(default)s)")
+    add("--layers", type=int, default=8 if on_gpu else 3, help="(%(default)s)")
+    add("--heads", type=int, default=8 if on_gpu else 4, help="(%(default)s)")
+    add(
+        "--head-dim",
+        type=int,
+        default=64 if on_gpu else 32,
+        help="features = heads x head dim (%(default)s)",
+    )
+    add("--learning-rate", type=float, default=1e-3 if on_gpu else 3e-3, help="peak (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16" if on_gpu else "float32",
+        help="of the computation; parameters are float32 (%(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of parameters, batches and samples (%(default)s)")
+    add(
+        "--implementation",
+        default=None,
+        help="backend of jattn (default: the best one that serves the call)",
+    )
+    add("--data-bytes", type=int, default=4_000_000, help="of source text to read (%(default)s)")
+    add("--sample-bytes", type=int, default=300, help="of generated text (%(default)s)")
+    add("--prompt", default="def read_lines(path", help="that the text continues (%(default)r)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        metavar="",
+        help="folder of curves.png and result.json (%(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    names = [field.name for field in dataclasses.fields(Config)]
+    config = Config(**{name: getattr(options, name) for name in names})
+    for name in ("steps", "compare_steps", "batch", "seq_len", "layers", "heads", "head_dim"):
+        if getattr(config, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(config, name)}, must be 1 or more"
+            )
+    if config.compare_steps > config.steps:
+        parser.error(
+            f"--compare-steps is {config.compare_steps}, must be at most --steps, {config.steps}"
+        )
+    return config, options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the exit status, 0 if every claim holds."""
+    config, options = parse_arguments(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = pack(read_documents(options.data_bytes), config.seq_len)
+    entropy = unigram_entropy(*data)
+    documents_per_row = float((data[1].max(axis=1) + 1).mean())
+    device = jax.devices()[0]
+    print(
+        f"{device.platform} ({device.device_kind}), {config.dtype}: {config.layers} layers, {config.heads} heads of"
+        f" {config.head_dim}, rows of {config.seq_len} bytes with {documents_per_row:.1f} documents each,"
+        f" {config.batch} rows a step, {len(data[0]):,} rows",
+        flush=True,
+    )
+
+    fused = jattn.flax.make_attention_fn(is_causal=True, implementation=config.implementation)
+    reference = jattn.flax.make_attention_fn(is_causal=True, implementation="reference")
+    runs = [
+        train("jattn", config, config.steps, fused, False, data),
+        train(
+            "jax.nn, dense mask",
+            config,
+            config.compare_steps,
+            nnx.dot_product_attention,
+            True,
+            data,
+        ),
+        train("jattn reference", config, config.compare_steps, reference, False, data),
+    ]
+    sample = generate(config, runs[0].model, options.prompt, options.sample_bytes)
+    claims = check_claims(config, runs, entropy)
+    draw(options.out / "curves.png", config, runs, entropy)
+    result = {
+        "config": dataclasses.asdict(config),
+        "device": device.device_kind,
+        "versions": {"jax": jax.__version__, "jattn": jattn.__version__},
+        "unigram_entropy": entropy,
+        "runs": {
+            run.name: {
+                "steps_per_second": run.steps_per_second,
+                "calls": run.calls,
+                "losses": run.losses.tolist(),
+            }
+            for run in runs
+        },
+        "claims": [{"holds": holds, "claim": text} for holds, text in claims],
+        "sample": sample,
+    }
+    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    print(f"\nA sample at temperature 0.5:\n{'-' * 80}\n{sample}\n{'-' * 80}\n")
+    print(table(config, runs))
+    print(f"\nentropy of single bytes {entropy:.4f} nats; curves in {options.out / 'curves.png'}\n")
+    for holds, text in claims:
+        print(f"{'ok    ' if holds else 'FAILED'}  {text}")
+    return 0 if all(holds for holds, _ in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""jattn: exact attention for JAX with hand-written kernels for NVIDIA GPUs and CPUs.
+
+``jattn.dot_product_attention`` is a superset of ``jax.nn.dot_product_attention``. ``jattn.explain`` says which
+backend runs a call and why; docs/conventions.md has the numeric conventions.
+"""
+
+from jattn._version import __version__ as __version__
+from jattn.api import Explanation as Explanation
+from jattn.api import dot_product_attention as dot_product_attention
+from jattn.api import explain as explain
+from jattn.api import select_backend as select_backend
+from jattn.autodiff import checkpoint_policy as checkpoint_policy
+from jattn.backends.base import Backend as Backend
+from jattn.backends.base import Residuals as Residuals
+from jattn.backends.base import Wants as Wants
+from jattn.config import deterministic as deterministic
+from jattn.config import sdpa_kernel as sdpa_kernel
+from jattn.config import set_enabled as set_enabled
+from jattn.config import strict_fallback as strict_fallback
+from jattn.config import target_device as target_device
+from jattn.counters import call_counters as call_counters
+from jattn.counters import reset_call_counters as reset_call_counters
+from jattn.device import Device as Device
+from jattn.dispatch import register_backend as register_backend
+from jattn.dispatch import unregister_backend as unregister_backend
+from jattn.errors import FallbackWarning as FallbackWarning
+from jattn.errors import NoBackendError as NoBackendError
+from jattn.errors import Reason as Reason
+from jattn.ffi import export_disabled_checks as export_disabled_checks
+from jattn.masks import CausalBias as CausalBias
+from jattn.masks import causal_lower_right as causal_lower_right
+from jattn.masks import causal_upper_left as causal_upper_left

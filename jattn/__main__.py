@@ -1,0 +1,170 @@
+"""The command ``python -m jattn``: info, explain, cache."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from jattn import config, dispatch, ffi
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _info(_: argparse.Namespace) -> int:
+    print(f"jattn {jattn.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "numpy", "flax"):
+        print(f"  {package:18s} {_version(package)}")
+    print("devices")
+    for found in jax.devices():
+        print(f"  {found.platform} {found.device_kind}")
+    missing = ffi.register_targets()
+    if missing:
+        print(f"native module: missing ({missing})")
+        return 1
+    from jattn import _core
+
+    print("native module")
+    print(
+        f"  CPU instruction sets  {', '.join(_core.cpu_instruction_sets())};"
+        f" in use: {_core.cpu_active_instruction_set()}"
+    )
+    print(f"  NVIDIA driver         {_core.driver_status()}")
+    print(f"  NVRTC                 {_core.nvrtc_status()}")
+    hot = _core.hot_set()
+    print(f"  kernels built in      {len(hot)}")
+    cache = _core.cache_info()
+    state = (
+        cache["problem"]
+        or cache["write_problem"]
+        or ("in use" if cache["enabled"] else "switched off")
+    )
+    print(
+        f"  kernel cache          {cache['folder']}: {cache['num_entries']} entries,"
+        f" {cache['num_bytes'] / 1e6:.1f} MB, {state}"
+    )
+    print(f"options\n  {config.current_options()}")
+    print(f"environment\n  {config.environment()}")
+    print(f"backends\n  {', '.join(dispatch.known_names())}")
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    shape = (arguments.batch, arguments.q_len, arguments.heads, arguments.head_dim)
+    kv_len = arguments.kv_len or arguments.q_len
+    kv_heads = arguments.kv_heads or arguments.heads
+    kv_shape = (arguments.batch, kv_len, kv_heads, arguments.head_dim)
+    value_shape = (*kv_shape[:3], arguments.value_head_dim or arguments.head_dim)
+    options: dict[str, Any] = {
+        "is_causal": arguments.causal,
+        "local_window_size": tuple(arguments.window) if arguments.window else None,
+        "logits_soft_cap": arguments.softcap,
+    }
+    if arguments.lengths:
+        options["key_value_seq_lengths"] = jax.ShapeDtypeStruct((arguments.batch,), jnp.int32)
+    if arguments.segments:
+        options["query_segment_ids"] = jax.ShapeDtypeStruct(
+            (arguments.batch, arguments.q_len), jnp.int32
+        )
+        options["key_value_segment_ids"] = jax.ShapeDtypeStruct(
+            (arguments.batch, kv_len), jnp.int32
+        )
+    dtype = jnp.dtype(arguments.dtype)
+    scores_shape = (1, arguments.heads, arguments.q_len, kv_len)
+    found = jattn.explain(
+        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(kv_shape, dtype),
+        jax.ShapeDtypeStruct(value_shape, dtype),
+        jax.ShapeDtypeStruct(scores_shape, dtype) if arguments.bias else None,
+        jax.ShapeDtypeStruct(scores_shape, jnp.bool_) if arguments.mask else None,
+        needs_grad=arguments.grad,
+        device=_device(arguments.device),
+        **options,
+    )
+    print(found)
+    return 0 if found.chosen else 1
+
+
+def _device(text: str | None) -> jattn.Device | None:
+    if text is None:
+        return None
+    name, _, arch = text.partition(":")
+    if not arch:
+        return jattn.Device(name)
+    major, _, minor = arch.partition(".")
+    return jattn.Device(name, arch=(int(major), int(minor or 0)))
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    if missing := ffi.register_targets():
+        print(f"native module: missing ({missing})", file=sys.stderr)
+        return 1
+    from jattn import _core
+
+    if arguments.clear:
+        print(f"removed {_core.cache_clear()} entries from {_core.cache_info()['folder']}")
+        return 0
+    cache = _core.cache_info()
+    for name in ("folder", "enabled", "problem", "write_problem", "num_entries", "num_bytes"):
+        print(f"{name:14s} {cache[name]}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jattn", description="Asks jattn about this machine and about a call."
+    )
+    commands = parser.add_subparsers(required=True)
+    info = commands.add_parser("info", help="versions, devices, libraries, caches, options")
+    info.set_defaults(run=_info)
+
+    explain = commands.add_parser(
+        "explain", help="which backend would run a call, and why the others would not"
+    )
+    explain.add_argument("--batch", type=int, default=2)
+    explain.add_argument("--q-len", type=int, default=2048, help="query length")
+    explain.add_argument("--kv-len", type=int, help="key length (default: the query length)")
+    explain.add_argument("--heads", type=int, default=16)
+    explain.add_argument("--kv-heads", type=int, help="key heads (default: --heads)")
+    explain.add_argument("--head-dim", type=int, default=128)
+    explain.add_argument(
+        "--value-head-dim", type=int, help="head dim of the values (default: --head-dim)"
+    )
+    explain.add_argument("--dtype", default="bfloat16")
+    explain.add_argument(
+        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit"
+    )
+    explain.add_argument("--softcap", type=float)
+    for flag in ("causal", "bias", "mask", "lengths", "segments", "grad"):
+        explain.add_argument(f"--{flag}", action="store_true")
+    explain.add_argument(
+        "--device", help="cpu, or cuda:9.0 for another machine's GPU (default: this machine)"
+    )
+    explain.set_defaults(run=_explain)
+
+    cache = commands.add_parser("cache", help="the CUDA kernel cache on disk")
+    cache.add_argument("--clear", action="store_true", help="remove its entries")
+    cache.set_defaults(run=_cache)
+    return parser
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = _parser().parse_args()
+    status: int = arguments.run(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,638 @@
+"""The public functions: arguments are checked, worded into a Spec, Operands and Options, and handed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jattn import autodiff, config, device, dispatch
+from jattn.config import Options
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.jax_interface import unify
+from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
+from jattn.sharding import partition
+from jattn.spec import FLOAT_DTYPES, Operands, Spec
+
+_NAME = "jattn.dot_product_attention"
+
+Window = int | tuple[int | None, int | None] | None
+Shaped = Any  # an array, or anything with shape and dtype
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | CausalBias | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: str | Sequence[str] | None = ...,
+    return_residual: Literal[False] = ...,
+    causal_alignment: Alignment = ...,
+    segment_ids: ArrayLike | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    compute_dtype: DTypeLike | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | CausalBias | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    implementation: str | Sequence[str] | None = ...,
+    return_residual: bool = ...,
+    causal_alignment: Alignment = ...,
+    segment_ids: ArrayLike | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    return_lse: bool = ...,
+    compute_dtype: DTypeLike | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | CausalBias | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: Window = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+    causal_alignment: Alignment = "upper_left",
+    segment_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    return_lse: bool = False,
+    compute_dtype: DTypeLike | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes scaled dot product attention, exactly, with memory linear in the lengths.
+
+    A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, except that a query that sees
+    no key gives 0 here (``jax.nn`` averages the values). Every mask argument may be combined with every other; a
+    key must pass all of them. B batch, T query length, S key length, N query heads, K key heads, D head dim, Dv
+    head dim of values.
+
+    Args:
+      query: (B, T, N, D), or (T, N, D), or with further leading batch axes; float16, bfloat16, float32 or float64.
+      key: (B, S, K, D) with the leading axes of ``query``; K must divide N (grouped and multi-query attention).
+      value: (B, S, K, Dv). All three have one dtype.
+      bias: added to the scaled scores; broadcastable to (B, N, T, S), of the dtype of ``query`` or float32.
+        Differentiable.
+      mask: bool, broadcastable to (B, N, T, S), True where the key takes part; or ``jattn.causal_upper_left(T,
+        S)`` or ``jattn.causal_lower_right(T, S)``, which cost no memory.
+      scale: multiplier of query.key, any sign; 1/sqrt(D) if None.
+      is_causal: query t sees no key to the right of its own position.
+      query_seq_lengths, key_value_seq_lengths: (B,) integers; rows beyond are padding and are never read. Values
+        outside [0, T] or [0, S] are clamped.
+      local_window_size: how many keys to the left and to the right of its own position a query sees; one number
+        for both. None or -1 in the tuple is no limit.
+      implementation: a backend ("flash", "mem_efficient", "cudnn", "cpu", "xla", "reference"), or several, tried
+        in order; a backend that is named is used or refused, never replaced. None: the fastest that can run the
+        problem.
+      return_residual: also returns the logsumexp (B, T, N) in the dtype of ``query``, without a gradient, as
+        ``jax.nn``.
+      causal_alignment: where a query's own position is, for ``is_causal`` and ``local_window_size``. "upper_left":
+        query t sits at key t. "lower_right": at key t + S - T, with the lengths of its batch entry where lengths
+        are given.
+      segment_ids: (B, T) integers for self-attention: a query sees the keys of its own segment. A negative id
+        marks padding, which sees nothing and is never seen.
+      query_segment_ids, key_value_segment_ids: (B, T) and (B, S), the same for cross-attention.
+      logits_soft_cap: scores become ``cap * tanh(score / cap)``, before bias and masks.
+      return_lse: also returns the logsumexp of the scores (B, T, N), natural logarithm, float32 (float64 for
+        float64), -inf for a query that sees no key. Differentiable.
+      compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too.
+
+    Returns:
+      (B, T, N, Dv) in the dtype of ``query``, or the pair that ``return_lse`` or ``return_residual`` asks for.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit together; raised while tracing.
+      jattn.NoBackendError: no enabled backend can run the problem; its ``reasons`` say why.
+
+    Source: "Attention is all you need", arXiv:1706.03762; tiling by online softmax as in arXiv:2205.14135.
+    """
+    call = _Call.parse(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        causal_alignment=causal_alignment,
+        segment_ids=segment_ids,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        compute_dtype=compute_dtype,
+    )
+    if return_lse and return_residual:
+        raise ValueError(
+            f"{_NAME}: return_lse and return_residual are both True; ask for one of them"
+        )
+    out, lse = _attention(call)
+    if not (return_lse or return_residual):
+        return out
+    if return_residual:
+        lse = jax.lax.stop_gradient(lse).astype(out.dtype)
+    return out, lse
+
+
+def _attention(call: _Call) -> tuple[jax.Array, jax.Array]:
+    """Runs a parsed call: out (*lead, T, N, Dv) and lse (*lead, T, N)."""
+    spec, operands, options = call.spec, call.operands, call.options
+    explicit = partition.explicit_cut(spec, operands.q)
+    if explicit is None:
+        flat = unify(operands.flat())
+        out, lse = autodiff.attention(spec, Operands.unflatten(spec, flat), options)
+    else:
+        out, lse = _on_explicit_mesh(spec, operands, options, *explicit)
+    return out.reshape(*call.lead, *out.shape[1:]), lse.swapaxes(1, 2).reshape(
+        *call.lead, *out.shape[1:3]
+    )
+
+
+def _on_explicit_mesh(
+    spec: Spec, operands: Operands[jax.Array], options: Options, mesh: Any, cut: partition.Cut
+) -> tuple[jax.Array, jax.Array]:
+    """Runs each shard of the batch and the heads where it lies."""
+    specs = cut.operands(spec).flat()
+    flat = tuple(jax.sharding.reshard(x, p) for x, p in zip(operands.flat(), specs, strict=True))
+
+    def shard(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        local = Operands.unflatten(spec, unify(arrays))
+        return autodiff.attention(spec.for_operands(local), local, options)
+
+    run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(cut.out, cut.lse))
+    out, lse = run(*flat)
+    return out, lse
+
+
+# ---- Asking without running
+# ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would run a call, and why nothing else.
+
+    Attributes:
+      chosen: name of the backend, or None if every candidate refuses.
+      reasons: backend -> its reasons for refusing; empty for one that could run the call but is not chosen.
+      spec: the problem.
+      device: the machine that the answer is for.
+      needs_grad: whether the answer is for a call that is differentiated.
+    """
+
+    chosen: str | None
+    reasons: dict[str, tuple[Reason, ...]]
+    spec: Spec
+    device: Device
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        what = "forward and backward" if self.needs_grad else "forward"
+        lines = [f"attention on {self.device}, {what}", f"  {self.spec}", f"chosen: {self.chosen}"]
+        for backend, reasons in self.reasons.items():
+            lines.append(f"{backend}: {'would run' if not reasons else 'refuses'}")
+            lines.extend(f"  - {reason}" for reason in reasons)
+        return "\n".join(lines)
+
+
+def explain(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | CausalBias | None = None,
+    *,
+    needs_grad: bool = False,
+    device: Device | None = None,
+    **options: Any,
+) -> Explanation:
+    """Says which backend would run a call of ``dot_product_attention``, and every reason of the others. Runs nothing.
+
+    Args:
+      query, key, value, bias, mask: arrays, or anything with ``shape`` and ``dtype``.
+      needs_grad: whether the call will be differentiated.
+      device: the machine to answer for; None: where the call would run here.
+      **options: the keyword arguments of ``dot_product_attention``; arrays may again be given as shapes.
+
+    Raises:
+      ValueError: the call is wrong.
+      TypeError: an option is not one of ``dot_product_attention``.
+    """
+    for name in ("return_lse", "return_residual"):
+        options.pop(name, None)
+    static = {name: value for name, value in options.items() if not hasattr(value, "shape")}
+    arrays = {name: _shape_of(value) for name, value in options.items() if hasattr(value, "shape")}
+    operands = [_shape_of(x) for x in (query, key, value, bias)]
+    found: list[_Call] = []
+
+    def parse(q: Any, k: Any, v: Any, b: Any, m: Any, named: dict[str, Any]) -> None:
+        found.append(
+            _Call.parse(q, k, v, b, m if m is not None else static_mask, **{**static, **named})
+        )
+
+    static_mask = mask if isinstance(mask, CausalBias) else None
+    shaped_mask = None if static_mask is not None else _shape_of(mask)
+    jax.eval_shape(parse, *operands, shaped_mask, arrays)
+    call = found[0]
+    where = device if device is not None else _expected(call.options)
+    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
+    chosen = decision.backend.name if decision.backend else None
+    return Explanation(chosen, dict(decision.refusals), call.spec, where, needs_grad)
+
+
+def select_backend(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | CausalBias | None = None,
+    *,
+    needs_grad: bool = False,
+    device: Device | None = None,
+    **options: Any,
+) -> str:
+    """Returns the name of the backend that would run a call; arguments as for ``explain``.
+
+    Raises:
+      NoBackendError: none would.
+    """
+    found = explain(query, key, value, bias, mask, needs_grad=needs_grad, device=device, **options)
+    if found.chosen is None:
+        names = options.get("implementation")
+        implementation = _implementation(names)
+        chosen_options = dataclasses.replace(
+            config.current_options(), implementation=implementation
+        )
+        return dispatch.choose_or_raise(
+            found.spec, found.device, chosen_options, needs_grad=needs_grad
+        ).name
+    return found.chosen
+
+
+def _expected(options: Options) -> Device:
+    return device.expected(options.device)
+
+
+def _shape_of(x: Any) -> Any:
+    if x is None:
+        return None
+    if not hasattr(x, "shape"):
+        x = jnp.asarray(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# ---- Arguments into records
+# ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A checked call: the problem, its arrays, the caller's wishes, and the leading axes to give back."""
+
+    spec: Spec
+    operands: Operands[jax.Array]
+    options: Options
+    lead: tuple[int, ...]
+
+    @staticmethod
+    def parse(
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: Any = None,
+        key_value_seq_lengths: Any = None,
+        local_window_size: Window = None,
+        implementation: str | Sequence[str] | None = None,
+        causal_alignment: Alignment = "upper_left",
+        segment_ids: Any = None,
+        query_segment_ids: Any = None,
+        key_value_segment_ids: Any = None,
+        logits_soft_cap: float | None = None,
+        compute_dtype: DTypeLike | None = None,
+    ) -> _Call:
+        q, k, v = (jnp.asarray(x) for x in (query, key, value))
+        bias = None if bias is None else jnp.asarray(bias)
+        if compute_dtype is not None:
+            q, k, v = (x.astype(compute_dtype) for x in (q, k, v))
+            bias = None if bias is None else bias.astype(compute_dtype)
+        _check_qkv(q, k, v)
+        lead = q.shape[:-3]
+        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
+        band = _band(mask, is_causal, local_window_size, causal_alignment, q.shape[1], k.shape[1])
+        dense_mask = None if mask is None or isinstance(mask, CausalBias) else jnp.asarray(mask)
+        scores_shape = (*lead, q.shape[2], q.shape[1], k.shape[1])
+        q_segments, kv_segments = _segments(
+            segment_ids, query_segment_ids, key_value_segment_ids, q, k, lead
+        )
+        operands = Operands(
+            q=q,
+            k=k,
+            v=v,
+            bias=_check_bias(bias, str(q.dtype), scores_shape, lead),
+            mask=_check_mask(dense_mask, scores_shape, lead),
+            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, lead),
+            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, lead),
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+        )
+        spec = Spec(
+            batch=q.shape[0],
+            q_len=q.shape[1],
+            kv_len=k.shape[1],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            dtype=str(q.dtype),
+            scale=_scale(scale, q.shape[3]),
+            softcap=_softcap(logits_soft_cap),
+            band=band.canonical(
+                q.shape[1],
+                k.shape[1],
+                has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
+            ),
+            bias=None if operands.bias is None else operands.bias.shape,
+            bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
+            mask=None if operands.mask is None else operands.mask.shape,
+            q_lengths=operands.q_lengths is not None,
+            kv_lengths=operands.kv_lengths is not None,
+            segments=q_segments is not None,
+        )
+        options = dataclasses.replace(
+            config.current_options(), implementation=_implementation(implementation)
+        )
+        return _Call(spec, operands, options, lead)
+
+
+def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must be (B, T, N, D) or (T, N, D): add the"
+                " missing axes"
+            )
+        if str(x.dtype) not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{_NAME}: {name} has dtype {x.dtype}, must be one of {', '.join(FLOAT_DTYPES)}: cast it"
+            )
+    if not q.ndim == k.ndim == v.ndim or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"{_NAME}: query, key and value must have the same leading batch axes, got {shapes}: broadcast them to the"
+            " same batch size, or use jax.vmap"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{_NAME}: query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them, or"
+            " pass compute_dtype"
+        )
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(f"{_NAME}: key and value must agree in length and heads, got {shapes}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: query has head dim {q.shape[-1]} and key has {k.shape[-1]}; they must be equal (value may"
+            " differ)"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"{_NAME}: the head dims must be at least 1, got {shapes}")
+    if (kv_heads == 0 and heads != 0) or (kv_heads != 0 and heads % kv_heads != 0):
+        raise ValueError(
+            f"{_NAME}: the number of query heads, {heads}, must be a multiple of the number of key heads, {kv_heads}:"
+            " repeat the key heads, or change the number of groups"
+        )
+
+
+def _fold_scores(
+    name: str, x: jax.Array, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array:
+    """Brings a bias or mask to rank 4, its leading batch axes folded into one."""
+    rank = len(lead) + 3
+    if x.ndim > max(rank, 4) or x.ndim == 0:
+        raise ValueError(
+            f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must have rank 1 to {max(rank, 4)} and broadcast to"
+            f" (batch, heads, queries, keys) = {scores}"
+        )
+    if not lead and x.ndim == 4 and x.shape[0] == 1:
+        x = x[0]
+    shape = (1,) * (rank - x.ndim) + x.shape
+    fits = len(shape) == rank and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{_NAME}: {name} has shape {x.shape}, which does not broadcast to (batch, heads, queries, keys) ="
+            f" {scores}:"
+            " each axis must be 1 or the full size"
+        )
+    x = x.reshape(shape)
+    lead_shape = shape[: len(lead)]
+    if all(size == 1 for size in lead_shape):
+        return x.reshape(1, *shape[len(lead) :])
+    return jnp.broadcast_to(x, (*lead, *shape[len(lead) :])).reshape(
+        math.prod(lead), *shape[len(lead) :]
+    )
+
+
+def _check_bias(
+    bias: jax.Array | None, dtype: str, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array | None:
+    if bias is None:
+        return None
+    allowed = {dtype} if dtype == "float64" else {dtype, "float32"}
+    if str(bias.dtype) not in allowed:
+        hint = "pass a bool array as mask=" if bias.dtype == bool else f"cast it to {dtype}"
+        raise ValueError(
+            f"{_NAME}: bias has dtype {bias.dtype}, must be {' or '.join(sorted(allowed))} with a {dtype} query: {hint}"
+        )
+    return _fold_scores("bias", bias, scores, lead)
+
+
+def _check_mask(
+    mask: jax.Array | None, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array | None:
+    if mask is None:
+        return None
+    if mask.dtype != bool:
+        raise ValueError(
+            f"{_NAME}: mask has dtype {mask.dtype}, must be bool (True where the key takes part): pass an additive mask"
+            " as bias=, or compare it with 0"
+        )
+    return _fold_scores("mask", mask, scores, lead)
+
+
+def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) -> jax.Array | None:
+    """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
+    if values is None:
+        return None
+    x = jnp.asarray(values)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
+        )
+    expected = (*lead, *length)
+    if not lead and not length and x.shape == (1,):
+        x = x.reshape(())
+    if x.shape != expected:
+        raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}")
+    if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
+        x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
+    return x.astype(jnp.int32).reshape(math.prod(lead), *length)
+
+
+def _segments(
+    both: Any, of_queries: Any, of_keys: Any, q: jax.Array, k: jax.Array, lead: tuple[int, ...]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if both is not None:
+        if of_queries is not None or of_keys is not None:
+            raise ValueError(
+                f"{_NAME}: segment_ids was given together with query_segment_ids or key_value_segment_ids; give either"
+                " the first or both of the others"
+            )
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"{_NAME}: segment_ids needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}: pass"
+                " query_segment_ids and key_value_segment_ids"
+            )
+        ids = _index_array("segment_ids", both, lead, q.shape[1])
+        return ids, ids
+    if (of_queries is None) != (of_keys is None):
+        missing = "query_segment_ids" if of_queries is None else "key_value_segment_ids"
+        raise ValueError(
+            f"{_NAME}: {missing} is missing; segment ids are needed for queries and keys"
+        )
+    return (
+        _index_array("query_segment_ids", of_queries, lead, q.shape[1]),
+        _index_array("key_value_segment_ids", of_keys, lead, k.shape[1]),
+    )
+
+
+def _band(
+    mask: Any, is_causal: bool, window: Window, alignment: Alignment, q_len: int, kv_len: int
+) -> Band:
+    if not isinstance(is_causal, bool):
+        raise ValueError(
+            f"{_NAME}: is_causal is {is_causal!r}, must be True or False, known while tracing"
+        )
+    if alignment not in ("upper_left", "lower_right"):
+        raise ValueError(
+            f"{_NAME}: causal_alignment is {alignment!r}, must be 'upper_left' or 'lower_right'"
+        )
+    band = Band(lower_right=alignment == "lower_right")
+    if isinstance(mask, CausalBias):
+        if is_causal:
+            raise ValueError(
+                f"{_NAME}: CausalBias should not be used with causal=True: drop is_causal, or the causal bias object"
+            )
+        if (mask.q_len, mask.kv_len) != (q_len, kv_len):
+            raise ValueError(
+                f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
+                " has"
+                f" {q_len} and {kv_len}"
+            )
+        if window is not None and mask.alignment != alignment:
+            raise ValueError(
+                f"{_NAME}: the causal bias object is aligned {mask.alignment} and local_window_size {alignment}; pass"
+                f" causal_alignment={mask.alignment!r}"
+            )
+        band = Band(lower_right=mask.alignment == "lower_right")
+    left, right = _window(window)
+    band = band.intersect(left, right)
+    return band.intersect(UNBOUNDED, 0) if is_causal or isinstance(mask, CausalBias) else band
+
+
+def _window(window: Window) -> tuple[int, int]:
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    sides = (window, window) if isinstance(window, int) else tuple(window)
+    valid = len(sides) == 2 and all(s is None or (isinstance(s, int) and s >= -1) for s in sides)
+    if not valid:
+        raise ValueError(
+            f"{_NAME}: local_window_size is {window!r}, must be a number of keys or a pair (left, right) of them;"
+            " None or"
+            " -1 is no limit"
+        )
+    left, right = (UNBOUNDED if s is None or s == -1 else int(s) for s in sides)
+    return left, right
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    try:
+        value = float(scale)
+    except (TypeError, jax.errors.ConcretizationTypeError) as error:
+        raise ValueError(
+            f"{_NAME}: scale is {scale!r}, must be a number known while tracing: multiply the query by a traced scale"
+            " instead"
+        ) from error
+    if not math.isfinite(value):
+        raise ValueError(f"{_NAME}: scale is {value}, must be finite")
+    return value
+
+
+def _softcap(softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    value = float(softcap)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number; None is no cap"
+        )
+    return value
+
+
+def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    for name in wanted:
+        if name not in dispatch.known_names():
+            raise ValueError(
+                f"{_NAME}: implementation {name!r} is not a backend; known are {', '.join(dispatch.known_names())}"
+            )
+    return wanted

@@ -1,0 +1,397 @@
+"""The three primitives that join the public functions to the backends, and their rules.
+
+  forward_p   operands                       -> out, lse
+  backward_p  operands, residuals            -> the wanted gradients
+  tangent_p   operands, out, lse, tangents   -> tangents of (out, lse); linear in the tangents
+
+Differentiating forward_p binds tangent_p. Reverse mode transposes tangent_p into backward_p, which a fused kernel
+runs; forward mode evaluates it with the blocked implementation. Both primitives differentiate again through the
+blocked implementation, so that ``jax.jvp``, ``jax.hessian`` and ``grad(grad)`` work for every problem. Which
+gradients are wanted falls out of the transposition: JAX asks for the cotangents of the operands that really were
+differentiated.
+
+Source of the formulas: docs/conventions.md. Why primitives and not ``custom_vjp``: docs/design/0002-primitives.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jattn import blocked, counters, device, dispatch, reference
+from jattn.backends import Residuals, Wants
+from jattn.config import Options
+from jattn.jax_interface import Primitive, ad, batching, mlir, result_aval
+from jattn.reference import Tangents
+from jattn.sharding import partition
+from jattn.spec import Operands, Spec
+
+OUT_NAME, LSE_NAME = "jattn_out", "jattn_lse"
+
+# Saves attention's results and recomputes everything else: for ``jax.checkpoint(policy=...)``.
+checkpoint_policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
+
+forward_p = Primitive("jattn_forward")
+backward_p = Primitive("jattn_backward")
+tangent_p = Primitive("jattn_tangent")
+for _primitive in (forward_p, backward_p, tangent_p):
+    _primitive.multiple_results = True
+
+
+def attention(
+    spec: Spec, operands: Operands[jax.Array], options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention differentiably: out (B, T, N, Dv) and lse (B, N, T).
+
+    Raises:
+      NoBackendError: no enabled backend can run the problem where it is expected to run.
+    """
+    dispatch.choose_or_raise(spec, device.expected(options.device), options, needs_grad=False)
+    out, lse = forward_p.bind(*operands.flat(), spec=spec, options=options, needs_grad=False)
+    return out, lse
+
+
+# ---- What the primitives compute
+# -------------------------------------------------------------------------------------
+
+
+def _present(values: Sequence[Any], wants: Wants) -> dict[str, Any]:
+    """Pairs the values that are there with the names of the operands that ``wants`` marks."""
+    names = [
+        name for name, wanted in zip(("q", "k", "v", "bias"), wants.flags(), strict=True) if wanted
+    ]
+    return dict(zip(names, values, strict=True))
+
+
+def _split(arrays: Sequence[Any], spec: Spec) -> tuple[Operands[Any], Sequence[Any]]:
+    count = Operands.count(spec)
+    return Operands.unflatten(spec, tuple(arrays[:count])), arrays[count:]
+
+
+def _residuals(rest: Sequence[Any], has_dlse: bool) -> Residuals:
+    return Residuals(rest[0], rest[1], rest[2], rest[3] if has_dlse else None)
+
+
+def _run_forward(
+    where: device.Device, *arrays: jax.Array, spec: Spec, options: Options, needs_grad: bool
+) -> Any:
+    operands, _ = _split(arrays, spec)
+    spec = spec.for_operands(operands)
+    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=needs_grad)
+    counters.count_call(backend.name, "forward")
+    return list(backend.forward(spec, operands, where))
+
+
+def _run_backward(
+    where: device.Device,
+    *arrays: jax.Array,
+    spec: Spec,
+    options: Options,
+    wants: Wants,
+    has_dlse: bool,
+) -> Any:
+    operands, rest = _split(arrays, spec)
+    spec = spec.for_operands(operands)
+    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True)
+    counters.count_call(backend.name, "backward")
+    grads = backend.backward(
+        spec, operands, _residuals(rest, has_dlse), wants, where, options.determinism
+    )
+    return _wanted_gradients(grads, spec, wants)
+
+
+def _wanted_gradients(grads: reference.Gradients, spec: Spec, wants: Wants) -> list[jax.Array]:
+    dtypes = (spec.dtype, spec.dtype, spec.dtype, spec.bias_dtype)
+    return [
+        g.astype(dtype)
+        for g, dtype, wanted in zip(grads, dtypes, wants.flags(), strict=True)
+        if wanted and g is not None
+    ]
+
+
+def _blocked_backward(
+    *arrays: jax.Array, spec: Spec, options: Options, wants: Wants, has_dlse: bool
+) -> list[jax.Array]:
+    operands, rest = _split(arrays, spec)
+    spec = spec.for_operands(operands)
+    r = _residuals(rest, has_dlse)
+    return _wanted_gradients(
+        blocked.backward(spec, operands, r.out, r.lse, r.dout, r.dlse), spec, wants
+    )
+
+
+def _blocked_tangent(
+    *arrays: jax.Array, spec: Spec, options: Options, wants: Wants
+) -> list[jax.Array]:
+    operands, rest = _split(arrays, spec)
+    spec = spec.for_operands(operands)
+    absent = dict.fromkeys(("q", "k", "v", "bias"))
+    tangents = Tangents(**{**absent, **_present(rest[2:], wants)})
+    return list(blocked.tangent(spec, operands, rest[0], rest[1], tangents))
+
+
+def _run_tangent(where: device.Device, *arrays: jax.Array, **params: Any) -> list[jax.Array]:
+    counters.count_call("xla", "tangent")
+    return _blocked_tangent(*arrays, **params)
+
+
+# ---- Shapes
+# ----------------------------------------------------------------------------------------------------------
+
+
+@forward_p.def_abstract_eval
+def _forward_shapes(*avals: Any, spec: Spec, options: Options, needs_grad: bool) -> list[Any]:
+    operands, _ = _split(avals, spec)
+    shapes = spec.for_operands(operands).shapes()
+    like = operands.q
+    return [
+        result_aval(like, shapes["out"], spec.dtype),
+        result_aval(like, shapes["lse"], spec.lse_dtype),
+    ]
+
+
+@backward_p.def_abstract_eval
+def _backward_shapes(
+    *avals: Any, spec: Spec, options: Options, wants: Wants, has_dlse: bool
+) -> list[Any]:
+    operands, _ = _split(avals, spec)
+    primals = (operands.q, operands.k, operands.v, operands.bias)
+    return [
+        result_aval(operands.q, x.shape, x.dtype)
+        for x, wanted in zip(primals, wants.flags(), strict=True)
+        if wanted and x is not None
+    ]
+
+
+@tangent_p.def_abstract_eval
+def _tangent_shapes(*avals: Any, spec: Spec, options: Options, wants: Wants) -> list[Any]:
+    _, rest = _split(avals, spec)
+    return [
+        result_aval(avals[0], rest[0].shape, rest[0].dtype),
+        result_aval(avals[0], rest[1].shape, rest[1].dtype),
+    ]
+
+
+# ---- Differentiation
+# -------------------------------------------------------------------------------------------------
+
+
+def _forward_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    spec: Spec,
+    options: Options,
+    needs_grad: bool,
+) -> tuple[Any, Any]:
+    _warn_if_not_deterministic(spec, options)
+    dispatch.choose_or_raise(spec, device.expected(options.device), options, needs_grad=True)
+    out, lse = forward_p.bind(*primals, spec=spec, options=options, needs_grad=True)
+    # Named inside the rule, because what a checkpointed block lacks later are the residuals of this rule.
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    operand_tangents, _ = _split(tangents, spec)
+    differentiable = (
+        operand_tangents.q,
+        operand_tangents.k,
+        operand_tangents.v,
+        operand_tangents.bias,
+    )
+    wants = Wants(*(t is not None and not isinstance(t, ad.Zero) for t in differentiable))
+    present = [t for t, wanted in zip(differentiable, wants.flags(), strict=True) if wanted]
+    moved = tangent_p.bind(*primals, out, lse, *present, spec=spec, options=options, wants=wants)
+    return (out, lse), moved
+
+
+def _tangent_transpose(
+    cotangents: Sequence[Any], *arrays: Any, spec: Spec, options: Options, wants: Wants
+) -> list[Any]:
+    operands, rest = _split(arrays, spec)
+    out, lse = rest[0], rest[1]
+    dout, dlse = cotangents
+    unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
+    asked = iter(unknown)
+    still_wanted = Wants(*(wanted and next(asked) for wanted in wants.flags()))
+    none_wanted: list[Any] = [None] * (len(arrays) - len(unknown))
+    if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
+        zeros = [
+            ad.Zero(x.aval) if is_unknown else None
+            for x, is_unknown in zip(rest[2:], unknown, strict=True)
+        ]
+        return none_wanted + zeros
+    dout = ad.instantiate_zeros(dout)
+    has_dlse = not isinstance(dlse, ad.Zero)
+    residuals = (out, lse, dout, dlse) if has_dlse else (out, lse, dout)
+    grads = iter(
+        backward_p.bind(
+            *operands.flat(),
+            *residuals,
+            spec=spec,
+            options=options,
+            wants=still_wanted,
+            has_dlse=has_dlse,
+        )
+    )
+    return none_wanted + [next(grads) if is_unknown else None for is_unknown in unknown]
+
+
+def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:
+    if options.determinism != "warn":
+        return
+    backend = dispatch.choose_or_raise(
+        spec, device.expected(options.device), options, needs_grad=True
+    )
+    title = {
+        "mem_efficient": "Memory Efficient attention",
+        "flash": "Flash Attention",
+        "cudnn": "cuDNN Attention",
+    }
+    if backend.name in title:
+        warnings.warn(
+            f"{title[backend.name]} defaults to a non-deterministic algorithm; enter"
+            ' jattn.deterministic("strict") for the deterministic one',
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _jvp_through(
+    function: Callable[..., list[jax.Array]], primitive: Primitive
+) -> Callable[..., Any]:
+    """A derivative rule that keeps the primitive's value and differentiates ``function``, its equal in jnp."""
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        values = primitive.bind(*primals, **params)
+        moving = [
+            i
+            for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
+            if not isinstance(t, ad.Zero) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        ]
+
+        def of_moving(*some: Any) -> list[jax.Array]:
+            arrays = list(primals)
+            for i, x in zip(moving, some, strict=True):
+                arrays[i] = x
+            return function(*arrays, **params)
+
+        _, moved = jax.jvp(
+            of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
+        )
+        return values, moved
+
+    return rule
+
+
+ad.primitive_jvps[forward_p] = _forward_jvp
+ad.primitive_jvps[tangent_p] = _jvp_through(_blocked_tangent, tangent_p)
+ad.primitive_jvps[backward_p] = _jvp_through(_blocked_backward, backward_p)
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+
+
+# ---- Batching: the mapped axis becomes part of the batch
+# -------------------------------------------------------------
+
+
+def _fold(x: Any, dim: int | None, size: int, batch: int) -> Any:
+    """(size, B or 1, ...) -> (size * B, ...), the mapped axis first; an array that was not mapped is repeated."""
+    x = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+    if x.shape[1] != batch:
+        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+    return x.reshape(size * batch, *x.shape[2:])
+
+
+def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
+    def rule(
+        arrays: Sequence[Any], dims: Sequence[int | None], *, spec: Spec, **params: Any
+    ) -> Any:
+        size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+        operands, _ = _split(arrays, spec)
+        operand_dims, _ = _split(dims, spec)
+        batch = operands.q.shape[0 if operand_dims.q is None or operand_dims.q > 0 else 1]
+        # A dense bias or mask that is the same for the whole folded batch need not be repeated, unless its
+        # gradient is # wanted per mapped element.
+        shared = _shareable(arrays, dims, spec, primitive, params)
+        folded = [
+            x if i in shared else _fold(x, d, size, batch)
+            for i, (x, d) in enumerate(zip(arrays, dims, strict=True))
+        ]
+        new_spec = spec.for_operands(_split(folded, spec)[0])
+        results = primitive.bind(*folded, spec=new_spec, **params)
+        unfolded = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
+        if primitive is backward_p and params["wants"].bias:
+            # The folded bias had a full batch axis; per mapped element it may have had a broadcast one.
+            assert spec.bias is not None
+            reduce = functools.partial(reference.reduce_to_shape, shape=spec.bias)
+            unfolded[-1] = jax.vmap(reduce)(unfolded[-1])
+        return unfolded, [0] * len(unfolded)
+
+    return rule
+
+
+def _shareable(
+    arrays: Sequence[Any],
+    dims: Sequence[int | None],
+    spec: Spec,
+    primitive: Primitive,
+    params: dict[str, Any],
+) -> set[int]:
+    position = 3
+    shared: set[int] = set()
+    for name in ("bias", "mask"):
+        if getattr(spec, name) is None:
+            continue
+        wants_it = name == "bias" and primitive is not forward_p and params["wants"].bias
+        if dims[position] is None and arrays[position].shape[0] == 1 and not wants_it:
+            shared.add(position)
+        position += 1
+    return shared
+
+
+for _primitive in (forward_p, backward_p, tangent_p):
+    batching.primitive_batchers[_primitive] = _batch_rule(_primitive)
+
+
+# ---- Evaluation and lowering
+# -----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _evaluate(primitive: Primitive, *arrays: Any, **params: Any) -> Any:
+    return _compiled(primitive, tuple(sorted(params.items())))(*arrays)
+
+
+def _register_lowerings(primitive: Primitive, run: Callable[..., Any]) -> None:
+    def for_platform(platform: str | None) -> Callable[..., Any]:
+        def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
+            name = platform or "other"
+            options: Options = params["options"]
+            named = options.device
+            where = named if named is not None and named.platform == name else device.describe(name)
+            function: Callable[..., Any] = functools.partial(run, where)
+            if partition.is_automatic(ctx):
+                function = partition.partitioned(primitive.name, function, params)
+            return mlir.lower_fun(functools.partial(function, **params), multiple_results=True)(
+                ctx, *values
+            )
+
+        return lower
+
+    primitive.def_impl(functools.partial(_evaluate, primitive))
+    mlir.register_lowering(primitive, for_platform("cpu"), platform="cpu")
+    mlir.register_lowering(primitive, for_platform("cuda"), platform="cuda")
+    mlir.register_lowering(primitive, for_platform(None))
+    partition.allow_devices_in_lowering(primitive)
+
+
+_register_lowerings(forward_p, _run_forward)
+_register_lowerings(backward_p, _run_backward)
+_register_lowerings(tangent_p, _run_tangent)

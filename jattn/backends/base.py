@@ -1,0 +1,162 @@
+"""What every backend offers, and how it explains itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax
+
+from jattn.config import Determinism
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.reference import Gradients
+from jattn.spec import Operands, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Wants:
+    """Which gradients of a backward pass are wanted."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool
+
+    def flags(self) -> tuple[bool, bool, bool, bool]:
+        """In the order q, k, v, bias."""
+        return (self.q, self.k, self.v, self.bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the backward pass reads beside the operands; a pytree.
+
+    Shapes: out and dout (B, T, N, Dv), lse (B, N, T), dlse (B, N, T) or None for zero.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    dout: jax.Array
+    dlse: jax.Array | None
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way of computing attention.
+
+    A backend refuses before it runs: ``unsupported`` is pure, reads only its arguments, returns all reasons, and
+      must not
+    depend on the batch size (``vmap`` changes that between the question and the lowering).
+    """
+
+    @property
+    def name(self) -> str:
+        """The name users pass as ``implementation``."""
+        ...
+
+    @property
+    def understands(self) -> frozenset[str]:
+        """The features of ``jattn.spec.FEATURES`` that this backend honours; a problem with another one is
+        refused.
+        """
+        ...
+
+    def unsupported(
+        self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
+    ) -> tuple[Reason, ...]:
+        """Returns every reason why this backend cannot run the problem; empty if it can."""
+        ...
+
+    def forward(
+        self, spec: Spec, operands: Operands[jax.Array], device: Device
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns out (B, T, N, Dv) and lse (B, N, T); traced inside a lowering."""
+        ...
+
+    def backward(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        wants: Wants,
+        device: Device,
+        determinism: Determinism,
+    ) -> Gradients:
+        """Returns the gradients; those not wanted may hold anything."""
+        ...
+
+
+def missing_features(backend: Backend, spec: Spec) -> tuple[Reason, ...]:
+    """One reason for each feature of the problem that the backend does not list as understood."""
+    return tuple(
+        Reason(
+            backend.name,
+            "FEATURE",
+            "feature",
+            feature,
+            f"must be one of {', '.join(sorted(backend.understands)) or 'none'}",
+            "leave the choice to jattn, or name another backend",
+        )
+        for feature in sorted(spec.features() - backend.understands)
+    )
+
+
+def wrong_platform(backend: str, device: Device, platform: str) -> tuple[Reason, ...]:
+    """The reason why a backend of ``platform`` cannot run on ``device``, if so."""
+    if device.platform == platform:
+        return ()
+    where = "cuda device" if platform == "cuda" else platform
+    return (
+        Reason(
+            backend,
+            "PLATFORM",
+            "device",
+            device,
+            f"q, k and v need to be on {where}",
+            f"move the arrays to {where}, or name a backend of {device.platform}",
+        ),
+    )
+
+
+def wrong_dtype(backend: str, spec: Spec, allowed: tuple[str, ...]) -> tuple[Reason, ...]:
+    """The reason why a backend cannot run the dtype of the problem, if so."""
+    if spec.dtype in allowed:
+        return ()
+    torch_names = {
+        "float16": "Half",
+        "bfloat16": "BFloat16",
+        "float32": "Float",
+        "float64": "Double",
+    }
+    named = ", ".join(torch_names[dtype] for dtype in allowed)
+    return (
+        Reason(
+            backend,
+            "DTYPE",
+            "dtype",
+            spec.dtype,
+            f"Expected query, key and value to all be of dtype: {{{named}}}",
+            f"cast q, k and v to {' or '.join(allowed)}, or pass compute_dtype",
+        ),
+    )
+
+
+def symbolic_extents(backend: str, spec: Spec) -> tuple[Reason, ...]:
+    """The reason why a kernel cannot run a problem whose extents other than the batch are symbolic, if so."""
+    extents = {
+        name: getattr(spec, name)
+        for name in ("q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "head_dim_v")
+    }
+    return tuple(
+        Reason(
+            backend,
+            "SYMBOLIC",
+            name,
+            extent,
+            "must be a known number; only the batch may be symbolic",
+            "export with this extent fixed, or name implementation='xla'",
+        )
+        for name, extent in extents.items()
+        if not isinstance(extent, int)
+    )

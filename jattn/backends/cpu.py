@@ -1,0 +1,86 @@
+"""The backend "cpu": the native kernel of cc/cpu through XLA FFI."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jattn import ffi
+from jattn.backends.base import Residuals, Wants, symbolic_extents, wrong_dtype, wrong_platform
+from jattn.config import Determinism
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.reference import Gradients
+from jattn.spec import FEATURES, FLOAT_DTYPES, Operands, Spec
+
+
+class CpuBackend:
+    """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
+
+    name = "cpu"
+    understands = frozenset(FEATURES)
+
+    def unsupported(
+        self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
+    ) -> tuple[Reason, ...]:
+        """Refuses other platforms, other dtypes, and extents that are not known."""
+        reasons = wrong_platform(self.name, device, "cpu")
+        reasons += wrong_dtype(self.name, spec, FLOAT_DTYPES)
+        reasons += symbolic_extents(self.name, spec)
+        if missing := ffi.register_targets():
+            reasons += (
+                Reason(
+                    self.name,
+                    "NOT_BUILT",
+                    "native module",
+                    missing,
+                    "must be importable",
+                    "reinstall jattn",
+                ),
+            )
+        return reasons
+
+    def forward(
+        self, spec: Spec, operands: Operands[jax.Array], device: Device
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns out and lse."""
+        return ffi.forward(
+            spec, operands, _PLAN, _scratch_shape(spec, backward=False, wants_dbias=False)
+        )
+
+    def backward(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        wants: Wants,
+        device: Device,
+        determinism: Determinism,
+    ) -> Gradients:
+        """Returns the wanted gradients."""
+        scratch_shape = _scratch_shape(spec, backward=True, wants_dbias=wants.bias)
+        return ffi.backward(spec, operands, residuals, wants, _PLAN, scratch_shape)
+
+
+_PLAN = {"backend": "cpu", "kernels": "", "deterministic": np.bool_(True)}
+
+
+def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[int, ...]:
+    """Bytes of scratch; with a symbolic batch (while exporting) one batch entry's worth for each entry."""
+    from jattn import _core
+
+    known = isinstance(spec.batch, int)
+    size = _core.cpu_scratch_bytes(
+        backward=backward,
+        wants_dbias=wants_dbias,
+        batch=spec.batch if known else 1,
+        q_len=spec.q_len,
+        kv_len=spec.kv_len,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=spec.dtype,
+        bias_shape=spec.bias or (0, 0, 0, 0),
+    )
+    return (size,) if known else (spec.batch, size)

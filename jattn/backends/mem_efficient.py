@@ -1,0 +1,117 @@
+"""The backend "mem_efficient": our CUDA kernels for every device from sm_80 on (cc/kernels/sm80)."""
+
+from __future__ import annotations
+
+import jax
+
+from jattn import ffi
+from jattn.backends import cuda_tiles
+from jattn.backends.base import Residuals, Wants, symbolic_extents, wrong_dtype, wrong_platform
+from jattn.config import Determinism
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.reference import Gradients
+from jattn.spec import FEATURES, Operands, Spec
+
+LARGEST_HEAD_DIM = 512
+OLDEST_ARCH = (8, 0)
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class MemEfficientBackend:
+    """Tensor-core kernels with every mask and bias form, float32 accumulation, any head dim up to 512."""
+
+    name = "mem_efficient"
+    understands = frozenset(FEATURES)
+
+    def unsupported(
+        self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
+    ) -> tuple[Reason, ...]:
+        """Refuses other platforms, older devices, float64 and larger head dims."""
+        reasons = cuda_kernels_missing(self.name, device, OLDEST_ARCH)
+        allowed: tuple[str, ...] = DTYPES
+        if device.arch is not None and device.arch < OLDEST_ARCH:
+            allowed = ("float16", "float32")
+        reasons += wrong_dtype(self.name, spec, allowed)
+        reasons += wide_heads(self.name, spec, LARGEST_HEAD_DIM)
+        return reasons + symbolic_extents(self.name, spec)
+
+    def forward(
+        self, spec: Spec, operands: Operands[jax.Array], device: Device
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns out and lse."""
+        assert device.arch is not None
+        plan = cuda_tiles.plan_forward(spec, spec.batch, device.arch)
+        return ffi.forward(
+            spec, operands, plan_attributes(self.name, plan.kernels), (plan.scratch_bytes,)
+        )
+
+    def backward(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        wants: Wants,
+        device: Device,
+        determinism: Determinism,
+    ) -> Gradients:
+        """Returns the wanted gradients."""
+        assert device.arch is not None
+        plan = cuda_tiles.plan_backward(
+            spec, spec.batch, device.arch, wants, deterministic=determinism == "strict"
+        )
+        attributes = plan_attributes(self.name, plan.kernels)
+        return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
+
+
+def plan_attributes(backend: str, kernels: str) -> dict[str, str]:
+    """The attribute ``plan`` of a CUDA call: for messages the backend, and the keys of its kernels."""
+    return {"backend": backend, "kernels": kernels}
+
+
+def cuda_kernels_missing(
+    backend: str, device: Device, oldest: tuple[int, int]
+) -> tuple[Reason, ...]:
+    """The reasons why CUDA kernels written for ``oldest`` and later cannot run on ``device``."""
+    reasons = wrong_platform(backend, device, "cuda")
+    if reasons:
+        return reasons
+    if device.arch is None or device.arch < oldest:
+        reasons += (
+            Reason(
+                backend,
+                "ARCH",
+                "device",
+                device,
+                f"only supports gpu architectures in the range [sm{oldest[0]}{oldest[1]}, newest]",
+                "use a newer GPU, or implementation='xla'",
+            ),
+        )
+    if missing := ffi.register_targets():
+        reasons += (
+            Reason(
+                backend,
+                "NOT_BUILT",
+                "native module",
+                missing,
+                "must be importable",
+                "reinstall jattn",
+            ),
+        )
+    return reasons
+
+
+def wide_heads(backend: str, spec: Spec, largest: int) -> tuple[Reason, ...]:
+    """The reasons why head dims above ``largest`` cannot run."""
+    return tuple(
+        Reason(
+            backend,
+            "HEAD_DIM",
+            name,
+            getattr(spec, name),
+            f"must be less than or equal to {largest}",
+            "split the head, or use implementation='xla'",
+        )
+        for name in ("head_dim", "head_dim_v")
+        if isinstance(getattr(spec, name), int) and getattr(spec, name) > largest
+    )

@@ -1,0 +1,57 @@
+"""The backend "xla": tiles in plain jnp, memory linear in the lengths, on every platform."""
+
+from __future__ import annotations
+
+import jax
+
+from jattn import blocked
+from jattn.backends.base import Residuals, Wants
+from jattn.config import Determinism
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.reference import Gradients
+from jattn.spec import FEATURES, Operands, Spec
+
+
+class XlaBackend:
+    """Computes tile by tile with XLA's own operations."""
+
+    name = "xla"
+    understands = frozenset(FEATURES)
+
+    def unsupported(
+        self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
+    ) -> tuple[Reason, ...]:
+        """Refuses lengths that are not known numbers: they decide the number of tiles."""
+        return tuple(
+            Reason(
+                self.name,
+                "SYMBOLIC",
+                name,
+                getattr(spec, name),
+                "must be a known number; only the batch may be symbolic",
+                "export with this length fixed, or name implementation='reference'",
+            )
+            for name in ("q_len", "kv_len")
+            if not isinstance(getattr(spec, name), int)
+        )
+
+    def forward(
+        self, spec: Spec, operands: Operands[jax.Array], device: Device
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns out and lse."""
+        return blocked.forward(spec, operands)
+
+    def backward(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        wants: Wants,
+        device: Device,
+        determinism: Determinism,
+    ) -> Gradients:
+        """Returns all gradients."""
+        return blocked.backward(
+            spec, operands, residuals.out, residuals.lse, residuals.dout, residuals.dlse
+        )

@@ -1,0 +1,337 @@
+"""Attention in plain jnp with memory linear in the lengths: tiles of queries and keys, visited by scans.
+
+Runs on every platform that XLA knows. It also serves what no kernel offers: forward-mode and second derivatives,
+for which the bodies of the scans are checkpointed, so that those too stay linear in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.jax_interface import vary_like
+from jattn.reference import (
+    Gradients,
+    Tangents,
+    reduce_to_shape,
+    row_delta,
+    scores,
+    sum_over_keys,
+    tile_backward,
+    tile_tangent,
+)
+from jattn.spec import Operands, Spec, visibility
+
+# Elements of one tile of scores over all heads of the batch: 4 MiB in float32.
+_TILE_ELEMENTS = 1 << 20
+_SMALLEST_TILE, _LARGEST_TILE = 64, 512
+
+
+class _Grid(NamedTuple):
+    """How the lengths are cut: tile sizes and the number of tiles, the last one padded."""
+
+    tile_q: int
+    tile_kv: int
+    num_q_tiles: int
+    num_kv_tiles: int
+
+
+def _grid(spec: Spec) -> _Grid:
+    heads = spec.batch * spec.num_heads if isinstance(spec.batch, int) else spec.num_heads
+    tile = _LARGEST_TILE
+    while tile > _SMALLEST_TILE and heads * tile * tile > _TILE_ELEMENTS:
+        tile //= 2
+    tile_q, tile_kv = min(tile, max(spec.q_len, 1)), min(tile, max(spec.kv_len, 1))
+    return _Grid(tile_q, tile_kv, -(-spec.q_len // tile_q), -(-spec.kv_len // tile_kv))
+
+
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+
+class _Tiles:
+    """The padded operands of a problem, and the cutting of tiles out of them.
+
+    Padded keys and queries are invisible because ``visibility`` compares positions with the true lengths.
+    """
+
+    def __init__(self, spec: Spec, operands: Operands[jax.Array]) -> None:
+        self.spec, self.grid = spec, _grid(spec)
+        rows, columns = (
+            self.grid.num_q_tiles * self.grid.tile_q,
+            self.grid.num_kv_tiles * self.grid.tile_kv,
+        )
+        self.rows, self.columns = rows, columns
+        self.operands = operands._replace(
+            q=_pad(operands.q, 1, rows),
+            k=_pad(operands.k, 1, columns),
+            v=_pad(operands.v, 1, columns),
+            bias=self.pad_scores(operands.bias),
+            mask=self.pad_scores(operands.mask),
+            q_segments=None if operands.q_segments is None else _pad(operands.q_segments, 1, rows),
+            kv_segments=None
+            if operands.kv_segments is None
+            else _pad(operands.kv_segments, 1, columns),
+        )
+
+    def pad_scores(self, x: jax.Array | None) -> jax.Array | None:
+        """Pads an array that broadcasts against (B, N, T, S); axes of size 1 stay."""
+        if x is None:
+            return None
+        x = x if x.shape[2] != self.spec.q_len or x.shape[2] == 1 else _pad(x, 2, self.rows)
+        return x if x.shape[3] != self.spec.kv_len or x.shape[3] == 1 else _pad(x, 3, self.columns)
+
+    def rows_of(self, x: jax.Array, q_tile: jax.Array, axis: int) -> jax.Array:
+        """Cuts a tile of queries out of a padded array; an axis of size 1 stays."""
+        if x.shape[axis] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, q_tile * self.grid.tile_q, self.grid.tile_q, axis)
+
+    def columns_of(self, x: jax.Array, kv_tile: jax.Array, axis: int) -> jax.Array:
+        """Cuts a tile of keys, likewise."""
+        if x.shape[axis] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, kv_tile * self.grid.tile_kv, self.grid.tile_kv, axis)
+
+    def cut(self, q_tile: jax.Array, kv_tile: jax.Array) -> tuple[Operands[jax.Array], jax.Array]:
+        """Returns the operands of one tile and the visibility of its pairs."""
+        full = self.operands
+
+        def scores_tile(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else self.columns_of(self.rows_of(x, q_tile, 2), kv_tile, 3)
+
+        def keys_tile(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, kv_tile * self.grid.tile_kv, self.grid.tile_kv, 1)
+
+        def queries_tile(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, q_tile * self.grid.tile_q, self.grid.tile_q, 1)
+
+        tile = full._replace(
+            q=queries_tile(full.q),
+            k=keys_tile(full.k),
+            v=keys_tile(full.v),
+            bias=scores_tile(full.bias),
+            mask=scores_tile(full.mask),
+            q_segments=None if full.q_segments is None else queries_tile(full.q_segments),
+            kv_segments=None if full.kv_segments is None else keys_tile(full.kv_segments),
+        )
+        q_positions = q_tile * self.grid.tile_q + jnp.arange(self.grid.tile_q, dtype=jnp.int32)
+        kv_positions = kv_tile * self.grid.tile_kv + jnp.arange(self.grid.tile_kv, dtype=jnp.int32)
+        return tile, visibility(self.spec, tile, q_positions, kv_positions)
+
+
+def _is_empty(spec: Spec) -> bool:
+    sizes = (spec.batch, spec.q_len, spec.kv_len, spec.num_heads)
+    return any(isinstance(size, int) and size == 0 for size in sizes)
+
+
+def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Computes attention by online softmax over tiles; results as ``reference.forward``.
+
+    Source: the rescaling identity of online softmax, arXiv:1805.02867, section 3.
+    """
+    dtype = jnp.dtype(spec.lse_dtype)
+    if _is_empty(spec):
+        shapes = spec.shapes()
+        return jnp.zeros(shapes["out"], spec.dtype), jnp.full(shapes["lse"], -jnp.inf, dtype)
+    tiles = _Tiles(spec, operands)
+    grid = tiles.grid
+
+    def rows(q_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def visit(
+            carry: tuple[jax.Array, jax.Array, jax.Array], kv_tile: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+            tile, visible = tiles.cut(q_tile, kv_tile)
+
+            def update() -> tuple[jax.Array, jax.Array, jax.Array]:
+                row_max, row_sum, acc = carry
+                s = jnp.where(visible, scores(spec, tile)[0], -jnp.inf)
+                new_max = jnp.maximum(row_max, s.max(-1))
+                shift = jnp.where(new_max == -jnp.inf, 0, new_max)
+                p = jnp.exp(s - shift[..., None])
+                rescale = jnp.exp(row_max - shift)
+                acc = acc * rescale.swapaxes(1, 2)[..., None] + sum_over_keys(
+                    spec, p, visible, tile.v
+                )
+                return new_max, row_sum * rescale + p.sum(-1), acc
+
+            return lax.cond(visible.any(), update, lambda: carry), None
+
+        shape = (spec.batch, spec.num_heads, grid.tile_q)
+        start = (
+            jnp.full(shape, -jnp.inf, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim_v), dtype),
+        )
+        kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
+        (row_max, row_sum, acc), _ = lax.scan(visit, vary_like(start, operands.flat()), kv_tiles)
+        empty = row_sum == 0
+        out = acc / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
+        lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, row_sum)))
+        return out.astype(spec.dtype), lse
+
+    out, lse = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
+    return _join_rows(out, 1)[:, : spec.q_len], _join_rows(lse, 2)[:, :, : spec.q_len]
+
+
+def backward(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> Gradients:
+    """Computes the gradients as ``reference.backward``, tile by tile."""
+    dtype = jnp.dtype(spec.lse_dtype)
+    shapes = spec.shapes()
+    if _is_empty(spec):
+        bias = None if spec.bias is None else jnp.zeros(spec.bias, dtype)
+        dq, dk, dv = (jnp.zeros(shapes[name], dtype) for name in ("q", "k", "v"))
+        return Gradients(dq, dk, dv, bias)
+    tiles = _Tiles(spec, operands)
+    grid = tiles.grid
+    delta = _pad(row_delta(out, dout, dlse, dtype), 2, tiles.rows)
+    lse, dout = _pad(lse, 2, tiles.rows), _pad(dout, 1, tiles.rows)
+    bias = tiles.operands.bias
+
+    Carry = tuple[jax.Array, jax.Array, jax.Array | None]
+
+    def rows(carry: Carry, q_tile: jax.Array) -> tuple[Carry, jax.Array]:
+        lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
+        dout_tile = lax.dynamic_slice_in_dim(dout, q_tile * grid.tile_q, grid.tile_q, 1)
+
+        def visit(
+            inner: tuple[Carry, jax.Array], kv_tile: jax.Array
+        ) -> tuple[tuple[Carry, jax.Array], None]:
+            tile, visible = tiles.cut(q_tile, kv_tile)
+
+            def update() -> tuple[Carry, jax.Array]:
+                (dk, dv, dbias), dq = inner
+                grads = tile_backward(spec, tile, visible, lse_tile, dout_tile, delta_tile)
+                dk = _add_at(dk, grads.k, (0, kv_tile * grid.tile_kv, 0, 0))
+                dv = _add_at(dv, grads.v, (0, kv_tile * grid.tile_kv, 0, 0))
+                if dbias is not None and grads.bias is not None and tile.bias is not None:
+                    corner = (
+                        0,
+                        0,
+                        0 if dbias.shape[2] == 1 else q_tile * grid.tile_q,
+                        0 if dbias.shape[3] == 1 else kv_tile * grid.tile_kv,
+                    )
+                    dbias = _add_at(dbias, reduce_to_shape(grads.bias, tile.bias.shape), corner)
+                return (dk, dv, dbias), dq + grads.q
+
+            return lax.cond(visible.any(), update, lambda: inner), None
+
+        dq = jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim), dtype)
+        kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
+        (carry, dq), _ = lax.scan(
+            jax.checkpoint(visit), (carry, vary_like(dq, operands.flat())), kv_tiles
+        )
+        return carry, dq
+
+    start: Carry = (
+        jnp.zeros((spec.batch, tiles.columns, *shapes["k"][2:]), dtype),
+        jnp.zeros((spec.batch, tiles.columns, *shapes["v"][2:]), dtype),
+        None if bias is None else jnp.zeros(bias.shape, dtype),
+    )
+    q_tiles = jnp.arange(grid.num_q_tiles, dtype=jnp.int32)
+    (dk, dv, dbias), dq = lax.scan(rows, vary_like(start, operands.flat()), q_tiles)
+    if dbias is not None and spec.bias is not None:
+        dbias = dbias[:, :, : spec.bias[2], : spec.bias[3]]
+    return Gradients(
+        _join_rows(dq, 1)[:, : spec.q_len], dk[:, : spec.kv_len], dv[:, : spec.kv_len], dbias
+    )
+
+
+def tangent(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    tangents: Tangents,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the directional derivative as ``reference.tangent``, tile by tile."""
+    dtype = jnp.dtype(spec.lse_dtype)
+    shapes = spec.shapes()
+    if _is_empty(spec):
+        return jnp.zeros(shapes["out"], spec.dtype), jnp.zeros(shapes["lse"], dtype)
+    tiles = _Tiles(spec, operands)
+    grid = tiles.grid
+    padded = Tangents(
+        q=None if tangents.q is None else _pad(tangents.q, 1, tiles.rows),
+        k=None if tangents.k is None else _pad(tangents.k, 1, tiles.columns),
+        v=None if tangents.v is None else _pad(tangents.v, 1, tiles.columns),
+        bias=tiles.pad_scores(tangents.bias),
+    )
+    lse_padded = _pad(lse, 2, tiles.rows)
+
+    def rows(q_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lse_tile = tiles.rows_of(lse_padded, q_tile, 2)
+
+        def along(x: jax.Array | None, cut: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+            return None if x is None else cut(x)
+
+        def visit(
+            carry: tuple[jax.Array, jax.Array], kv_tile: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
+            tile, visible = tiles.cut(q_tile, kv_tile)
+
+            def update() -> tuple[jax.Array, jax.Array]:
+                tile_tangents = Tangents(
+                    q=along(
+                        padded.q,
+                        lambda x: lax.dynamic_slice_in_dim(x, q_tile * grid.tile_q, grid.tile_q, 1),
+                    ),
+                    k=along(
+                        padded.k,
+                        lambda x: lax.dynamic_slice_in_dim(
+                            x, kv_tile * grid.tile_kv, grid.tile_kv, 1
+                        ),
+                    ),
+                    v=along(
+                        padded.v,
+                        lambda x: lax.dynamic_slice_in_dim(
+                            x, kv_tile * grid.tile_kv, grid.tile_kv, 1
+                        ),
+                    ),
+                    bias=along(
+                        padded.bias,
+                        lambda x: tiles.columns_of(tiles.rows_of(x, q_tile, 2), kv_tile, 3),
+                    ),
+                )
+                dout, dlse = tile_tangent(spec, tile, visible, lse_tile, tile_tangents)
+                return carry[0] + dout, carry[1] + dlse
+
+            return lax.cond(visible.any(), update, lambda: carry), None
+
+        start = (
+            jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim_v), dtype),
+            jnp.zeros((spec.batch, spec.num_heads, grid.tile_q), dtype),
+        )
+        kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
+        return lax.scan(jax.checkpoint(visit), vary_like(start, operands.flat()), kv_tiles)[0]
+
+    dout, dlse = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
+    dout, dlse = _join_rows(dout, 1)[:, : spec.q_len], _join_rows(dlse, 2)[:, :, : spec.q_len]
+    dout -= dlse.swapaxes(1, 2)[..., None] * out.astype(dtype)
+    return dout.astype(spec.dtype), dlse
+
+
+def _join_rows(tiles: jax.Array, axis: int) -> jax.Array:
+    """(tiles, ..., tile_q, ...) -> (..., rows, ...): stacked tiles of queries back into one axis."""
+    moved = jnp.moveaxis(tiles, 0, axis)
+    shape = moved.shape
+    return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _add_at(x: jax.Array, update: jax.Array, corner: tuple[jax.Array | int, ...]) -> jax.Array:
+    old = lax.dynamic_slice(x, corner, update.shape)
+    return lax.dynamic_update_slice(x, old + update, corner)

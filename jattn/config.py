@@ -1,0 +1,143 @@
+"""What a caller wants of jattn, as opposed to what attention means: options, their context, environment variables.
+
+``Options`` is read once, in the public function, and travels from there in the parameters of the primitives: a
+backward rule or a lowering may run when the context has long been left.
+
+Environment variables (all read here):
+  JATTN_DISABLE        1: only the backends "xla" and "reference" are used
+  JATTN_CACHE_DIR      folder of the CUDA kernel cache (default: $XDG_CACHE_HOME/jattn or ~/.cache/jattn)
+  JATTN_KERNEL_CACHE   off: no kernel cache on disk
+  JATTN_NVRTC          path of the NVRTC library to open instead of the one that JAX's CUDA packages bring
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from jattn.device import Device
+
+Determinism = Literal["off", "warn", "strict"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the caller wants of us.
+
+    Attributes:
+      enabled: backends that may be used, in no particular order; None: all of them.
+      implementation: backends named by the call itself, tried in this order; None: the platform's order.
+      determinism: "strict" asks for a backward pass whose bits never vary; "warn" warns when they may.
+      strict_fallback: makes it an error when a much slower backend would stand in for the fused ones.
+      device: the machine to choose for; None: where the arrays are.
+      fused: False turns every kernel of ours off.
+    """
+
+    enabled: tuple[str, ...] | None = None
+    implementation: tuple[str, ...] | None = None
+    determinism: Determinism = "off"
+    strict_fallback: bool = False
+    device: Device | None = None
+    fused: bool = True
+
+
+_DEFAULT = Options(fused=os.environ.get("JATTN_DISABLE", "") in ("", "0"))
+
+# Part of jit's cache key: entering another value retraces, an equal value hits. Making it starts no backend.
+_context = jax.make_user_context(_DEFAULT)
+
+
+def current_options() -> Options:
+    """Returns the options in force here; called by the public functions only."""
+    options = _context.value
+    assert isinstance(options, Options)
+    return options
+
+
+@contextlib.contextmanager
+def use_options(options: Options) -> Iterator[None]:
+    """Puts ``options`` in force inside the ``with`` block; nests, and is part of jit's cache key."""
+    with _context(options):
+        yield
+
+
+@contextlib.contextmanager
+def sdpa_kernel(backends: str | Sequence[str]) -> Iterator[None]:
+    """Restricts the backends that may be used inside the ``with`` block.
+
+    Args:
+      backends: one name or several of "flash", "mem_efficient", "cudnn", "cpu", "xla", "reference", or of backends
+        given to ``jattn.register_backend``. An empty sequence enables none.
+    """
+    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    with use_options(dataclasses.replace(current_options(), enabled=names)):
+        yield
+
+
+@contextlib.contextmanager
+def deterministic(mode: Determinism = "strict") -> Iterator[None]:
+    """Sets how much the bits of a backward pass may vary from run to run inside the ``with`` block.
+
+    Args:
+      mode: "strict" uses the deterministic form of every kernel, "warn" warns at trace time where the default form
+        is not deterministic, "off" says nothing. The forward pass is deterministic in every mode.
+
+    Raises:
+      ValueError: another mode.
+    """
+    if mode not in ("off", "warn", "strict"):
+        raise ValueError(
+            f"jattn.deterministic: mode is {mode!r}, must be 'off', 'warn' or 'strict'"
+        )
+    with use_options(dataclasses.replace(current_options(), determinism=mode)):
+        yield
+
+
+@contextlib.contextmanager
+def strict_fallback(enabled: bool = True) -> Iterator[None]:
+    """Makes it an error, inside the ``with`` block, when "xla" or "reference" would stand in for a fused backend."""
+    with use_options(dataclasses.replace(current_options(), strict_fallback=enabled)):
+        yield
+
+
+@contextlib.contextmanager
+def target_device(device: Device) -> Iterator[None]:
+    """Chooses backends for ``device`` inside the ``with`` block, whatever machine this is (lowering for
+    elsewhere).
+    """
+    with use_options(dataclasses.replace(current_options(), device=device)):
+        yield
+
+
+def set_enabled(enabled: bool) -> None:
+    """Turns every kernel of jattn on or off for the whole process; functions that were jitted before are traced
+    again.
+
+    Threads that are inside ``sdpa_kernel`` or another context of this module keep that context's options.
+    """
+    _context.set_global(dataclasses.replace(current_options(), fused=enabled))
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """Facts of the machine that come from environment variables."""
+
+    kernel_cache_dir: Path
+    kernel_cache_enabled: bool
+    nvrtc_path: str
+
+
+def environment() -> Environment:
+    """Reads the environment variables named at the top of this module."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Environment(
+        kernel_cache_dir=Path(os.environ.get("JATTN_CACHE_DIR") or os.path.join(base, "jattn")),
+        kernel_cache_enabled=os.environ.get("JATTN_KERNEL_CACHE", "on").lower() not in ("off", "0"),
+        nvrtc_path=os.environ.get("JATTN_NVRTC", ""),
+    )

@@ -1,0 +1,65 @@
+"""The machine a problem is to run on, as data: asked of JAX, or made up for tests and for lowering elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+      platform: "cpu", "cuda", "tpu", ... as JAX names it when lowering.
+      arch: compute capability of a CUDA device, for example (9, 0); None elsewhere.
+      sm_count: multiprocessors of a CUDA device; 0 if unknown.
+      driver_problem: why CUDA kernels cannot be loaded here although JAX sees the device; empty if they can.
+    """
+
+    platform: str
+    arch: tuple[int, int] | None = None
+    sm_count: int = 0
+    driver_problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.platform} sm_{self.arch[0]}{self.arch[1]}" if self.arch else self.platform
+
+
+# What a lowering for CUDA assumes on a machine without a GPU when no device was named (jattn.target_device names
+# one).
+ASSUMED_CUDA = Device("cuda", arch=(9, 0), sm_count=132)
+
+
+def expected(named: Device | None) -> Device:
+    """Guesses, while tracing, the device that a call will be lowered for.
+
+    The lowering asks again with certainty; this guess only decides whether a refusal is raised at the caller's line.
+    """
+    if named is not None:
+        return named
+    default = jax.config.values["jax_default_device"]
+    if isinstance(default, jax.Device):
+        return describe(_lowering_platform(default.platform))
+    if isinstance(default, str):
+        return describe(_lowering_platform(default))
+    return describe(_lowering_platform(jax.default_backend()))
+
+
+@functools.lru_cache(maxsize=16)
+def describe(platform: str) -> Device:
+    """Describes the first device of ``platform`` in this process, or the assumed one if the process has none."""
+    if platform != "cuda":
+        return Device(platform)
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        return ASSUMED_CUDA
+    major, minor = (int(part) for part in str(device.compute_capability).split("."))
+    return Device("cuda", arch=(major, minor), sm_count=int(getattr(device, "core_count", 0) or 0))
+
+
+def _lowering_platform(name: str) -> str:
+    return "cuda" if name == "gpu" else name

@@ -1,0 +1,229 @@
+"""Chooses the backend of a problem, and says why the others were turned down. Computes nothing else.
+
+The choice is a pure function of (spec, device, options, needs_grad), apart from backends that a user registers. It
+is asked while tracing, so that a refusal is raised at the caller's line, and again inside the lowering, where the
+platform is certain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import warnings
+
+from jattn import backends
+from jattn.backends.base import Backend, missing_features
+from jattn.config import Options
+from jattn.device import Device
+from jattn.errors import FallbackWarning, NoBackendError, Reason, describe_refusals
+from jattn.spec import Spec
+
+_lock = threading.Lock()
+_registered: dict[str, list[Backend]] = {}
+_warned: set[tuple[str, Spec]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The outcome of a choice.
+
+    Attributes:
+      backend: the chosen backend; None if every candidate refused.
+      refusals: (name, reasons) of every backend that was turned down, in the order asked; backends after the
+        chosen one are asked too, and have no reasons if they would run.
+    """
+
+    backend: Backend | None
+    refusals: tuple[tuple[str, tuple[Reason, ...]], ...]
+
+
+def register_backend(platform: str, backend: Backend) -> None:
+    """Puts a backend of the user's in front of a platform's order; choices made before are made again.
+
+    Functions that were jitted before keep the backend they were compiled with.
+
+    Args:
+      platform: "cpu", "cuda", ... as JAX names it when lowering.
+      backend: an object with the members of ``jattn.Backend``.
+
+    Raises:
+      TypeError: ``backend`` lacks a member.
+      ValueError: another backend of that name is known already.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            f"jattn.register_backend: backend is {backend!r}, must have the members of jattn.Backend"
+        )
+    if backend.name in {b.name for b in _candidates(platform)} | set(backends.KNOWN_NAMES):
+        raise ValueError(
+            f"jattn.register_backend: backend.name is {backend.name!r}, which is taken; choose another name"
+        )
+    with _lock:
+        _registered.setdefault(platform, []).insert(0, backend)
+    choose.cache_clear()
+
+
+def unregister_backend(platform: str, name: str) -> None:
+    """Takes back a ``register_backend``.
+
+    Raises:
+      ValueError: no backend of that name was registered for the platform.
+    """
+    with _lock:
+        kept = [b for b in _registered.get(platform, []) if b.name != name]
+        if len(kept) == len(_registered.get(platform, [])):
+            raise ValueError(
+                f"jattn.unregister_backend: no backend {name!r} is registered for {platform!r}"
+            )
+        _registered[platform] = kept
+    choose.cache_clear()
+
+
+def _candidates(platform: str) -> tuple[Backend, ...]:
+    order = backends.ORDER.get(platform, backends.ORDER[""])
+    return (*_registered.get(platform, ()), *order)
+
+
+def known_names() -> tuple[str, ...]:
+    """Every backend name that may be written, registered ones included."""
+    registered = [b.name for group in _registered.values() for b in group]
+    return (*registered, *backends.KNOWN_NAMES)
+
+
+def _all_backends() -> dict[str, Backend]:
+    found: dict[str, Backend] = {}
+    for group in (*_registered.values(), *backends.ORDER.values()):
+        for backend in group:
+            found.setdefault(backend.name, backend)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(spec: Spec, device: Device, options: Options, needs_grad: bool) -> Decision:
+    """Returns the first backend that can run the problem, with the reasons of all others. Raises nothing."""
+    everything = _all_backends()
+    order = (
+        list(options.implementation)
+        if options.implementation is not None
+        else [b.name for b in _candidates(device.platform)]
+    )
+    names = order + [name for name in known_names() if name not in order]
+    chosen: Backend | None = None
+    refusals: list[tuple[str, tuple[Reason, ...]]] = []
+    for name in names:
+        reasons = _reasons(name, everything.get(name), spec, device, options, needs_grad)
+        if chosen is None and not reasons and name in order:
+            chosen = everything[name]
+        else:
+            refusals.append((name, reasons))
+    return Decision(chosen, tuple(refusals))
+
+
+def _reasons(
+    name: str,
+    backend: Backend | None,
+    spec: Spec,
+    device: Device,
+    options: Options,
+    needs_grad: bool,
+) -> tuple[Reason, ...]:
+    reasons: tuple[Reason, ...] = ()
+    if options.enabled is not None and name not in options.enabled:
+        reasons += (
+            Reason(
+                name,
+                "DISABLED",
+                "enabled backends",
+                ", ".join(options.enabled) or "none",
+                f"must hold {name!r}",
+                "leave the jattn.sdpa_kernel context, or name this backend in it",
+            ),
+        )
+    if not options.fused and name not in backends.SLOW:
+        reasons += (
+            Reason(
+                name,
+                "DISABLED",
+                "jattn.set_enabled",
+                False,
+                "must be True",
+                "call jattn.set_enabled(True), or unset JATTN_DISABLE",
+            ),
+        )
+    if backend is None:
+        return (
+            *reasons,
+            Reason(
+                name,
+                "NOT_BUILT",
+                "backend",
+                name,
+                "is not part of this version of jattn",
+                "leave the choice to jattn",
+            ),
+        )
+    reasons += missing_features(backend, spec)
+    return reasons + backend.unsupported(
+        spec, device, needs_grad=needs_grad, determinism=options.determinism
+    )
+
+
+def choose_or_raise(spec: Spec, device: Device, options: Options, *, needs_grad: bool) -> Backend:
+    """Returns the chosen backend; raises or warns where the choice calls for it.
+
+    Raises:
+      NoBackendError: no backend is enabled, every candidate refused, or a slow backend was chosen although
+        ``strict_fallback`` forbids it.
+    """
+    decision = choose(spec, device, options, needs_grad)
+    asked = options.implementation or options.enabled
+    if asked is not None and len(asked) == 0:
+        raise NoBackendError(
+            "No viable backend for scaled_dot_product_attention was found: the set of enabled backends is empty;"
+            " name at least one in jattn.sdpa_kernel or implementation="
+        )
+    refusals = {
+        name: reasons
+        for name, reasons in decision.refusals
+        if reasons and (asked is None or name in asked or decision.backend is not None)
+    }
+    if decision.backend is None:
+        for name, reasons in refusals.items():
+            for reason in reasons:
+                warnings.warn(f"jattn: {name}: {reason}", UserWarning, stacklevel=2)
+        header = f"jattn.dot_product_attention: No available kernel for this problem on {device}\n  {spec}"
+        every = tuple(reason for reasons in refusals.values() for reason in reasons)
+        raise NoBackendError(describe_refusals(header, refusals), every)
+    _check_fallback(decision.backend, refusals, spec, device, options)
+    return decision.backend
+
+
+def _check_fallback(
+    backend: Backend,
+    refusals: dict[str, tuple[Reason, ...]],
+    spec: Spec,
+    device: Device,
+    options: Options,
+) -> None:
+    """Warns once, or raises, when a slow backend stands in for the fused ones of the platform without being asked
+    for.
+    """
+    fused = [b.name for b in _candidates(device.platform) if b.name not in backends.SLOW]
+    named = options.implementation is not None and backend.name == options.implementation[0]
+    only_slow = options.enabled is not None and set(options.enabled) <= backends.SLOW
+    if backend.name not in backends.SLOW or not fused or named or only_slow or not options.fused:
+        return
+    turned_down = {name: reasons for name, reasons in refusals.items() if name in fused}
+    text = describe_refusals(
+        f"jattn.dot_product_attention: the slow backend {backend.name!r} stands in on {device}\n  {spec}",
+        turned_down,
+    )
+    if options.strict_fallback:
+        every = tuple(reason for reasons in turned_down.values() for reason in reasons)
+        raise NoBackendError(text, every)
+    with _lock:
+        known = (backend.name, spec) in _warned
+        _warned.add((backend.name, spec))
+    if not known:
+        warnings.warn(text, FallbackWarning, stacklevel=2)

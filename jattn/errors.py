@@ -1,0 +1,77 @@
+"""The words in which jattn refuses: reasons, the exception that carries them, the fallback warning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Says why one backend cannot run one problem.
+
+    Attributes:
+      backend: name of the backend that refuses.
+      code: one of the codes of ``REASON_CODES``; programs and tests read it.
+      argument: the argument (or fact of the machine) that is in the way.
+      actual: its value.
+      rule: what the backend requires of it.
+      remedy: what the caller can do.
+    """
+
+    backend: str
+    code: str
+    argument: str
+    actual: object
+    rule: str
+    remedy: str
+
+    def __post_init__(self) -> None:
+        if self.code not in REASON_CODES:
+            raise ValueError(f"Reason: code {self.code!r} is not one of {sorted(REASON_CODES)}")
+
+    def __str__(self) -> str:
+        phrase = REASON_CODES[self.code]
+        return (
+            f"{self.code}: {self.argument} is {self.actual}, {self.rule}: {self.remedy}"
+            f" [{self.backend} {phrase}]"
+        )
+
+
+# Code -> the phrase that stands in every text with that code (programs of other libraries look for these).
+REASON_CODES: Mapping[str, str] = {
+    "DISABLED": "has been runtime disabled",
+    "NOT_BUILT": "was not compiled with this support",
+    "PLATFORM": "runs elsewhere: q, k and v need to be on cuda device or cpu as the backend says",
+    "ARCH": "only supports gpu architectures in the range it was written for",
+    "DTYPE": "Expected query, key and value to all be of dtype: {listed above}",
+    "HEAD_DIM": "requires q,k,v to have a last dimension less than or equal to its limit",
+    "FEATURE": "does not support this feature",
+    "DETERMINISTIC": "is not deterministic",
+    "SYMBOLIC": "needs lengths and head counts that are known numbers",
+}
+
+
+class NoBackendError(RuntimeError):
+    """Raised while tracing when no enabled backend can run a correct call.
+
+    Attributes:
+      reasons: every reason of every backend that was asked, in the order they were asked.
+    """
+
+    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class FallbackWarning(UserWarning):
+    """Issued once per problem when a much slower backend stands in for the platform's fused ones."""
+
+
+def describe_refusals(header: str, refusals: Mapping[str, tuple[Reason, ...]]) -> str:
+    """Words a refusal: the header, then one block per backend with all its reasons."""
+    lines = [header]
+    for backend, reasons in refusals.items():
+        lines.append(f"{backend} kernel not used because:")
+        lines.extend(f"  - {reason}" for reason in reasons)
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""The border to the native module: target names, registration, attributes, the one wrapper over ``ffi_call``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from jattn import config
+from jattn.backends.base import Residuals, Wants
+from jattn.jax_interface import NamedSharding, PartitionSpec, manual_axes
+from jattn.reference import Gradients
+from jattn.spec import Operands, Spec
+
+# The version is part of the names: exported programs carry them, and two versions may meet in one process.
+FORWARD_TARGET = "jattn_forward_v1"
+BACKWARD_TARGET = "jattn_backward_v1"
+
+# Bits of the attribute `operands`; cc/ffi/bind.h has the same list.
+OPERAND_BITS = {"bias": 1, "mask": 2, "q_lengths": 4, "kv_lengths": 8, "segments": 16}
+
+
+@functools.cache
+def register_targets() -> str:
+    """Registers the handlers with JAX, once. Returns why the native module is missing, or an empty string.
+
+    Registering starts no JAX backend and opens no CUDA library.
+    """
+    try:
+        from jattn import _core
+    except ImportError as error:
+        return str(error)
+    machine = config.environment()
+    _core.configure(
+        cache_dir=str(machine.kernel_cache_dir),
+        cache_enabled=machine.kernel_cache_enabled,
+        nvrtc_path=machine.nvrtc_path or _bundled_nvrtc(),
+    )
+    for target, stages in _core.registrations("cpu").items():
+        jax.ffi.register_ffi_target(target, stages, platform="cpu")
+    for target, stages in _core.registrations("cuda").items():
+        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+    return ""
+
+
+def _bundled_nvrtc() -> str:
+    """Path of the NVRTC library in the packages that ``jax[cuda13]`` or ``jax[cuda12]`` installs, or an empty
+    string.
+    """
+    found = importlib.util.find_spec("nvidia")
+    for root in found.submodule_search_locations or [] if found else []:
+        for pattern in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
+            if (path := Path(root) / pattern).exists():
+                return str(path)
+    return ""
+
+
+def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
+    """The static facts a handler needs, with explicit widths; extents travel in the buffers."""
+    operands = {
+        "bias": spec.bias is not None,
+        "mask": spec.mask is not None,
+        "q_lengths": spec.q_lengths,
+        "kv_lengths": spec.kv_lengths,
+        "segments": spec.segments,
+    }
+    return {
+        "scale": np.float64(spec.scale),
+        "softcap": np.float64(spec.softcap),
+        "band_left": np.int64(spec.band.left),
+        "band_right": np.int64(spec.band.right),
+        "lower_right": np.bool_(spec.band.lower_right),
+        "operands": np.int64(sum(OPERAND_BITS[name] for name, there in operands.items() if there)),
+        "has_dlse": np.bool_(has_dlse),
+    }
+
+
+def forward(
+    spec: Spec, operands: Operands[jax.Array], plan: dict[str, Any], scratch_shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Calls the forward target; ``scratch_shape`` in bytes. Returns out (B, T, N, Dv) and lse (B, N, T)."""
+    shapes = spec.shapes()
+    results = [
+        (shapes["out"], spec.dtype),
+        (shapes["lse"], spec.lse_dtype),
+        (scratch_shape, "uint8"),
+    ]
+    out, lse, _ = _call(FORWARD_TARGET, operands.flat(), results, spec_attributes(spec), plan)
+    return out, lse
+
+
+def backward(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    wants: Wants,
+    plan: dict[str, Any],
+    scratch_shape: tuple[int, ...],
+) -> Gradients:
+    """Calls the backward target; a gradient that is not wanted comes back with zero elements."""
+    shapes = spec.shapes()
+    primal_shapes = (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,))
+    dtypes = (spec.dtype, spec.dtype, spec.dtype, spec.bias_dtype or spec.dtype)
+    results = [
+        (shape if wanted else (0,), dtype)
+        for shape, dtype, wanted in zip(primal_shapes, dtypes, wants.flags(), strict=True)
+    ]
+    results.append((scratch_shape, "uint8"))
+    arrays = (
+        *operands.flat()[:3],
+        *(residuals.out, residuals.lse, residuals.dout),
+        *operands.flat()[3:],
+        *(() if residuals.dlse is None else (residuals.dlse,)),
+    )
+    attributes = spec_attributes(spec, has_dlse=residuals.dlse is not None)
+    dq, dk, dv, dbias, _ = _call(BACKWARD_TARGET, arrays, results, attributes, plan)
+    return Gradients(dq, dk, dv, dbias if wants.bias else None)
+
+
+def _call(
+    target: str,
+    arrays: tuple[jax.Array, ...],
+    results: list[tuple[tuple[int, ...], str]],
+    spec: dict[str, Any],
+    plan: dict[str, Any],
+) -> list[jax.Array]:
+    axes = manual_axes(*arrays)
+    if axes:
+        sharding = NamedSharding(jax.typeof(arrays[0]).sharding.mesh, PartitionSpec())
+        manual = jax.sharding.ManualAxisType(varying=axes)
+        types = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=manual)
+            for shape, dtype in results
+        ]
+    else:
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    return list(jax.ffi.ffi_call(target, types)(*arrays, spec=spec, plan=plan))
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Returns what ``jax.export.export(..., disabled_checks=)`` needs to accept the custom calls of jattn.
+
+    The program that loads the exported function must import jattn first.
+    """
+    return [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in (FORWARD_TARGET, BACKWARD_TARGET)
+    ]

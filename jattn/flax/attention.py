@@ -1,0 +1,320 @@
+"""The adapter between Flax's ``attention_fn`` convention and `jattn.dot_product_attention`.
+
+Nothing here imports Flax: the convention is a keyword list. Linen passes the subset of its keywords
+that it finds in the signature of the function, so a keyword that is not named is lost without a
+word; NNX passes all of its keywords, so one that is not named is a TypeError. Hence every keyword of
+both is declared, and those that cannot be honoured are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jattn.api import Window, dot_product_attention
+from jattn.errors import NoBackendError, Reason, describe_refusals
+from jattn.masks import Alignment, CausalBias
+
+Array = jax.Array
+PromoteDtype = Callable[..., Sequence[Array]]
+Einsum = Callable[..., Array]
+
+# These ask for one particular algorithm; the other spellings of a precision ask for at least some accuracy.
+_ALGORITHM_TYPES = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuralMask:
+    """Describes a mask by arrays of the size of the sequence instead of one entry per query and key.
+
+    Goes where a Flax attention module takes ``mask=``; the module hands it on untouched (not with its key/value cache
+    switched on: decoding combines masks as arrays). The parts apply together, and with the options of
+    `make_attention_fn`. A pytree, so it passes through `jax.jit`, `nnx.jit` and rematerialisation.
+
+    Shapes: B stands for the batch axes of the call, as many as the query has.
+      segment_ids (B, T) integer, self-attention; a query sees the keys with its own id. A negative id marks padding.
+      query_segment_ids (B, T), key_value_segment_ids (B, S): the same for cross-attention; both or neither.
+      query_seq_lengths (B,), key_value_seq_lengths (B,) integer: how many leading positions are real.
+      dense: a boolean mask that broadcasts to (B, N, T, S), True = takes part.
+    """
+
+    segment_ids: Array | None = None
+    query_segment_ids: Array | None = None
+    key_value_segment_ids: Array | None = None
+    query_seq_lengths: Array | None = None
+    key_value_seq_lengths: Array | None = None
+    dense: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionFunction:
+    """Computes attention in the form that Flax calls ``attention_fn``; `make_attention_fn` documents the options.
+
+    Two objects with equal options are equal and hash alike, so a module built twice does not retrace.
+    """
+
+    is_causal: bool = False
+    causal_alignment: Alignment = "upper_left"
+    local_window_size: Window = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    implementation: str | tuple[str, ...] | None = None
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | StructuralMask | CausalBias | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: Any = None,  # what JAX's own matmul functions accept
+        module: object | None = None,
+        promote_dtype: PromoteDtype | None = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Einsum | None = None,
+        qk_attn_weights_einsum: Einsum | None = None,
+        attn_weights_value_einsum: Einsum | None = None,
+    ) -> Array:
+        """Computes attention of (B..., T, N, D) queries over (B..., S, K, D) keys and (B..., S, K, Dv) values.
+
+        Args:
+          query, key, value: any number of batch axes, also none. K divides N.
+          bias: added to the scaled scores; broadcasts to (B..., N, T, S).
+          mask: array of any dtype that broadcasts to (B..., N, T, S), nonzero = takes part; or a `StructuralMask`; or
+            `jattn.causal_upper_left` / `jattn.causal_lower_right`.
+          broadcast_dropout, dropout_rng: part of dropout, which is refused; read by nothing else.
+          dropout_rate, deterministic: a rate above 0 is accepted when `deterministic` is true.
+          dtype: of the computation and the result; None: the promoted dtype of the three inputs.
+          precision: a lower bound; None, "default", "high" and "highest" are all met, because the kernels
+            multiply in the full precision of the inputs and accumulate in float32 or better.
+          module: not None asks for the attention weights, which are never formed: refused.
+          promote_dtype: replaces the promotion that `dtype` describes; gets the three arrays as a tuple, and
+            ``dtype=``.
+          is_causal: combines (AND) with the mask and with this object's own `is_causal`.
+          force_fp32_for_softmax: accepted; row statistics are float32 at least, always.
+          einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: replacements for the two
+            products, which a fused kernel cannot call: refused.
+
+        Returns:
+          (B..., T, N, Dv). A row that sees no key is 0; Flax's own function averages the values there.
+
+        Raises:
+          ValueError: wrong shapes, weights or custom products asked for, or a `precision` that names an algorithm.
+          NoBackendError: dropout while not deterministic, or no backend serves the problem.
+        """
+        _refuse_products(
+            precision=precision,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+        if module is not None:
+            raise ValueError(
+                "jattn.flax.attention_fn: module is given, so the attention weights were asked for (sow_weights=True),"
+                " but a fused kernel never forms them: use sow_weights=False, or Flax's own dot_product_attention for"
+                " the layer that is looked into"
+            )
+        if dropout_rate > 0.0 and not deterministic:
+            reason = Reason(
+                backend="jattn",
+                code="FEATURE",
+                argument="dropout_rate",
+                actual=dropout_rate,
+                rule="must be 0 while deterministic is false: no backend has dropout",
+                remedy="set dropout_rate=0.0 in the attention module (dropout elsewhere in the model is"
+                " unaffected), or use Flax's own dot_product_attention for this layer",
+            )
+            raise NoBackendError(
+                describe_refusals(
+                    "jattn.flax.attention_fn: dropout of attention weights", {"jattn": (reason,)}
+                ),
+                (reason,),
+            )
+
+        if promote_dtype is None:
+            query, key, value = _promote(query, key, value, dtype)
+        else:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
+            raise ValueError(
+                "jattn.flax.attention_fn: query, key and value must have one rank, 3 or more: (batch..., length, heads,"
+                f" head_dim); got {query.shape}, {key.shape}, {value.shape}"
+            )
+        batch_shape = query.shape[:-3]
+        structure = mask if isinstance(mask, StructuralMask) else StructuralMask()
+        if isinstance(mask, StructuralMask):
+            mask = structure.dense
+        if mask is not None and not isinstance(mask, CausalBias):
+            mask = _fold_broadcast(jnp.asarray(mask) != 0, batch_shape, "mask")
+        if bias is not None:
+            bias = _fold_broadcast(_bias_dtype(jnp.asarray(bias), query.dtype), batch_shape, "bias")
+
+        out = dot_product_attention(
+            _fold(query, batch_shape, "query"),
+            _fold(key, batch_shape, "key"),
+            _fold(value, batch_shape, "value"),
+            bias,
+            mask,
+            scale=self.scale,
+            is_causal=is_causal or self.is_causal,
+            query_seq_lengths=_fold(structure.query_seq_lengths, batch_shape, "query_seq_lengths"),
+            key_value_seq_lengths=_fold(
+                structure.key_value_seq_lengths, batch_shape, "key_value_seq_lengths"
+            ),
+            local_window_size=self.local_window_size,
+            implementation=self.implementation,
+            causal_alignment=self.causal_alignment,
+            segment_ids=_fold(structure.segment_ids, batch_shape, "segment_ids"),
+            query_segment_ids=_fold(structure.query_segment_ids, batch_shape, "query_segment_ids"),
+            key_value_segment_ids=_fold(
+                structure.key_value_segment_ids, batch_shape, "key_value_segment_ids"
+            ),
+            logits_soft_cap=self.logits_soft_cap,
+        )
+        return out.reshape(*batch_shape, *out.shape[1:])
+
+
+def make_attention_fn(
+    *,
+    is_causal: bool = False,
+    causal_alignment: Alignment = "upper_left",
+    local_window_size: Window = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> AttentionFunction:
+    """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
+
+    A causal or windowed layer built this way needs no (T, S) mask, and the tiles outside the band are skipped. What
+    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`.
+
+    Args:
+      is_causal: query t sees keys up to t (or up to t + S - T, see `causal_alignment`).
+      causal_alignment: "upper_left", or "lower_right": the last query sees the last key.
+      local_window_size: w or (left, right): query t sees keys t - left to t + right; None or -1 in the pair: no bound.
+      scale: of the scores; None: 1 / sqrt(D).
+      logits_soft_cap: c in c * tanh(s / c); None: no cap.
+      implementation: a backend name, or several in order of preference; None: the best one that serves the call.
+
+    Returns:
+      A hashable callable with the keyword list of Flax's `dot_product_attention` (both Linen's and NNX's).
+
+    Example:
+      >>> import jattn.flax
+      >>> local = jattn.flax.make_attention_fn(is_causal=True, local_window_size=(1023, 0))
+      >>> local == jattn.flax.make_attention_fn(is_causal=True, local_window_size=(1023, 0))
+      True
+    """
+    if implementation is not None and not isinstance(implementation, str):
+        implementation = tuple(implementation)
+    return AttentionFunction(
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        local_window_size=local_window_size,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        implementation=implementation,
+    )
+
+
+attention_fn = AttentionFunction()
+
+
+def _refuse_products(*, precision: object, **products: Einsum | None) -> None:
+    """Raises ValueError for a product that was replaced or whose algorithm was prescribed."""
+    for name, product in products.items():
+        if product is not None:
+            raise ValueError(
+                f"jattn.flax.attention_fn: {name} is given, but a fused kernel multiplies by itself and"
+                " would ignore it: leave it None, or use Flax's own dot_product_attention"
+            )
+    requests = precision if isinstance(precision, tuple) else (precision,)
+    for request in requests:
+        # Strings name a precision ("high") or a preset ("TF32_TF32_F32_X3"); only the former are a bound.
+        is_preset_name = isinstance(request, str) and hasattr(
+            jax.lax.DotAlgorithmPreset, request.upper()
+        )
+        if (isinstance(request, _ALGORITHM_TYPES) or is_preset_name) and request not in (
+            "default",
+            jax.lax.DotAlgorithmPreset.DEFAULT,
+        ):
+            raise ValueError(
+                f"jattn.flax.attention_fn: precision is {request}, a particular algorithm, but a fused kernel has its"
+                " own: use None, 'default', 'high' or 'highest'"
+            )
+
+
+def _promote(
+    query: Array, key: Array, value: Array, dtype: DTypeLike | None
+) -> tuple[Array, Array, Array]:
+    """Casts the three to `dtype`, or to their promoted dtype, which becomes floating-point if it is not."""
+    if dtype is None:
+        dtype = jnp.result_type(query, key, value)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.promote_types(jnp.float32, dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"jattn.flax.attention_fn: dtype is {jnp.dtype(dtype).name}, must be a floating-point type"
+        )
+    return jnp.asarray(query, dtype), jnp.asarray(key, dtype), jnp.asarray(value, dtype)
+
+
+def _bias_dtype(bias: Array, dtype: jnp.dtype[Any]) -> Array:
+    """Casts a bias of a third dtype to the wider of float32 and the query's, as adding it to scores would."""
+    if bias.dtype in (dtype, jnp.float32):
+        return bias
+    return bias.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+@overload
+def _fold(x: Array, batch_shape: tuple[int, ...], name: str) -> Array: ...
+@overload
+def _fold(x: None, batch_shape: tuple[int, ...], name: str) -> None: ...
+def _fold(x: Array | None, batch_shape: tuple[int, ...], name: str) -> Array | None:
+    """Joins the leading batch axes into one, or adds one if there is none; None stays None."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape[: len(batch_shape)] != batch_shape:
+        raise ValueError(
+            f"jattn.flax.attention_fn: {name} has shape {x.shape}, must begin with the batch axes"
+            f" {batch_shape} of the query"
+        )
+    return x.reshape(math.prod(batch_shape), *x.shape[len(batch_shape) :])
+
+
+def _fold_broadcast(x: Array, batch_shape: tuple[int, ...], name: str) -> Array:
+    """Gives rank 4 to an array that broadcasts to (*batch_shape, N, T, S).
+
+    Axes of size 1 stay 1, except where only some of the batch axes have it.
+    """
+    missing_axes = len(batch_shape) + 3 - x.ndim
+    if missing_axes < 0:
+        raise ValueError(
+            f"jattn.flax.attention_fn: {name} has shape {x.shape}, more axes than (batch..., heads, q_len, kv_len) with"
+            f" batch axes {batch_shape}"
+        )
+    leading = ((1,) * missing_axes + x.shape)[: len(batch_shape)]
+    trailing = ((1,) * missing_axes + x.shape)[len(batch_shape) :]
+    if all(size == 1 for size in leading):
+        return x.reshape(1, *trailing)
+    if any(size not in (1, full) for size, full in zip(leading, batch_shape, strict=True)):
+        raise ValueError(
+            f"jattn.flax.attention_fn: {name} has shape {x.shape}, which does not broadcast to the batch axes"
+            f" {batch_shape} of the query"
+        )
+    x = jnp.broadcast_to(x.reshape(*leading, *trailing), batch_shape + trailing)
+    return x.reshape(math.prod(batch_shape), *trailing)

@@ -1,0 +1,72 @@
+"""Everything that jattn takes from JAX and that JAX does not promise to keep: names, and how to use them.
+
+A new JAX release that moves one of these fails in ``tests/cpu/test_jax_interface.py``, which says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+T = TypeVar("T")
+
+__all__ = [
+    "NamedSharding",
+    "PartitionSpec",
+    "Primitive",
+    "ad",
+    "batching",
+    "manual_axes",
+    "mlir",
+    "result_aval",
+    "unify",
+    "vary_like",
+]
+
+
+def manual_axes(*arrays: Any) -> frozenset[str]:
+    """Mesh axes of an enclosing ``shard_map`` over which any of the arrays varies."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def _cast(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = axes - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def unify(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Makes all arrays vary over the same manual mesh axes.
+
+    Done outside the primitives, so that JAX transposes the cast into the sum over those axes that the gradient of a
+    replicated operand needs.
+    """
+    axes = manual_axes(*arrays)
+    return tuple(_cast(x, axes) for x in arrays) if axes else arrays
+
+
+def vary_like(values: T, arrays: tuple[jax.Array, ...]) -> T:
+    """Makes every leaf of ``values`` vary over the manual mesh axes of ``arrays`` (the start of a loop over them)."""
+    axes = manual_axes(*arrays)
+    return jax.tree.map(lambda x: _cast(x, axes), values) if axes else values
+
+
+def result_aval(like: Any, shape: tuple[int, ...], dtype: str) -> jax.core.ShapedArray:
+    """The type of a primitive's result: ``shape`` and ``dtype``, varying over the same manual mesh axes as
+    ``like``.
+    """
+    element = jax.numpy.dtype(dtype)
+    varying = like.manual_axis_type.varying
+    if not varying:
+        return jax.core.ShapedArray(shape, element)
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return jax.core.ShapedArray(
+        shape,
+        element,
+        sharding=sharding,
+        manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
+    )

@@ -1,0 +1,281 @@
+"""What attention means here, in plain jnp: scores, probabilities, gradients and tangents of one tile.
+
+The reference backend calls these functions once, with the whole problem as one tile; ``blocked.py`` calls them on
+tiles. Every other backend is tested against them and against an independent float64 oracle
+(``jattn.testing.oracle``).
+
+Shapes: a tile has t queries and s keys: q (B, t, N, D), k (B, s, K, D), v (B, s, K, Dv), scores (B, N, t, s).
+Scores and statistics are float32, or float64 for a float64 problem. Masking is structural: an invisible pair has
+weight exactly 0, and a value that no query sees never reaches a result, be it NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.spec import Operands, Spec, visibility
+
+
+class Gradients(NamedTuple):
+    """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+
+
+class Tangents(NamedTuple):
+    """Directions of change of the differentiable operands; None where an operand does not change."""
+
+    q: jax.Array | None
+    k: jax.Array | None
+    v: jax.Array | None
+    bias: jax.Array | None
+
+
+def _accumulator(spec: Spec) -> jnp.dtype:
+    return jnp.dtype(spec.lse_dtype)
+
+
+def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """(B, t, N, D) -> (B, t, K, G, D): query heads beside the key head that serves them."""
+    batch, length, num_heads, head_dim = x.shape
+    return x.reshape(batch, length, num_kv_heads, num_heads // max(num_kv_heads, 1), head_dim)
+
+
+def _pair_products(spec: Spec, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Dot products of every query row with every key row of its head: (B, t, N, D), (B, s, K, D) -> (B, N, t, s)."""
+    batch, q_len, num_heads, _ = rows.shape
+    kv_len, num_kv_heads = columns.shape[1:3]
+    products = jnp.einsum(
+        "btkgd,bskd->bkgts",
+        _split_heads(rows, num_kv_heads),
+        columns,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=_accumulator(spec),
+    )
+    return products.reshape(batch, num_heads, q_len, kv_len)
+
+
+def _sum_over_keys(spec: Spec, weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Weighted sums of key rows: (B, N, t, s), (B, s, K, D) -> (B, t, N, D)."""
+    batch, num_heads, q_len, kv_len = weights.shape
+    num_kv_heads = values.shape[2]
+    sums = jnp.einsum(
+        "bkgts,bskd->btkgd",
+        weights.reshape(batch, num_kv_heads, num_heads // max(num_kv_heads, 1), q_len, kv_len),
+        values.astype(weights.dtype),
+        precision=lax.Precision.HIGHEST,
+    )
+    return sums.reshape(batch, q_len, num_heads, values.shape[3])
+
+
+def _sum_over_queries(spec: Spec, weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Weighted sums of query rows, over the heads of a group too: (B, N, t, s), (B, t, N, D) -> (B, s, K, D)."""
+    batch, num_heads, q_len, kv_len = weights.shape
+    groups = num_heads // max(spec.num_kv_heads, 1)
+    return jnp.einsum(
+        "bkgts,btkgd->bskd",
+        weights.reshape(batch, spec.num_kv_heads, groups, q_len, kv_len),
+        _split_heads(values.astype(weights.dtype), spec.num_kv_heads),
+        precision=lax.Precision.HIGHEST,
+    )
+
+
+def sum_over_keys(
+    spec: Spec, weights: jax.Array, visible: jax.Array, values: jax.Array
+) -> jax.Array:
+    """``_sum_over_keys`` in which a value that is not finite reaches only the queries that see it.
+
+    ``weights`` is 0 where not visible, but 0 * NaN is NaN: where some value is not finite, the sum is also formed
+    over the finite values alone, and each row takes the one that is right for it. Finite data pay only for the test.
+    """
+
+    def careful() -> jax.Array:
+        finite = jnp.isfinite(values)
+        seen = jnp.broadcast_to(visible, weights.shape).astype(weights.dtype)
+        touched = (
+            _sum_over_keys(spec, seen, (~finite.all(-1, keepdims=True)).astype(weights.dtype)) > 0
+        )
+        clean = _sum_over_keys(spec, weights, jnp.where(finite, values, 0))
+        return jnp.where(touched, _sum_over_keys(spec, weights, values), clean)
+
+    return lax.cond(
+        jnp.isfinite(values).all(), lambda: _sum_over_keys(spec, weights, values), careful
+    )
+
+
+def sum_over_queries(
+    spec: Spec, weights: jax.Array, visible: jax.Array, values: jax.Array
+) -> jax.Array:
+    """``_sum_over_queries`` in which a value that is not finite reaches only the keys that its query sees."""
+
+    def careful() -> jax.Array:
+        finite = jnp.isfinite(values)
+        seen = jnp.broadcast_to(visible, weights.shape).astype(weights.dtype)
+        touched = (
+            _sum_over_queries(spec, seen, (~finite.all(-1, keepdims=True)).astype(weights.dtype))
+            > 0
+        )
+        clean = _sum_over_queries(spec, weights, jnp.where(finite, values, 0))
+        return jnp.where(touched, _sum_over_queries(spec, weights, values), clean)
+
+    return lax.cond(
+        jnp.isfinite(values).all(), lambda: _sum_over_queries(spec, weights, values), careful
+    )
+
+
+def scores(spec: Spec, tile: Operands[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scores of a tile before masking, and d(score)/d(scaled product) if there is a softcap (else None
+    = 1).
+    """
+    s = spec.scale * _pair_products(spec, tile.q, tile.k)
+    slope = None
+    if spec.softcap:
+        t = jnp.tanh(s / spec.softcap)
+        s, slope = spec.softcap * t, 1 - t * t
+    if tile.bias is not None:
+        s = s + tile.bias.astype(s.dtype)
+    return s, slope
+
+
+def probabilities(s: jax.Array, visible: jax.Array, lse: jax.Array) -> jax.Array:
+    """exp(s - lse) where visible, exactly 0 elsewhere and in rows that see no key."""
+    sees_a_key = lse != -jnp.inf
+    shifted = s - jnp.where(sees_a_key, lse, 0)[..., None]
+    # The inner select keeps an invisible NaN or overflow out of the derivative of exp as well.
+    return jnp.where(visible & sees_a_key[..., None], jnp.exp(jnp.where(visible, shifted, 0)), 0)
+
+
+def tile_backward(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    visible: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> Gradients:
+    """Returns what one tile adds to the gradients; ``bias`` has the shape of the scores.
+
+    Shapes: lse and delta (B, N, t), dout (B, t, N, Dv); delta = rowsum(dout * out) - dlse.
+    """
+    s, slope = scores(spec, tile)
+    p = probabilities(s, visible, lse)
+    dp = _pair_products(spec, dout, tile.v)
+    ds = jnp.where(visible, p * (dp - delta[..., None]), 0)
+    dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
+    return Gradients(
+        q=spec.scale * sum_over_keys(spec, dqk, visible, tile.k),
+        k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),
+        v=sum_over_queries(spec, p, visible, dout),
+        bias=ds if tile.bias is not None else None,
+    )
+
+
+def tile_tangent(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    visible: jax.Array,
+    lse: jax.Array,
+    tangents: Tangents,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what one tile adds to the tangents of (out, lse), short of the term ``-dlse * out``.
+
+    Shapes: (B, t, N, Dv) and (B, N, t).
+    """
+    s, slope = scores(spec, tile)
+    p = probabilities(s, visible, lse)
+    ds = jnp.zeros_like(s)
+    if tangents.q is not None:
+        ds += spec.scale * _pair_products(spec, tangents.q, tile.k)
+    if tangents.k is not None:
+        ds += spec.scale * _pair_products(spec, tile.q, tangents.k)
+    if slope is not None:
+        ds *= slope
+    if tangents.bias is not None:
+        ds += tangents.bias.astype(s.dtype)
+    weights = jnp.where(visible, p * ds, 0)
+    dout = sum_over_keys(spec, weights, visible, tile.v)
+    if tangents.v is not None:
+        dout += sum_over_keys(spec, p, visible, tangents.v)
+    return dout, weights.sum(-1)
+
+
+def row_delta(
+    out: jax.Array, dout: jax.Array, dlse: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+    """rowsum(dout * out) - dlse: (B, t, N, Dv) twice, (B, N, t) -> (B, N, t)."""
+    delta = jnp.einsum(
+        "btnd,btnd->bnt", dout.astype(dtype), out.astype(dtype), precision=lax.Precision.HIGHEST
+    )
+    return delta if dlse is None else delta - dlse
+
+
+def reduce_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Sums the axes along which an array of ``shape`` was broadcast to the shape of ``x``."""
+    axes = tuple(
+        i for i, (size, full) in enumerate(zip(shape, x.shape, strict=True)) if size != full
+    )
+    return x.sum(axes, keepdims=True) if axes else x
+
+
+def _whole(spec: Spec, operands: Operands[jax.Array]) -> jax.Array:
+    q_positions = jnp.arange(spec.q_len, dtype=jnp.int32)
+    kv_positions = jnp.arange(spec.kv_len, dtype=jnp.int32)
+    return visibility(spec, operands, q_positions, kv_positions)
+
+
+def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Computes attention with the whole score matrix in memory.
+
+    Returns:
+      out (B, T, N, Dv) in the dtype of the problem; lse (B, N, T), natural logarithm, -inf where no key is visible.
+    """
+    visible = _whole(spec, operands)
+    s = jnp.where(visible, scores(spec, operands)[0], -jnp.inf)
+    row_max = s.max(-1, initial=-jnp.inf)
+    shift = jnp.where(row_max == -jnp.inf, 0, row_max)
+    p = jnp.exp(s - shift[..., None])
+    row_sum = p.sum(-1)
+    empty = row_sum == 0
+    out = sum_over_keys(spec, p, visible, operands.v)
+    out = out / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(jnp.where(empty, 1, row_sum)))
+    return out.astype(spec.dtype), lse
+
+
+def backward(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+) -> Gradients:
+    """Computes the gradients of ``forward`` from its results and their cotangents, each in the shape of its
+    operand.
+    """
+    visible = _whole(spec, operands)
+    delta = row_delta(out, dout, dlse, _accumulator(spec))
+    grads = tile_backward(spec, operands, visible, lse, dout, delta)
+    if spec.bias is None or grads.bias is None:
+        return grads
+    return grads._replace(bias=reduce_to_shape(grads.bias, spec.bias))
+
+
+def tangent(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    tangents: Tangents,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the directional derivative of ``forward`` along ``tangents``, given its results."""
+    dout, dlse = tile_tangent(spec, operands, _whole(spec, operands), lse, tangents)
+    dout -= dlse.swapaxes(1, 2)[..., None] * out.astype(dout.dtype)
+    return dout.astype(spec.dtype), dlse

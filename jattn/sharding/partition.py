@@ -1,0 +1,274 @@
+"""Partitioning over batch and heads: by the compiler under ``jit``, and by ``shard_map`` on explicit meshes.
+
+Batch entries and key heads are independent, so both may be cut without communication. Lengths and head dims are
+kept whole. The gradient of an operand that is shared by several shards (a bias broadcast over the batch, the
+single key head of multi-query attention) is summed over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import dispatch as jax_dispatch  # has the one registry that no public module offers
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from jattn.jax_interface import NamedSharding, PartitionSpec, Primitive, mlir
+from jattn.spec import Operands, Spec
+
+Axes = tuple[str, ...]  # mesh axes over which one array axis is cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Mesh axes over which the batch and the heads are cut.
+
+    ``kv_heads`` is ``heads``, or empty where one key head serves all query heads and every shard keeps it whole.
+    """
+
+    batch: Axes
+    heads: Axes
+    kv_heads: Axes
+
+    def operands(self, spec: Spec) -> Operands[PartitionSpec]:
+        """Partition specs of the operands of a problem."""
+
+        def scores(shape: tuple[int, ...] | None) -> PartitionSpec | None:
+            if shape is None:
+                return None
+            return _partition_spec(
+                self.batch if shape[0] != 1 else (), self.heads if shape[1] != 1 else (), (), ()
+            )
+
+        per_batch = _partition_spec(self.batch)
+        per_token = _partition_spec(self.batch, ())
+        kv = _partition_spec(self.batch, (), self.kv_heads, ())
+        return Operands(
+            q=_partition_spec(self.batch, (), self.heads, ()),
+            k=kv,
+            v=kv,
+            bias=scores(spec.bias),
+            mask=scores(spec.mask),
+            q_lengths=per_batch if spec.q_lengths else None,
+            kv_lengths=per_batch if spec.kv_lengths else None,
+            q_segments=per_token if spec.segments else None,
+            kv_segments=per_token if spec.segments else None,
+        )
+
+    @property
+    def out(self) -> PartitionSpec:
+        """Of (B, T, N, Dv)."""
+        return _partition_spec(self.batch, (), self.heads, ())
+
+    @property
+    def lse(self) -> PartitionSpec:
+        """Of (B, N, T)."""
+        return _partition_spec(self.batch, self.heads, ())
+
+
+def _partition_spec(*axes: Axes) -> PartitionSpec:
+    return PartitionSpec(
+        *(group if len(group) > 1 else group[0] if group else None for group in axes)
+    )
+
+
+def _axes(entry: Any) -> Axes:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: frozenset[str]) -> Cut:
+    """Returns the cut that keeps the sharding of the queries where the problem permits it.
+
+    Args:
+      spec: the whole problem.
+      mesh_shape: mesh axis -> size.
+      q_spec: how the queries (B, T, N, D) are sharded.
+      allowed: mesh axes that may be used.
+    """
+    entries = [*q_spec, None, None, None, None]
+
+    def usable(entry: Any, extent: int) -> Axes:
+        axes = tuple(axis for axis in _axes(entry) if axis in allowed)
+        return axes if extent % math.prod(mesh_shape[axis] for axis in axes) == 0 else ()
+
+    batch = usable(entries[0], spec.batch)
+    heads = usable(entries[2], spec.num_heads)
+    kv_heads = usable(entries[2], spec.num_kv_heads)
+    if heads != kv_heads and spec.num_kv_heads != 1:
+        heads = kv_heads = ()
+    return Cut(batch, heads, () if spec.num_kv_heads == 1 else kv_heads)
+
+
+def shared_axes(spec: Spec, cut: Cut) -> tuple[Axes, Axes, Axes, Axes]:
+    """Mesh axes over which the gradients of q, k, v and bias must be summed: the shards that share the operand."""
+    kv = cut.heads if not cut.kv_heads else ()
+    bias: Axes = ()
+    if spec.bias is not None:
+        bias = (cut.batch if spec.bias[0] == 1 else ()) + (cut.heads if spec.bias[1] == 1 else ())
+    return (), kv, kv, bias
+
+
+# ---- jit with sharded arrays: the compiler asks --------------------------------------------------------------------
+
+
+def is_automatic(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the call is lowered for several devices among which the compiler may cut it."""
+    axis_context: object = ctx.module_context.axis_context
+    if isinstance(axis_context, mlir.ShardingContext):
+        return bool(axis_context.num_devices > 1)
+    if isinstance(axis_context, mlir.SPMDAxisContext):
+        return bool(axis_context.manual_axes != frozenset(axis_context.mesh.axis_names))
+    return False
+
+
+def allow_devices_in_lowering(primitive: Primitive) -> None:
+    """Lets the lowering of ``primitive`` contain a custom partitioning."""
+    jax_dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def partitioned(
+    primitive_name: str, run: Callable[..., Any], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """Returns ``run`` in a form that the compiler may cut over batch and heads."""
+    spec: Spec = params["spec"]
+    layout = _LAYOUTS[primitive_name](params)
+
+    def with_params(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(run(*arrays, **params))
+
+    def partition(mesh: Any, arg_infos: Sequence[Any], result_infos: Sequence[Any]) -> Any:
+        # In a partly manual shard_map the compiler tells no specs: everything is kept whole over the automatic axes.
+        q_spec = getattr(arg_infos[0].sharding, "spec", PartitionSpec())
+        cut = choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names))
+        arguments, results, sums = layout(cut)
+
+        def shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            values = with_params(*arrays)
+            return tuple(
+                lax.psum(x, axes) if axes else x for x, axes in zip(values, sums, strict=True)
+            )
+
+        to_sharding = functools.partial(NamedSharding, mesh)
+        return mesh, shard, tuple(map(to_sharding, results)), tuple(map(to_sharding, arguments))
+
+    wrapped = custom_partitioning(with_params)
+    rule, whole, sizes = _sharding_rule(spec, layout)
+    wrapped.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=None,
+        sharding_rule=rule,
+        need_replication_factors=whole,
+        **sizes,
+    )
+
+    def call(*arrays: jax.Array, **_: Any) -> list[jax.Array]:
+        return list(wrapped(*arrays))
+
+    return call
+
+
+Layout = Callable[[Cut], tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]]
+
+
+def _forward_layout(params: dict[str, Any]) -> Layout:
+    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
+        return list(cut.operands(params["spec"]).flat()), [cut.out, cut.lse], [(), ()]
+
+    return layout
+
+
+def _backward_layout(params: dict[str, Any]) -> Layout:
+    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
+        spec, wants = params["spec"], params["wants"]
+        operands = cut.operands(spec)
+        arguments = [*operands.flat(), cut.out, cut.lse, cut.out]
+        if params["has_dlse"]:
+            arguments.append(cut.lse)
+        primals = (operands.q, operands.k, operands.v, operands.bias)
+        wanted = [i for i, flag in enumerate(wants.flags()) if flag]
+        sums = shared_axes(spec, cut)
+        return arguments, [primals[i] or PartitionSpec() for i in wanted], [sums[i] for i in wanted]
+
+    return layout
+
+
+def _tangent_layout(params: dict[str, Any]) -> Layout:
+    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
+        operands = cut.operands(params["spec"])
+        primals = (operands.q, operands.k, operands.v, operands.bias)
+        moving = [
+            p or PartitionSpec()
+            for p, flag in zip(primals, params["wants"].flags(), strict=True)
+            if flag
+        ]
+        return [*operands.flat(), cut.out, cut.lse, *moving], [cut.out, cut.lse], [(), ()]
+
+    return layout
+
+
+_LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
+    "jattn_forward": _forward_layout,
+    "jattn_backward": _backward_layout,
+    "jattn_tangent": _tangent_layout,
+}
+
+
+def _sharding_rule(spec: Spec, layout: Layout) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """Words the cut for the compiler's sharding propagation.
+
+    The layout is asked with a cut over the symbolic axes "b" (batch), "n" (query heads) and "h" (key heads); every
+    array axis that it does not cut becomes a factor of its own that must stay whole. Query heads are key heads
+    times the group, "(h g)", of which only h may be cut.
+
+    Returns:
+      The rule, the factors that must stay whole in order of first appearance, and the sizes that the rule cannot
+      infer.
+    """
+    single = spec.num_kv_heads == 1
+    grouped = not single and spec.group_size > 1
+    arguments, results, _ = layout(Cut(("b",), ("n",), () if single else ("h",)))
+    whole: list[str] = []
+
+    def word(entry: Any) -> str:
+        if entry == "n" and grouped:
+            if "g" not in whole:
+                whole.append("g")
+            return "(h g)"
+        if entry == "n" and not single:
+            return "h"
+        if entry is not None:
+            return str(entry)
+        whole.append(f"w{len(whole)}")
+        return whole[-1]
+
+    def words(specs: Sequence[PartitionSpec]) -> str:
+        return ", ".join(
+            " ".join(word(entry) for entry in spec_of_array) for spec_of_array in specs
+        )
+
+    left = words(arguments)
+    return f"{left} -> {words(results)}", tuple(whole), {"g": spec.group_size} if grouped else {}
+
+
+# ---- Explicit meshes: the types say --------------------------------------------------------------------------------
+
+
+def explicit_cut(spec: Spec, q: jax.Array) -> tuple[Any, Cut] | None:
+    """Returns the mesh and the cut of a call whose queries are sharded over axes of an explicit mesh, else None."""
+    sharding = jax.typeof(q).sharding
+    mesh = sharding.mesh
+    explicit = frozenset(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == jax.sharding.AxisType.Explicit
+    )
+    if not explicit or not any(entry is not None for entry in sharding.spec):
+        return None
+    return mesh, choose_cut(spec, dict(mesh.shape), sharding.spec, explicit)

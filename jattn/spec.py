@@ -1,0 +1,234 @@
+"""One attention problem as data: ``Spec`` says everything static about it, ``Operands`` holds its arrays.
+
+Letters: B batch, T query length, S key length, N query heads, K key/value heads, D head dim, Dv head dim of values.
+The meaning of every field is what ``reference.py`` computes from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jattn.masks import UNBOUNDED_BAND, Band
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Features a backend must say it understands; dispatch refuses a problem that uses another one.
+FEATURES = (
+    "bias",
+    "mask",
+    "band",
+    "lengths",
+    "segments",
+    "softcap",
+    "grouped_heads",
+    "value_head_dim",
+    "negative_scale",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Describes one attention problem; holds no array. Hashable; equal problems have equal specs.
+
+    Attributes:
+      batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v: extents (B, T, S, N, K, D, Dv). May be
+        symbolic while exporting.
+      dtype: of q, k, v and the result.
+      scale: multiplier of q.k, any sign.
+      softcap: scores become ``softcap * tanh(s / softcap)``; 0 for none.
+      band: visibility by position.
+      bias: shape of the bias, broadcastable to (B, N, T, S), or None; ``bias_dtype`` goes with it.
+      mask: shape of the bool mask, likewise.
+      q_lengths, kv_lengths, segments: whether these operands are there.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    scale: float
+    softcap: float = 0.0
+    band: Band = UNBOUNDED_BAND
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = ""
+    mask: tuple[int, ...] | None = None
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    segments: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def lse_dtype(self) -> str:
+        """Type of the logsumexp: float64 for a float64 problem, float32 otherwise."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def features(self) -> frozenset[str]:
+        """Names of the features of ``FEATURES`` that this problem uses."""
+        used = {
+            "bias": self.bias is not None,
+            "mask": self.mask is not None,
+            "band": not self.band.unbounded,
+            "lengths": self.q_lengths or self.kv_lengths,
+            "segments": self.segments,
+            "softcap": self.softcap > 0,
+            "grouped_heads": self.num_heads != self.num_kv_heads,
+            "value_head_dim": self.head_dim != self.head_dim_v,
+            "negative_scale": self.scale <= 0,
+        }
+        return frozenset(name for name, is_used in used.items() if is_used)
+
+    def for_operands(self, operands: Operands[Any]) -> Spec:
+        """Returns this problem with the extents of ``operands`` (a batch was folded, or the call was cut in
+        pieces).
+        """
+        batch, q_len, num_heads, head_dim = operands.q.shape
+        _, kv_len, num_kv_heads, head_dim_v = operands.v.shape
+        return dataclasses.replace(
+            self,
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            bias=None if operands.bias is None else tuple(operands.bias.shape),
+            mask=None if operands.mask is None else tuple(operands.mask.shape),
+        )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the four arrays that results and gradients share."""
+        return {
+            "q": (self.batch, self.q_len, self.num_heads, self.head_dim),
+            "k": (self.batch, self.kv_len, self.num_kv_heads, self.head_dim),
+            "v": (self.batch, self.kv_len, self.num_kv_heads, self.head_dim_v),
+            "out": (self.batch, self.q_len, self.num_heads, self.head_dim_v),
+            "lse": (self.batch, self.num_heads, self.q_len),
+        }
+
+    def __str__(self) -> str:
+        parts = [
+            f"q {self.dtype} ({self.batch}, {self.q_len}, {self.num_heads}, {self.head_dim})",
+            f"k ({self.batch}, {self.kv_len}, {self.num_kv_heads}, {self.head_dim})",
+            f"v ({self.batch}, {self.kv_len}, {self.num_kv_heads}, {self.head_dim_v})",
+            f"scale {self.scale:.6g}",
+        ]
+        if not self.band.unbounded:
+            parts.append(f"band {self.band}")
+        if self.bias is not None:
+            parts.append(f"bias {self.bias_dtype} {self.bias}")
+        if self.mask is not None:
+            parts.append(f"mask {self.mask}")
+        if self.softcap:
+            parts.append(f"softcap {self.softcap:g}")
+        parts += [name for name in ("q_lengths", "kv_lengths", "segments") if getattr(self, name)]
+        return "   ".join(parts)
+
+
+A = TypeVar("A")
+
+
+class Operands(NamedTuple, Generic[A]):
+    """The arrays of a problem in their fixed order; None where the problem has none.
+
+    Shapes: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), bias and mask broadcastable to (B, N, T, S), q_lengths
+      and
+    kv_lengths (B,) int32, q_segments (B, T) and kv_segments (B, S) int32.
+    """
+
+    q: A
+    k: A
+    v: A
+    bias: A | None = None
+    mask: A | None = None
+    q_lengths: A | None = None
+    kv_lengths: A | None = None
+    q_segments: A | None = None
+    kv_segments: A | None = None
+
+    def flat(self) -> tuple[A, ...]:
+        """The arrays that are there, in order."""
+        return tuple(x for x in self if x is not None)
+
+    @staticmethod
+    def unflatten(spec: Spec, arrays: tuple[A, ...]) -> Operands[A]:
+        """The inverse of ``flat`` for a problem."""
+        rest = iter(arrays)
+        q, k, v = next(rest), next(rest), next(rest)
+        return Operands(
+            q=q,
+            k=k,
+            v=v,
+            bias=next(rest) if spec.bias is not None else None,
+            mask=next(rest) if spec.mask is not None else None,
+            q_lengths=next(rest) if spec.q_lengths else None,
+            kv_lengths=next(rest) if spec.kv_lengths else None,
+            q_segments=next(rest) if spec.segments else None,
+            kv_segments=next(rest) if spec.segments else None,
+        )
+
+    @staticmethod
+    def count(spec: Spec) -> int:
+        """How many arrays a problem has."""
+        present = (spec.bias is not None, spec.mask is not None, spec.q_lengths, spec.kv_lengths)
+        return 3 + sum(present) + 2 * spec.segments
+
+
+def visibility(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    q_positions: jax.Array,
+    kv_positions: jax.Array,
+) -> jax.Array:
+    """Says which keys each query sees, for a block of positions.
+
+    Args:
+      spec: the problem.
+      operands: its arrays; the dense mask and the segment ids must already be cut to the block.
+      q_positions: (t,) int32, raw query indices of the block.
+      kv_positions: (s,) int32, raw key indices of the block.
+
+    Returns:
+      bool, broadcastable to (B, N, t, s).
+    """
+    rows = q_positions[None, None, :, None]
+    columns = kv_positions[None, None, None, :]
+    q_lengths, kv_lengths = clamped_lengths(spec, operands)
+    visible = (rows < q_lengths) & (columns < kv_lengths)
+    if not spec.band.unbounded:
+        offset = kv_lengths - q_lengths if spec.band.lower_right else 0
+        distance = columns - rows - offset
+        # A limit beyond any distance there can be is no limit; this keeps the comparison within int32.
+        if spec.band.left < spec.q_len + spec.kv_len:
+            visible &= distance >= -spec.band.left
+        if spec.band.right < spec.q_len + spec.kv_len:
+            visible &= distance <= max(spec.band.right, -(2**31) + 1)
+    if operands.q_segments is not None and operands.kv_segments is not None:
+        q_ids = operands.q_segments[:, None, :, None]
+        visible &= (q_ids == operands.kv_segments[:, None, None, :]) & (q_ids >= 0)
+    if operands.mask is not None:
+        visible &= operands.mask
+    return visible
+
+
+def clamped_lengths(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns query and key lengths as (B or 1, 1, 1, 1) int32 arrays inside [0, T] and [0, S]."""
+
+    def lengths(values: jax.Array | None, extent: int) -> jax.Array:
+        if values is None:
+            return jnp.full((1, 1, 1, 1), extent, jnp.int32)
+        return jnp.clip(values, 0, extent)[:, None, None, None]
+
+    return lengths(operands.q_lengths, spec.q_len), lengths(operands.kv_lengths, spec.kv_len)

@@ -1,0 +1,77 @@
+"""Textbook attention in numpy float32 with the roundings of a data type: how accurate that type can be expected to be.
+
+The systematic part of the comparison: worst-case bounds would let a kernel lose precision everywhere by a little, the
+error of this baseline on the same inputs does not.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jattn.testing import inputs
+from jattn.testing.cases import Case
+from jattn.testing.inputs import Array, Operands
+from jattn.testing.oracle import Solution, reduce_to, sum_groups
+
+
+def round_to_tf32(array: Array) -> Array:
+    """Rounds float32 to the 10 mantissa bits that a tf32 product reads, ties away from zero."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    finite = np.isfinite(array)
+    rounded = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(finite, rounded, array).astype(np.float32)
+
+
+def solve(case: Case, operands: Operands, solution: Solution, precision: str = "ieee") -> dict[str, Array]:
+    """Computes out, lse, dq, dk, dv and dbias the textbook way in the precision of the case.
+
+    P, dP, dS and the results are rounded to the type of the case, bias gradients to that of the bias; heads of a group
+    are summed in the wide type. The visibility and the selection of padding are the oracle's: this baseline is about
+    rounding only.
+    """
+    wide: Any = np.float64 if case.dtype == "float64" else np.float32
+    dtype = inputs.numpy_dtype(case.dtype)
+    tf32 = precision == "tf32" and case.dtype == "float32"
+
+    def rounded(array: Array) -> Array:
+        array = np.asarray(array, wide)
+        return round_to_tf32(array) if tf32 else array.astype(dtype).astype(wide)
+
+    def stored(array: Array) -> Array:
+        return np.asarray(array, wide).astype(dtype)
+
+    visible = solution.visible
+    scale = wide(case.scale_value)
+    q, k, v, dout = (rounded(x) for x in (solution.q, solution.k, solution.v, solution.dout))
+    dlse = solution.dlse.astype(wide)
+    with np.errstate(over="ignore", invalid="ignore"):
+        s = scale * (q @ k.swapaxes(2, 3))
+        slope = np.ones_like(s)
+        if case.softcap is not None:
+            capped = np.tanh(s / wide(case.softcap))
+            s, slope = wide(case.softcap) * capped, 1 - capped * capped
+        if operands.bias is not None:
+            s = s + np.where(visible, operands.bias.astype(wide), 0)
+        s = np.where(visible, s, wide(-np.inf))
+        row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
+        live = ~(row_max == -np.inf)
+        weights = np.where(visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0)
+        row_sum = np.where(live, weights.sum(axis=3, keepdims=True), 1)
+        p = weights / row_sum
+        lse = np.where(live, np.where(live, row_max, 0) + np.log(row_sum), -np.inf)[..., 0]
+        out = stored(rounded(p) @ v)
+        dp = np.where(visible, rounded(dout @ v.swapaxes(2, 3)), 0)
+        delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[..., None]
+        ds_wide = p * (dp - delta)
+        dx = rounded(ds_wide * slope)
+        group = case.group_size
+        results = {
+            "out": out.transpose(0, 2, 1, 3),
+            "lse": lse.transpose(0, 2, 1).astype(wide),
+            "dq": stored(scale * (dx @ k)).transpose(0, 2, 1, 3),
+            "dk": stored(sum_groups(scale * (dx.swapaxes(2, 3) @ q), group)).transpose(0, 2, 1, 3),
+            "dv": stored(sum_groups(rounded(p).swapaxes(2, 3) @ dout, group)).transpose(0, 2, 1, 3),
+        }
+        if operands.bias is not None:
+            results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(operands.bias.dtype)
+    return results

@@ -1,0 +1,135 @@
+"""How far a correct implementation may be from the oracle, element by element.
+
+A-priori rounding-error bounds of attention: every term is a rounding that an implementation may do, times how much it
+moves the result. Letters follow the error analysis: u_in rounds P and dS before the second product, u_out rounds a
+result, u_acc accumulates, u_qk rounds the operands of the products (tf32 only).
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jattn.testing.cases import Case
+from jattn.testing.inputs import Array
+from jattn.testing.oracle import Solution, reduce_to, sum_groups
+
+# exp underflows below this in float32: a weight smaller than that may be lost whole.
+UNDERFLOW = 1e-30
+# e^(2 delta) beyond e^80 says nothing any more, and would overflow.
+_LARGEST_EXPONENT = 80.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """Relative rounding units, and the absolute ones (a_in, a_out) of types with a narrow exponent."""
+
+    u_in: float
+    u_out: float
+    u_acc: float
+    u_qk: float = 0.0
+    a_in: float = 0.0
+    a_out: float = 0.0
+
+    def acc(self, count: int) -> float:
+        """The error of a sum of `count` products, relative to the sum of magnitudes: a random walk of roundings."""
+        return self.u_acc * (4.0 + 2.0 * math.sqrt(count))
+
+
+def units(dtype: str, precision: str = "ieee") -> Units:
+    """The units of a data type; precision "tf32" declares that float32 products round their operands to tf32."""
+    if precision not in ("ieee", "tf32"):
+        raise ValueError(f"precision is {precision!r}, must be 'ieee' or 'tf32'")
+    if dtype == "float32":
+        tf32 = precision == "tf32"
+        return Units(u_in=2.0**-11 if tf32 else 2.0**-24, u_out=2.0**-24, u_acc=2.0**-24, u_qk=2.0**-11 if tf32 else 0.0)
+    return {
+        "bfloat16": Units(u_in=2.0**-8, u_out=2.0**-8, u_acc=2.0**-24),
+        "float16": Units(u_in=2.0**-11, u_out=2.0**-11, u_acc=2.0**-24, a_in=2.0**-25, a_out=2.0**-24),
+        "float64": Units(u_in=2.0**-53, u_out=2.0**-53, u_acc=2.0**-53),
+    }[dtype]
+
+
+def unit_of(dtype: str) -> float:
+    """The relative rounding unit of a stored type."""
+    return {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}[dtype]
+
+
+def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[str, Array]:
+    """Bounds |error| of out, lse, dq, dk, dv and, with a bias, dbias; shapes as in the solution."""
+    scale = abs(case.scale_value)
+    group = case.group_size
+    visible, p = solution.visible, solution.p
+    abs_q, abs_k, abs_v, abs_dout = (np.abs(_finite(x)) for x in (solution.q, solution.k, solution.v, solution.dout))
+    abs_dp, abs_ds, abs_dx = np.abs(_finite(solution.dp)), np.abs(_finite(solution.ds)), np.abs(_finite(solution.dx))
+    acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
+    acc_d, acc_dv = unit.acc(case.head_dim), unit.acc(case.head_dim_v)
+
+    # delta_s of the analysis: by how much a row's scores may be off.
+    products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
+    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
+    largest_bias = np.where(visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0)
+    magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
+    if case.softcap is not None:
+        # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
+        magnitude = magnitude + case.softcap
+    s_error = (2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude
+    rho = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc + unit.u_in
+
+    p = _finite(p)
+    seen = visible.astype(p.dtype)
+    out = (rho + unit.u_qk + acc_s) * (p @ abs_v) + unit.a_in * (seen @ abs_v)
+    out = out.transpose(0, 2, 1, 3) + unit.u_out * np.abs(solution.out) + unit.a_out
+
+    dv = ((rho + unit.u_qk + acc_t) * p).swapaxes(2, 3) @ abs_dout + unit.a_in * (seen.swapaxes(2, 3) @ abs_dout)
+    dv = _grouped(dv, group) + 2 * unit.u_out * np.abs(solution.dv) + unit.a_out
+
+    dp_products = np.where(visible, abs_dout @ abs_v.swapaxes(2, 3), 0)
+    dp_error = (2 * unit.u_qk + acc_dv) * dp_products + unit.u_in * abs_dp + unit.a_in * seen
+    dout_out = (abs_dout * np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)).sum(axis=3, keepdims=True)
+    delta_error = (
+        (p * (dp_error + rho * abs_dp)).sum(axis=3, keepdims=True)
+        + unit.a_in * (seen * abs_dp).sum(axis=3, keepdims=True)
+        + unit.u_out * dout_out
+        + acc_s * (p * abs_dp).sum(axis=3, keepdims=True)
+        # The rounding of delta = rowsum(dout * out) - dlse, which cancels when the two are alike.
+        + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
+    )
+    ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
+    dx_error = ds_error
+    if case.softcap is not None:
+        # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
+        ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
+        slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
+        dx_error = ds_error * np.where(visible, 1 - ratio**2 + slope_error, 0) + abs_ds * slope_error
+
+    dq = scale * ((dx_error + (unit.u_qk + acc_s) * abs_dx) @ abs_k)
+    dq = dq.transpose(0, 2, 1, 3) + 2 * unit.u_out * np.abs(solution.dq) + unit.a_out
+    dk = scale * ((dx_error + (unit.u_qk + acc_t) * abs_dx).swapaxes(2, 3) @ abs_q)
+    dk = _grouped(dk, group) + 2 * unit.u_out * np.abs(solution.dk) + unit.a_out
+    lse = s_error[..., 0].transpose(0, 2, 1) + 16 * unit.u_acc + _lse_rounding(solution.lse, lse_dtype)
+    found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    if solution.dbias is not None:
+        u_bias = unit_of(case.bias_dtype or case.dtype)
+        found["dbias"] = (
+            reduce_to(ds_error + u_bias * abs_ds, solution.dbias.shape)
+            + 2 * u_bias * np.abs(solution.dbias)
+            + (2.0**-24 if (case.bias_dtype or case.dtype) == "float16" else 0.0)
+        )
+    return {name: bound + UNDERFLOW for name, bound in found.items()}
+
+
+def _lse_rounding(lse: Array, lse_dtype: str) -> Array:
+    return unit_of(lse_dtype) * np.abs(np.where(np.isneginf(lse), 0, lse))
+
+
+def _finite(array: Array) -> Array:
+    return np.where(np.isfinite(array), array, 0)
+
+
+def _row_max(array: Array) -> Array:
+    return np.asarray(np.max(array, axis=3, initial=0.0, keepdims=True))
+
+
+def _grouped(array: Array, group: int) -> Array:
+    return sum_groups(array, group).transpose(0, 2, 1, 3)

@@ -1,0 +1,110 @@
+"""Puts a case through one backend of `jattn.dot_product_attention`, and proves that this backend ran.
+
+A backend is proved by two independent witnesses: the call counters of jattn, and the lowered program, which holds the
+custom calls of a kernel or does not.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn.testing import compare, inputs
+from jattn.testing.cases import Case
+from jattn.testing.inputs import Array, Operands
+
+# Backends made of XLA's own operations; every other one shows in the lowered program as a custom call of this prefix.
+PLAIN_BACKENDS = frozenset({"reference", "xla"})
+TARGET_PREFIX = "jattn_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run produced: tensors by the names of `compare.TENSORS`, and the lowered program."""
+
+    results: dict[str, Array]
+    lowered: str
+
+
+def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:
+    """Builds f(q, k, v, bias) -> (out, lse) for a case; bias is None where the case has none."""
+    _, keywords = inputs.call_arguments(case, operands)
+    keywords = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+    keywords.pop("bias", None)
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
+        return jattn.dot_product_attention(q, k, v, bias, implementation=backend, return_lse=True, **keywords)
+
+    return forward
+
+
+def run(case: Case, operands: Operands, backend: str, *, backward: bool = True, poisoned: bool = True) -> Outcome:
+    """Runs a case through a forced backend, forward and, unless switched off, backward for dout and dlse.
+
+    With `poisoned` every element that must not be read holds NaN or infinity.
+
+    Raises:
+      AssertionError: another backend ran.
+    """
+    operands = inputs.poison(case, operands) if poisoned else operands
+    with jax.enable_x64(case.dtype == "float64"):
+        forward = forward_function(case, operands, backend)
+        arrays = [jnp.asarray(x) if x is not None else None for x in (operands.q, operands.k, operands.v, operands.bias)]
+        cotangents = (jnp.asarray(operands.dout), jnp.asarray(operands.dlse))
+
+        def forward_backward(arrays: Any, cotangents: Any) -> Any:
+            results, pullback = jax.vjp(forward, *arrays)
+            cotangents = (cotangents[0], cotangents[1].astype(results[1].dtype))
+            return results, pullback(cotangents)
+
+        before = jattn.call_counters()
+        if backward:
+            lowered = jax.jit(forward_backward).lower(arrays, cotangents)
+        else:
+            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 4)).lower(arrays, cotangents)
+        text = lowered.as_text()
+        assert_ran(backend, before, text, passes=("forward", "backward") if backward else ("forward",))
+        (out, lse), grads = jax.device_get(lowered.compile()(arrays, cotangents))
+    results = {"out": out, "lse": lse}
+    names = ("dq", "dk", "dv", "dbias")
+    results |= {name: np.asarray(grad) for name, grad in zip(names, grads, strict=True) if grad is not None}
+    return Outcome(results, text)
+
+
+def assert_ran(
+    backend: str, counters_before: dict[str, dict[str, int]], lowered: str, *, passes: tuple[str, ...] = ("forward",)
+) -> None:
+    """Asserts that since `counters_before` only this backend was lowered, in these passes, and that the program says so.
+
+    Raises:
+      AssertionError: otherwise.
+    """
+    after = jattn.call_counters()
+    counted = {
+        (name, pass_name): count - counters_before.get(name, {}).get(pass_name, 0)
+        for name, by_pass in after.items()
+        for pass_name, count in by_pass.items()
+    }
+    ran = {key for key, count in counted.items() if count > 0}
+    wanted = {(backend, pass_name) for pass_name in passes}
+    if ran != wanted:
+        raise AssertionError(f"lowered {sorted(ran)}, must be {sorted(wanted)}")
+    has_custom_call = TARGET_PREFIX in lowered
+    if has_custom_call == (backend in PLAIN_BACKENDS):
+        found = "has a" if has_custom_call else "has no"
+        raise AssertionError(f"backend {backend} was asked for, but the lowered program {found} custom call of jattn")
+
+
+def verify(case: Case, backend: str, *, backward: bool = True, precision: str = "ieee") -> compare.Report:
+    """Runs a case, poisoned, through a forced backend and compares it with the oracle.
+
+    Raises:
+      AssertionError: another backend ran, or the result is wrong; the text names the worst elements.
+    """
+    operands, solution = compare.solved(case)
+    outcome = run(case, operands, backend, backward=backward)
+    return compare.assert_close(case, operands, outcome.results, precision=precision, solution=solution)

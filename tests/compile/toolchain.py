@@ -1,0 +1,103 @@
+"""The compilers of this tier, and what they make of a kernel key."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jattn import _core, ffi
+
+MIN_NVCC = (12, 8)
+
+
+@functools.cache
+def find_tool(name: str) -> str:
+    """Path of a program of the CUDA toolkit: on PATH, in its usual folder, or in the wheels; or an empty string."""
+    folders = [*os.get_exec_path(), "/usr/local/cuda/bin"]
+    found = importlib.util.find_spec("nvidia")
+    folders += [f"{root}/cu13/bin" for root in found.submodule_search_locations or []] if found else []
+    return shutil.which(name, path=os.pathsep.join(folders)) or ""
+
+
+@functools.cache
+def nvcc_version() -> tuple[int, int]:
+    """The release of nvcc, or (0, 0)."""
+    if not (nvcc := find_tool("nvcc")):
+        return 0, 0
+    banner = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", banner)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
+
+
+def require_nvcc() -> str:
+    """Path of nvcc; skips the test without one."""
+    if nvcc_version() < MIN_NVCC:
+        pytest.skip(f"needs nvcc {MIN_NVCC[0]}.{MIN_NVCC[1]} or newer, found {nvcc_version()}")
+    return find_tool("nvcc")
+
+
+def require_nvrtc() -> tuple[int, int]:
+    """The release of NVRTC; skips the test without one."""
+    ffi.register_targets()
+    status = _core.nvrtc_status()
+    release = re.match(r"NVRTC (\d+)\.(\d+)", status)
+    if release is None:
+        pytest.skip(status)
+    return int(release[1]), int(release[2])
+
+
+def require_disassembler() -> str:
+    """Path of nvdisasm; skips the test without one."""
+    if not (tool := find_tool("nvdisasm")):
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm, or a CUDA toolkit")
+    return tool
+
+
+def run_nvcc(text: str, arch: str, folder: Path, *flags: str) -> tuple[bytes, str]:
+    """Compiles a unit with nvcc against the headers *inside the module*. Returns the machine code and the log."""
+    for name, header in _core.kernel_headers().items():
+        path = folder / "include" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(header)
+    unit, cubin = folder / "unit.cu", folder / "unit.cubin"
+    unit.write_text(text)
+    command = [require_nvcc(), "-cubin", f"-arch={arch}", "-std=c++20", f"-I{folder / 'include'}"]
+    command += ["-Xptxas", "-v", "-Xptxas", "-warn-spills", *flags, "-o", str(cubin), str(unit)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return cubin.read_bytes(), done.stdout
+
+
+def word(key: str, name: str) -> str:
+    """The value of one word of a canonical key."""
+    return dict(part.split("=", 1) for part in key.split(" "))[name]
+
+
+def sections(cubin: bytes) -> dict[str, bytes]:
+    """The sections of a 64-bit little-endian ELF file by name; sections without content map to empty bytes."""
+    assert cubin[:6] == b"\x7fELF\x02\x01"
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    rows = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    strings = rows[names][4]
+
+    def name(row: tuple[int, ...]) -> str:
+        start = strings + row[0]
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    no_bits = 8
+    return {name(row): b"" if row[1] == no_bits else cubin[row[4] : row[4] + row[5]] for row in rows}
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    """The machine code as text."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    command = [require_disassembler(), "-c", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

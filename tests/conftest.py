@@ -1,0 +1,61 @@
+"""Tiers: tests/cpu needs Python and a C++ compiler, tests/compile also nvcc or NVRTC, tests/gpu a CUDA device.
+
+A test that takes the argument `backend` runs once for every backend of its tier. A session that ran nothing fails.
+"""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+CPU_BACKENDS = ("reference", "xla", "cpu")
+GPU_BACKENDS = ("mem_efficient", "flash", "cudnn")
+
+# Float32 products on a GPU default to tf32; a test compares with float64 (sdpa.md S012).
+jax.config.update("jax_default_matmul_precision", "highest")
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=400, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def tier_of(path: Path) -> str:
+    """The folder under tests/ that a test lives in."""
+    parts = path.parts
+    return parts[parts.index("tests") + 1] if "tests" in parts else ""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives the argument `backend` every backend of the tier; `pytest.mark.backends(...)` narrows the list."""
+    if "backend" not in metafunc.fixturenames:
+        return
+    backends = GPU_BACKENDS if tier_of(metafunc.definition.path) == "gpu" else CPU_BACKENDS
+    if marker := metafunc.definition.get_closest_marker("backends"):
+        backends = tuple(name for name in backends if name in marker.args)
+    metafunc.parametrize("backend", backends)
+
+
+class Ran:
+    """Counts the tests that were not skipped, on the process that reports."""
+
+    count = 0
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and not report.skipped:
+        Ran.count += 1
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    is_worker = hasattr(session.config, "workerinput")
+    if is_worker or session.config.option.collectonly or exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return
+    if Ran.count == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if Ran.count == 0 and not terminalreporter.config.option.collectonly:
+        terminalreporter.write_line("No test ran: a tier with nothing to run is a failure.", red=True)

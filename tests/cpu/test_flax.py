@@ -1,0 +1,541 @@
+"""`jattn.flax` inside Flax's attention modules, Linen and NNX, against Flax's own attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+import jattn.flax
+from jattn.flax import StructuralMask, attention_fn, make_attention_fn
+
+Array = jax.Array
+
+BATCH, Q_LEN, KV_LEN, HEADS, FEATURES = 2, 5, 7, 4, 16
+
+
+def close(actual: Any, expected: Any) -> None:
+    """Compares trees of float32 arrays element by element; shapes and dtypes equal, nothing NaN.
+
+    1e-5 of an array's largest element (1 at least) is some 80 roundings: sums of products over 16 features and 14 rows,
+    two layers deep, on both sides. A key too many or too few moves results by 1e-2 and more.
+    """
+
+    def compare(a: Array, e: Array) -> None:
+        assert a.dtype == e.dtype == jnp.float32
+        assert a.shape == e.shape
+        assert np.isfinite(a).all()
+        largest = max(1.0, float(np.abs(e).max(initial=0.0)))
+        np.testing.assert_allclose(a, e, rtol=0.0, atol=1e-5 * largest)
+
+    jax.tree.map(compare, actual, expected)
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def random_mask(*shape: int) -> Array:
+    """A random boolean mask in which every row sees its first key, so that Flax defines the result as we do."""
+    return jax.random.bernoulli(jax.random.key(3), 0.5, shape).at[..., 0].set(True)
+
+
+def padding(q_len: int, kv_len: int) -> Array:
+    real = jnp.arange(kv_len)[None] < jnp.array([kv_len, kv_len - 2])[:, None]
+    return nn.make_attention_mask(jnp.ones((BATCH, q_len)), real)
+
+
+# Name -> mask of a (q_len, kv_len) problem. Flax's own helpers make float32 masks; a mask may be of any dtype.
+MASKS: dict[str, Callable[[int, int], Array | None]] = {
+    "none": lambda q_len, kv_len: None,
+    "padding-float": padding,
+    "padding-bool": lambda q_len, kv_len: padding(q_len, kv_len).astype(bool),
+    "keys": lambda q_len, kv_len: random_mask(BATCH, 1, 1, kv_len),
+    "causal-float": lambda q_len, kv_len: jnp.tril(jnp.ones((1, 1, q_len, kv_len))),
+    "causal-and-padding": lambda q_len, kv_len: nn.combine_masks(
+        padding(q_len, kv_len), jnp.tril(jnp.ones((1, 1, q_len, kv_len)))
+    ),
+    "full": lambda q_len, kv_len: random_mask(BATCH, HEADS, q_len, kv_len),
+    "full-int": lambda q_len, kv_len: (
+        random_mask(BATCH, HEADS, q_len, kv_len).astype(jnp.int32) * 3
+    ),
+    "heads": lambda q_len, kv_len: random_mask(1, HEADS, q_len, kv_len),
+    "rank-3": lambda q_len, kv_len: random_mask(HEADS, q_len, kv_len),
+    "rank-2": random_mask,
+    "rank-1": lambda q_len, kv_len: random_mask(kv_len),
+}
+
+
+# --- Linen ------------------------------------------------------------------------------------------------------------
+
+
+def linen_results(
+    function: Callable[..., Array], mask: Any, q: Array, kv: Array, **options: Any
+) -> Any:
+    """Output and parameter gradients of a Linen module; parameters depend on nothing but the shapes."""
+    module = nn.MultiHeadDotProductAttention(
+        HEADS, qkv_features=FEATURES, attention_fn=function, **options
+    )
+    variables = nn.MultiHeadDotProductAttention(HEADS, qkv_features=FEATURES).init(
+        jax.random.key(7), q, kv
+    )
+
+    @jax.jit
+    def run(variables: Any, mask: Any) -> Any:
+        def loss(variables: Any) -> tuple[Array, Array]:
+            out = module.apply(variables, q, kv, mask=mask)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        gradients, out = jax.grad(loss, has_aux=True)(variables)
+        return out, gradients
+
+    return run(variables, mask)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_linen_module_agrees_with_flax(name: str) -> None:
+    q, kv = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, KV_LEN, FEATURES)
+    mask = MASKS[name](Q_LEN, KV_LEN)
+    close(
+        linen_results(attention_fn, mask, q, kv),
+        linen_results(nn.dot_product_attention, mask, q, kv),
+    )
+
+
+@pytest.mark.parametrize("batch_shape", [(), (3,), (2, 3)], ids=str)
+def test_linen_module_takes_any_number_of_batch_axes(batch_shape: tuple[int, ...]) -> None:
+    q, kv = normal(1, *batch_shape, Q_LEN, FEATURES), normal(2, *batch_shape, KV_LEN, FEATURES)
+    # One mask for the whole batch, one for each entry, and one that differs along the last batch axis only.
+    leading = {
+        (1,) * len(batch_shape),
+        batch_shape,
+        (1,) * (len(batch_shape) - 1) + batch_shape[-1:],
+    }
+    for axes in leading:
+        mask = random_mask(*axes, 1, Q_LEN, KV_LEN)
+        close(
+            linen_results(attention_fn, mask, q, kv),
+            linen_results(nn.dot_product_attention, mask, q, kv),
+        )
+
+
+def test_linen_decoding_equals_the_causal_pass() -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    whole = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
+    step = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, decode=True)
+    variables = step.init(jax.random.key(7), x)
+    expected = whole.apply({"params": variables["params"]}, x, mask=nn.make_causal_mask(x[..., 0]))
+
+    cache = variables["cache"]
+    steps = []
+    for t in range(Q_LEN):
+        out, updated = step.apply(
+            {"params": variables["params"], "cache": cache}, x[:, t : t + 1], mutable=["cache"]
+        )
+        cache = updated["cache"]
+        steps.append(out)
+    close(jnp.concatenate(steps, axis=1), expected)
+
+
+# --- NNX --------------------------------------------------------------------------------------------------------------
+
+
+def nnx_results(
+    function: Callable[..., Array],
+    mask: Any,
+    q: Array,
+    kv: Array,
+    *,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """Output and parameter gradients of an NNX module; parameters depend on nothing but the seed."""
+    module = nnx.MultiHeadAttention(
+        HEADS, FEATURES, attention_fn=function, decode=False, rngs=nnx.Rngs(7), **options
+    )
+
+    @nnx.jit
+    def run(module: nnx.MultiHeadAttention, mask: Any) -> Any:
+        def loss(module: nnx.MultiHeadAttention) -> tuple[Array, Array]:
+            out = module(q, kv, mask=mask, is_causal=is_causal)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        gradients, out = nnx.grad(loss, has_aux=True)(module)
+        return out, nnx.to_pure_dict(gradients)
+
+    return run(module, mask)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_nnx_module_agrees_with_flax(name: str) -> None:
+    q, kv = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, KV_LEN, FEATURES)
+    mask = MASKS[name](Q_LEN, KV_LEN)
+    # NNX's own function wants rank 4.
+    rank_4 = None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    close(
+        nnx_results(attention_fn, mask, q, kv),
+        nnx_results(nnx.dot_product_attention, rank_4, q, kv),
+    )
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, HEADS])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nnx_is_causal_and_grouped_heads(num_kv_heads: int, masked: bool) -> None:
+    q, kv = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, KV_LEN, FEATURES)
+    mask = random_mask(BATCH, HEADS, Q_LEN, KV_LEN) if masked else None
+    close(
+        nnx_results(attention_fn, mask, q, kv, is_causal=True, num_kv_heads=num_kv_heads),
+        nnx_results(
+            nnx.dot_product_attention, mask, q, kv, is_causal=True, num_kv_heads=num_kv_heads
+        ),
+    )
+
+
+def test_nnx_decoding_equals_the_causal_pass() -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    module = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=attention_fn, rngs=nnx.Rngs(7))
+    expected = module(x, is_causal=True, decode=False)
+    module.init_cache(x.shape)
+    steps = [module(x[:, t : t + 1], decode=True) for t in range(Q_LEN)]
+    close(jnp.concatenate(steps, axis=1), expected)
+
+
+# --- arguments of the function itself ---------------------------------------------------------------------------------
+
+
+def qkv(dtype: Any = jnp.float32) -> tuple[Array, Array, Array]:
+    return (
+        normal(1, BATCH, Q_LEN, HEADS, 8, dtype=dtype),
+        normal(2, BATCH, KV_LEN, HEADS, 8, dtype=dtype),
+        normal(3, BATCH, KV_LEN, HEADS, 8, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("function", [nn.dot_product_attention, nnx.dot_product_attention])
+def test_every_keyword_of_flax_is_declared(function: Callable[..., Array]) -> None:
+    # Linen drops what a signature does not name, so a missing name would be ignored without a word.
+    theirs = inspect.signature(function).parameters
+    ours = inspect.signature(attention_fn).parameters
+    assert set(theirs) <= set(ours)
+    positional = ["query", "key", "value", "bias", "mask"]
+    assert list(ours)[:5] == list(theirs)[:5] == positional
+    for name in theirs.keys() - {"promote_dtype"}:  # None stands for the promotion that NNX names
+        assert ours[name].default == theirs[name].default, name
+
+
+def test_linen_passes_every_keyword_that_it_has() -> None:
+    seen: dict[str, Any] = {}
+
+    @dataclasses.dataclass(frozen=True)
+    class Spy(jattn.flax.AttentionFunction):
+        def __call__(self, query: Array, key: Array, value: Array, **given: Any) -> Array:
+            seen.update(given)
+            return attention_fn(query, key, value, **given)
+
+    Spy.__call__.__signature__ = inspect.signature(jattn.flax.AttentionFunction.__call__)  # type: ignore[attr-defined]
+    q, kv = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, KV_LEN, FEATURES)
+    linen_results(Spy(), None, q, kv)
+    assert {
+        "mask",
+        "dropout_rng",
+        "dropout_rate",
+        "broadcast_dropout",
+        "deterministic",
+        "dtype",
+        "precision",
+    } <= set(seen)
+    assert {"force_fp32_for_softmax", "qk_attn_weights_einsum", "attn_weights_value_einsum"} <= set(
+        seen
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((BATCH, HEADS, Q_LEN, KV_LEN), jnp.float32),
+        ((1, HEADS, Q_LEN, KV_LEN), jnp.bfloat16),  # cast: neither the query's dtype nor float32
+        ((BATCH, 1, 1, KV_LEN), jnp.float32),
+        ((Q_LEN, KV_LEN), jnp.float32),
+        ((HEADS, 1, KV_LEN), jnp.int32),
+    ],
+    ids=str,
+)
+def test_bias_agrees_with_flax(shape: tuple[int, ...], dtype: Any) -> None:
+    q, k, v = qkv()
+    bias = (4 * normal(4, *shape)).astype(dtype)
+    mask = random_mask(BATCH, HEADS, Q_LEN, KV_LEN)
+    close(attention_fn(q, k, v, bias, mask), nn.dot_product_attention(q, k, v, bias, mask))
+
+
+def test_bias_gradient_agrees_with_flax() -> None:
+    q, k, v = qkv()
+    bias = normal(4, 1, HEADS, Q_LEN, KV_LEN)
+
+    def gradient(function: Callable[..., Array]) -> Array:
+        return jax.grad(lambda bias: jnp.sum(function(q, k, v, bias=bias) ** 2))(bias)
+
+    close(gradient(attention_fn), gradient(nn.dot_product_attention))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_module_dtype_is_that_of_the_computation(dtype: Any) -> None:
+    q, kv = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, KV_LEN, FEATURES)
+    exact, _ = linen_results(nn.dot_product_attention, None, q, kv)
+    flax_out, _ = linen_results(nn.dot_product_attention, None, q, kv, dtype=dtype)
+    out, _ = linen_results(attention_fn, None, q, kv, dtype=dtype)
+    assert out.dtype == dtype
+
+    def error(a: Array) -> float:
+        return float(jnp.abs(a.astype(jnp.float32) - exact).max())
+
+    # Flax rounds the scores and weights to the low type too, so its own error is the scale to judge ours by.
+    assert 0.0 < error(out) <= 2.0 * error(flax_out)
+
+
+def test_inputs_of_different_dtypes_are_promoted() -> None:
+    q, k, v = qkv()
+    low = k.astype(jnp.bfloat16)
+    out = attention_fn(q, low, v)
+    assert out.dtype == jnp.float32
+    close(out, attention_fn(q, low.astype(jnp.float32), v))
+    assert attention_fn(q, k, v, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+
+    calls: list[Any] = []
+
+    def promote(arrays: tuple[Array, ...], *, dtype: Any) -> list[Array]:
+        calls.append(dtype)
+        return [x.astype(jnp.bfloat16) for x in arrays]
+
+    assert attention_fn(q, k, v, dtype=jnp.float32, promote_dtype=promote).dtype == jnp.bfloat16
+    assert calls == [jnp.float32]
+
+
+def test_integers_become_floats() -> None:
+    q, k, v = ((2 * x).astype(jnp.int32) for x in qkv())
+    close(attention_fn(q, k, v), nn.dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "precision", [None, "default", "high", jax.lax.Precision.HIGHEST, ("highest", "highest")]
+)
+def test_precision_is_a_lower_bound(precision: Any) -> None:
+    q, k, v = qkv()
+    close(
+        attention_fn(q, k, v, precision=precision),
+        nn.dot_product_attention(q, k, v, precision="highest"),
+    )
+
+
+def test_rows_that_see_no_key_are_zero() -> None:
+    q, k, v = qkv()
+    mask = random_mask(BATCH, 1, Q_LEN, KV_LEN).at[:, :, 2].set(False)
+    out = attention_fn(q, k, v, mask=mask)
+    assert (out[:, 2] == 0).all()
+    seen = np.array([0, 1, 3, 4])
+    close(out[:, seen], nn.dot_product_attention(q, k, v, mask=mask)[:, seen])
+
+
+# --- structure instead of arrays --------------------------------------------------------------------------------------
+
+SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2, -1], [5, 5, 5, 5, 5, 5, 5, -1, -1]])
+LENGTH = SEGMENTS.shape[1]
+
+
+def segment_mask() -> Array:
+    same = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & (SEGMENTS >= 0)[:, :, None]
+    return same[:, None]
+
+
+@pytest.mark.parametrize("results", [linen_results, nnx_results])
+def test_segments_equal_their_dense_mask(results: Callable[..., Any]) -> None:
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    close(
+        results(make_attention_fn(is_causal=True), StructuralMask(segment_ids=SEGMENTS), x, x),
+        results(attention_fn, segment_mask() & causal, x, x),
+    )
+
+
+def test_structural_parts_apply_together() -> None:
+    q, k, v = qkv()
+    lengths = jnp.array([KV_LEN, 4])
+    dense = random_mask(BATCH, 1, Q_LEN, KV_LEN)
+    q_ids = jnp.array([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]])
+    kv_ids = jnp.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0]])
+    structure = StructuralMask(
+        query_segment_ids=q_ids,
+        key_value_segment_ids=kv_ids,
+        query_seq_lengths=jnp.array([Q_LEN, 3]),
+        key_value_seq_lengths=lengths,
+        dense=dense,
+    )
+    inside = (jnp.arange(KV_LEN) < lengths[:, None])[:, None, None]
+    rows = (jnp.arange(Q_LEN) < jnp.array([Q_LEN, 3])[:, None])[:, None, :, None]
+    mask = dense & inside & rows & (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    close(attention_fn(q, k, v, mask=structure), attention_fn(q, k, v, mask=mask))
+
+
+def test_structure_folds_with_the_batch_axes() -> None:
+    x = normal(1, 2, 1, LENGTH, HEADS, 8)
+    folded = attention_fn(x, x, x, mask=StructuralMask(segment_ids=SEGMENTS[:, None]))
+    close(
+        folded[:, 0],
+        attention_fn(x[:, 0], x[:, 0], x[:, 0], mask=StructuralMask(segment_ids=SEGMENTS)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "visible"),
+    [
+        ({"is_causal": True}, lambda t, j: j <= t),
+        (
+            {"is_causal": True, "causal_alignment": "lower_right"},
+            lambda t, j: j <= t + KV_LEN - Q_LEN,
+        ),
+        ({"local_window_size": (2, 1)}, lambda t, j: (j >= t - 2) & (j <= t + 1)),
+        ({"local_window_size": 1, "is_causal": True}, lambda t, j: (j >= t - 1) & (j <= t)),
+    ],
+    ids=["causal", "causal-lower-right", "window", "window-causal"],
+)
+def test_factory_options_equal_their_dense_mask(
+    options: dict[str, Any], visible: Callable[..., Array]
+) -> None:
+    q, k, v = qkv()
+    mask = visible(jnp.arange(Q_LEN)[:, None], jnp.arange(KV_LEN)[None])
+    close(make_attention_fn(**options)(q, k, v), attention_fn(q, k, v, mask=mask))
+
+
+def test_factory_scale_and_cap() -> None:
+    q, k, v = qkv()
+    out = make_attention_fn(scale=0.7, logits_soft_cap=2.0)(q, k, v)
+    scores = 2.0 * jnp.tanh(0.7 * jnp.einsum("btnd,bsnd->bnts", q, k, precision="highest") / 2.0)
+    close(out, jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores), v, precision="highest"))
+
+
+def test_causal_bias_object_is_a_mask() -> None:
+    q, k, v = qkv()
+    out = attention_fn(q, k, v, mask=jattn.causal_lower_right(Q_LEN, KV_LEN))
+    close(out, make_attention_fn(is_causal=True, causal_alignment="lower_right")(q, k, v))
+
+
+def test_no_array_of_queries_by_keys_is_made() -> None:
+    x = normal(1, BATCH, LENGTH, HEADS, 8)
+    causal = make_attention_fn(is_causal=True)
+    structure = StructuralMask(segment_ids=SEGMENTS)
+
+    def square_arrays(function: Callable[..., Array], *arguments: Any) -> list[Any]:
+        jaxpr = jax.make_jaxpr(function)(*arguments)
+        results = [variable.aval for equation in jaxpr.eqns for variable in equation.outvars]
+        return [aval for aval in results if aval.shape[-2:] == (LENGTH, LENGTH)]
+
+    assert not square_arrays(lambda x, mask: causal(x, x, x, mask=mask), x, structure)
+    # The same question finds the array where there is one.
+    assert square_arrays(lambda x: nn.dot_product_attention(x, x, x), x)
+
+
+def test_functions_with_equal_options_do_not_retrace() -> None:
+    traces = 0
+
+    def run(function: Callable[..., Array], x: Array) -> Array:
+        nonlocal traces
+        traces += 1
+        return function(x, x, x)
+
+    jitted = jax.jit(run, static_argnums=0)
+    x = normal(1, BATCH, Q_LEN, HEADS, 8)
+    for implementation in (["reference"], ("reference",)):
+        jitted(make_attention_fn(is_causal=True, implementation=implementation), x)
+    assert traces == 1
+
+
+def test_implementation_is_passed_on() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="no-such-backend"):
+        make_attention_fn(implementation="no-such-backend")(q, k, v)
+    jattn.reset_call_counters()
+    jax.jit(make_attention_fn(implementation="reference"))(q, k, v)
+    assert jattn.call_counters() == {"reference": {"forward": 1}}
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_refused_while_training_and_ignored_otherwise() -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, dropout_rate=0.1)
+    variables = module.init(jax.random.key(7), x, deterministic=True)
+    plain = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
+    close(module.apply(variables, x, deterministic=True), plain.apply(variables, x))
+    with pytest.raises(jattn.NoBackendError, match=r"dropout_rate is 0\.1") as caught:
+        module.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    [reason] = caught.value.reasons
+    assert (reason.code, reason.argument, reason.actual) == ("FEATURE", "dropout_rate", 0.1)
+
+    nnx_module = nnx.MultiHeadAttention(
+        HEADS, FEATURES, attention_fn=attention_fn, dropout_rate=0.1, decode=False, rngs=nnx.Rngs(0)
+    )
+    nnx_module(x, deterministic=True)
+    with pytest.raises(jattn.NoBackendError, match="Flax's own dot_product_attention"):
+        nnx_module(x, deterministic=False)
+
+
+def test_attention_weights_are_refused() -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
+    variables = module.init(jax.random.key(7), x)
+    with pytest.raises(ValueError, match="sow_weights"):
+        module.apply(variables, x, sow_weights=True, mutable=["intermediates"])
+    nnx_module = nnx.MultiHeadAttention(
+        HEADS, FEATURES, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match="sow_weights"):
+        nnx_module(x, sow_weights=True)
+
+
+def test_replaced_products_are_refused() -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    module = nn.MultiHeadDotProductAttention(
+        HEADS,
+        attention_fn=attention_fn,
+        qk_attn_weights_einsum_cls=lambda: jnp.einsum,
+        attn_weights_value_einsum_cls=lambda: jnp.einsum,
+    )
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum is given"):
+        module.init(jax.random.key(7), x)
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="einsum_dot_general is given"):
+        attention_fn(q, k, v, einsum_dot_general=jax.lax.dot_general)
+
+
+@pytest.mark.parametrize("precision", [jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "BF16_BF16_F32"])
+def test_prescribed_algorithms_are_refused(precision: Any) -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"precision is .*BF16_BF16_F32"):
+        attention_fn(q, k, v, precision=precision)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(
+        ValueError, match=r"mask has shape \(3, 1, 5, 7\), which does not broadcast"
+    ):
+        attention_fn(q, k, v, mask=jnp.ones((3, 1, Q_LEN, KV_LEN), bool))
+    with pytest.raises(ValueError, match=r"bias has shape .*more axes"):
+        attention_fn(q, k, v, bias=jnp.ones((1, 1, 1, Q_LEN, KV_LEN)))
+    with pytest.raises(ValueError, match="one rank, 3 or more"):
+        attention_fn(q, k[0], v[0])
+    with pytest.raises(
+        ValueError, match=r"segment_ids has shape \(9,\), must begin with the batch axes \(2,\)"
+    ):
+        attention_fn(q, q, q, mask=StructuralMask(segment_ids=SEGMENTS[0]))
+    with pytest.raises(ValueError, match="dtype is int8, must be a floating-point type"):
+        attention_fn(q, k, v, dtype=jnp.int8)

@@ -1,0 +1,39 @@
+"""Tier gpu: skips, and says so, where there is no CUDA device; skips the backends this build does not have."""
+
+import functools
+
+import jax
+import pytest
+
+import jattn
+
+
+@functools.cache
+def missing() -> str:
+    """What the tier lacks here; empty if nothing."""
+    if jax.config.jax_platforms == "cpu":
+        return "this process was set to the CPU (tests/cpu in the same run?): run the tier with `make test-gpu`"
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:
+        return f"no CUDA device: {error}"
+    return ""
+
+
+@functools.cache
+def backend_missing(backend: str) -> str:
+    """Why a backend is not there at all: the reasons it gives for the plainest 16-bit problem."""
+    plain = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16")
+    reasons = jattn.explain(plain, plain, plain).reasons
+    if backend not in reasons:
+        return f"there is no backend {backend!r} on {jax.devices()[0]}"
+    return "; ".join(str(reason) for reason in reasons[backend])
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> None:
+    """Skips a test whose device or backend is missing."""
+    if reason := missing():
+        pytest.skip(reason)
+    if "backend" in request.fixturenames and (reason := backend_missing(request.getfixturevalue("backend"))):
+        pytest.skip(reason)

@@ -1,4 +1,7 @@
-"""What a benchmark run leaves behind: rows, a table to read and a file to keep."""
+"""What a benchmark run leaves behind: rows, a table to read and a file to keep.
+
+python -m benchmarks.report FILE... prints the tables of recorded runs.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def format_table(rows: Sequence[Row]) -> str:
             timed = (
                 f"{row.median_us:,.1f}",
                 f"{row.spread or 0.0:.1%}",
-                "-" if row.tflops is None else f"{row.tflops:.1f}",
+                "-" if row.tflops is None else f"{row.tflops:.3g}",
                 "-" if rival is None else f"{rival / row.median_us:.2f}",
             )
         remark = row.check if not row.note else f"{row.note} {row.check}".strip()
@@ -140,3 +143,14 @@ def write(path: Path, rows: Sequence[Row], facts: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**facts, "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(path: Path) -> tuple[Row, ...]:
+    """Reads the rows of a recorded run."""
+    rows = json.loads(path.read_text())["rows"]
+    return tuple(Row(**(row | {"rounds_us": tuple(row["rounds_us"])})) for row in rows)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(format_table(read(Path(argument))))

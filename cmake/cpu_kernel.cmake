@@ -1,9 +1,38 @@
-# The native CPU kernel.
+# The native CPU kernel: the same source compiled once per instruction set, each in a file of its own, so that no code of
+# a newer set can be chosen by the linker for a machine that lacks it. targets.cc picks one at run time.
 
-if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/cc/cpu/targets.cc")
-file(GLOB cpu_sources CONFIGURE_DEPENDS cc/cpu/*.cc)
-else()
-set(cpu_sources "${CMAKE_CURRENT_BINARY_DIR}/placeholders/cpu_ph.cc")
+set(cpu_sources
+    cc/cpu/targets.cc
+    cc/cpu/plan.cc
+    cc/cpu/threads.cc
+    cc/cpu/baseline.cc
+)
+# Scores are infinite where masked: infinities and NaNs must keep their meaning, so there is no -ffast-math.
+set(cpu_flags -fno-math-errno -fno-trapping-math)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
+    set(avx2_flags -mavx2 -mfma -mf16c)
+    set(avx512_flags
+        ${avx2_flags}
+        -mavx512f
+        -mavx512bw
+        -mavx512vl
+        -mavx512dq
+        -mprefer-vector-width=512
+    )
+    list(APPEND cpu_sources cc/cpu/avx2.cc cc/cpu/avx512.cc)
+    set_source_files_properties(
+        cc/cpu/avx2.cc
+        PROPERTIES COMPILE_OPTIONS "${avx2_flags}"
+    )
+    set_source_files_properties(
+        cc/cpu/avx512.cc
+        PROPERTIES COMPILE_OPTIONS "${avx512_flags}"
+    )
 endif()
+
 add_library(jattn_cpu STATIC ${cpu_sources})
+target_compile_options(jattn_cpu PRIVATE ${cpu_flags})
+if(CMAKE_BUILD_TYPE STREQUAL "Release")
+    target_compile_options(jattn_cpu PRIVATE -O3)
+endif()
 target_link_libraries(jattn_cpu PUBLIC jattn_core)

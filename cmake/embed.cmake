@@ -10,14 +10,23 @@ function(jattn_embed)
     set(index 0)
     foreach(file IN LISTS arg_FILES)
         set(name "${arg_SYMBOL}_${index}")
-        string(APPEND text ".balign 64\n.global ${name}_begin\n.global ${name}_end\n")
+        string(
+            APPEND text
+            ".balign 64\n.global ${name}_begin\n.global ${name}_end\n"
+        )
         string(APPEND text ".hidden ${name}_begin\n.hidden ${name}_end\n")
-        string(APPEND text "${name}_begin:\n.incbin \"${file}\"\n${name}_end:\n.byte 0\n")
+        string(
+            APPEND text
+            "${name}_begin:\n.incbin \"${file}\"\n${name}_end:\n.byte 0\n"
+        )
         math(EXPR index "${index} + 1")
     endforeach()
     string(APPEND text ".section .note.GNU-stack,\"\",%progbits\n")
     set(assembly "${CMAKE_CURRENT_BINARY_DIR}/${arg_SYMBOL}.S")
     file(CONFIGURE OUTPUT "${assembly}" CONTENT "${text}" @ONLY)
-    set_source_files_properties("${assembly}" PROPERTIES OBJECT_DEPENDS "${arg_FILES}")
+    set_source_files_properties(
+        "${assembly}"
+        PROPERTIES OBJECT_DEPENDS "${arg_FILES}"
+    )
     target_sources(${arg_TARGET} PRIVATE "${assembly}")
 endfunction()

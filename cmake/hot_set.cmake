@@ -14,7 +14,11 @@ set(nvcc_version 0)
 if(NOT JATTN_CUDA STREQUAL "OFF")
     find_program(JATTN_NVCC nvcc HINTS /usr/local/cuda/bin)
     if(JATTN_NVCC)
-        execute_process(COMMAND "${JATTN_NVCC}" --version OUTPUT_VARIABLE nvcc_banner COMMAND_ERROR_IS_FATAL ANY)
+        execute_process(
+            COMMAND "${JATTN_NVCC}" --version
+            OUTPUT_VARIABLE nvcc_banner
+            COMMAND_ERROR_IS_FATAL ANY
+        )
         if(nvcc_banner MATCHES "release ([0-9]+\\.[0-9]+)")
             set(nvcc_version "${CMAKE_MATCH_1}")
         endif()
@@ -31,13 +35,23 @@ if(NOT JATTN_CUDA STREQUAL "OFF")
 endif()
 
 set(hot_set_file "${CMAKE_CURRENT_SOURCE_DIR}/cc/core/hot_set.txt")
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${hot_set_file}")
+set_property(
+    DIRECTORY
+    APPEND
+    PROPERTY CMAKE_CONFIGURE_DEPENDS "${hot_set_file}"
+)
 set(hot_set_keys "")
 if(nvcc_version VERSION_GREATER 0)
     file(STRINGS "${hot_set_file}" hot_set_keys REGEX "^[^#]")
-    message(STATUS "jattn: hot set compiled by nvcc ${nvcc_version} (${JATTN_NVCC})")
+    message(
+        STATUS
+        "jattn: hot set compiled by nvcc ${nvcc_version} (${JATTN_NVCC})"
+    )
 else()
-    message(STATUS "jattn: no hot set; kernels are compiled at run time by NVRTC")
+    message(
+        STATUS
+        "jattn: no hot set; kernels are compiled at run time by NVRTC"
+    )
 endif()
 
 set(hot_set_dir "${CMAKE_CURRENT_BINARY_DIR}/hot_set")
@@ -70,9 +84,12 @@ foreach(key IN LISTS hot_set_keys)
     add_custom_command(
         OUTPUT "${cubin}" "${cubin}.log"
         COMMAND
-            "${CMAKE_COMMAND}" "-DLOG=${cubin}.log" -P "${CMAKE_CURRENT_SOURCE_DIR}/cmake/run_logged.cmake" --
-            "${JATTN_NVCC}" -cubin -arch=${arch} -std=c++20 "-I${device_include_dir}" "-I${CMAKE_CURRENT_SOURCE_DIR}/cc" -Xptxas -v -Xptxas -warn-spills
-            ${nvcc_flags} -MD -MF "${cubin}.d" -MT "${cubin}" -o "${cubin}" "${unit}"
+            "${CMAKE_COMMAND}" "-DLOG=${cubin}.log" -P
+            "${CMAKE_CURRENT_SOURCE_DIR}/cmake/run_logged.cmake" --
+            "${JATTN_NVCC}" -cubin -arch=${arch} -std=c++20
+            "-I${device_include_dir}" -Xptxas -v -Xptxas -warn-spills
+            ${nvcc_flags} -MD -MF "${cubin}.d" -MT "${cubin}" -o "${cubin}"
+            "${unit}"
         DEPENDS "${unit}" "${CMAKE_CURRENT_SOURCE_DIR}/cmake/run_logged.cmake"
         DEPFILE "${cubin}.d"
         COMMENT "Kernel ${key}"
@@ -94,7 +111,15 @@ foreach(key IN LISTS hot_set_keys)
     math(EXPR index "${index} + 1")
 endforeach()
 list(LENGTH cubins num_cubins)
-string(REGEX REPLACE "^([0-9]+)\\.?([0-9]*)$" "1000 * \\1 + 10 * (0\\2)" nvcc_version_number "${nvcc_version}")
+if(nvcc_version MATCHES "^([0-9]+)\\.([0-9]+)$")
+    math(
+        EXPR
+        nvcc_version_number
+        "1000 * ${CMAKE_MATCH_1} + 10 * ${CMAKE_MATCH_2}"
+    )
+else()
+    set(nvcc_version_number 0)
+endif()
 file(
     CONFIGURE
     OUTPUT "${CMAKE_CURRENT_BINARY_DIR}/embedded_cubins.cc"
@@ -118,7 +143,11 @@ int embedded_cuda_version() { return @nvcc_version_number@; }
 ]]
     @ONLY
 )
-add_library(jattn_hot_set STATIC "${CMAKE_CURRENT_BINARY_DIR}/embedded_cubins.cc")
+add_library(
+    jattn_hot_set
+    STATIC
+    "${CMAKE_CURRENT_BINARY_DIR}/embedded_cubins.cc"
+)
 target_link_libraries(jattn_hot_set PUBLIC jattn_options)
 jattn_embed(TARGET jattn_hot_set SYMBOL jattn_cubin FILES ${cubins})
 jattn_embed(TARGET jattn_hot_set SYMBOL jattn_cubin_log FILES ${logs})

@@ -11,7 +11,12 @@ foreach(index RANGE ${last})
         set(collecting TRUE)
     endif()
 endforeach()
-execute_process(COMMAND ${command} RESULT_VARIABLE result OUTPUT_VARIABLE printed ERROR_VARIABLE printed)
+execute_process(
+    COMMAND ${command}
+    RESULT_VARIABLE result
+    OUTPUT_VARIABLE printed
+    ERROR_VARIABLE printed
+)
 file(WRITE "${LOG}" "${printed}")
 if(NOT result EQUAL 0)
     message(FATAL_ERROR "${printed}")

@@ -27,6 +27,10 @@ from jattn.errors import FallbackWarning as FallbackWarning
 from jattn.errors import NoBackendError as NoBackendError
 from jattn.errors import Reason as Reason
 from jattn.ffi import export_disabled_checks as export_disabled_checks
+from jattn.ffi import register_targets as _register_targets
 from jattn.masks import CausalBias as CausalBias
 from jattn.masks import causal_lower_right as causal_lower_right
 from jattn.masks import causal_upper_left as causal_upper_left
+
+# Programs exported elsewhere name our targets; importing jattn is all they ask for. Starts no JAX backend.
+_register_targets()

@@ -41,7 +41,9 @@ class CacheInfo(TypedDict):
 def registrations(platform: Literal["cpu", "cuda"]) -> dict[str, dict[str, object]]:
     """Returns target -> stage -> capsule, as ``jax.ffi.register_ffi_target`` takes them."""
 
-def configure(*, cache_dir: str = "", cache_enabled: bool = True, nvrtc_path: str = "", offline: bool = False) -> None:
+def configure(
+    *, cache_dir: str = "", cache_enabled: bool = True, nvrtc_path: str = "", offline: bool = False
+) -> None:
     """Sets the facts of the machine: an absolute cache folder, the NVRTC library, and whether compiling is allowed."""
 
 # Kernel variants

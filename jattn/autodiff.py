@@ -98,7 +98,7 @@ def _run_backward(
 ) -> Any:
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
-    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True)
+    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     counters.count_call(backend.name, "backward")
     grads = backend.backward(
         spec, operands, _residuals(rest, has_dlse), wants, where, options.determinism

@@ -333,5 +333,6 @@ def _join_rows(tiles: jax.Array, axis: int) -> jax.Array:
 
 
 def _add_at(x: jax.Array, update: jax.Array, corner: tuple[jax.Array | int, ...]) -> jax.Array:
-    old = lax.dynamic_slice(x, corner, update.shape)
-    return lax.dynamic_update_slice(x, old + update, corner)
+    starts = [jnp.asarray(start, jnp.int32) for start in corner]
+    old = lax.dynamic_slice(x, starts, update.shape)
+    return lax.dynamic_update_slice(x, old + update, starts)

@@ -43,18 +43,20 @@ class Variant:
     tile_kv: int = 128
     stages: int = 2
     band: int = 0
+    lengths: int = 0
     segments: int = 0
     softcap: int = 0
     schedule: int = 0
-    rotated: int = 0
+    loop_order: int = 0
+    cluster_size: int = 1
     scale_first: int = 0
     q_in_registers: int = 0
     integer_max: int = 0
-    section_mib: float = 0  # keys and values of one section; 0: one head a section
+    section_mib: float = 0  # keys and values of one section; 0: one key/value head
 
     def config(self) -> dict[str, str]:
         """Returns the members of Config as device code."""
-        flags = "band segments softcap rotated scale_first q_in_registers integer_max".split()
+        flags = "band lengths segments softcap scale_first q_in_registers integer_max".split()
         values = {
             "element": "Element::k" + self.element.upper(),
             "head_dim": str(self.head_dim),
@@ -64,19 +66,22 @@ class Variant:
             "num_warps": str(4 * (1 + self.tile_q // 64)),
             "stages": str(self.stages),
             "schedule": str(self.schedule),
+            "loop_order": str(self.loop_order),
+            "cluster_size": str(self.cluster_size),
         }
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in flags}
         order = (
-            "element head_dim head_dim_v tile_q tile_kv num_warps stages band segments softcap schedule rotated "
-            "scale_first q_in_registers integer_max"
+            "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule loop_order "
+            "cluster_size scale_first q_in_registers integer_max"
         ).split()
         return {name: values[name] for name in order}
 
     def cubin(self) -> str:
         """Returns the file name: equal for variants that differ in the order of items only."""
-        flags = "band segments softcap rotated scale_first q_in_registers integer_max".split()
+        flags = "band lengths segments softcap scale_first q_in_registers integer_max".split()
         shape = f"{self.element}_d{self.head_dim}x{self.head_dim_v or self.head_dim}_tile{self.tile_q}x{self.tile_kv}"
-        tags = [shape, f"stages{self.stages}", f"schedule{self.schedule}"]
+        tags = [shape, f"stages{self.stages}", f"schedule{self.schedule}", f"order{self.loop_order}"]
+        tags += [f"cluster{self.cluster_size}"] if self.cluster_size > 1 else []
         return "_".join([*tags, *(flag for flag in flags if getattr(self, flag))])
 
 
@@ -85,32 +90,64 @@ def variants() -> list[Variant]:
     found: list[Variant] = []
     for band in (0, 1):
         mask = "band" if band else "full"
-        mib = 16.0 if band else 0.0
-        d64 = Variant("", head_dim=64, tile_q=192, band=band, section_mib=mib)
-        d128 = Variant("", band=band, section_mib=mib)
-        d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib)
-        for prefix, base in (("d64", d64), ("d128", d128), ("d256", d256)):
-            for schedule, tag in ((0, "grid"), (2, "dyn")):
-                for rotated, order in ((0, "mid"), (1, "rot")):
-                    found.append(
-                        replace(base, name=f"{prefix}_{mask}_{tag}_{order}", schedule=schedule, rotated=rotated)
-                    )
-        found.append(replace(d256, name=f"d256_{mask}_dyn_mid_kv80", schedule=2, tile_kv=80))
-        found.append(replace(d64, name=f"d64_{mask}_dyn_rot_st3", schedule=2, rotated=1, stages=3))
-        found.append(replace(d128, name=f"d96_{mask}_dyn", schedule=2, head_dim=96))
-        found.append(replace(d128, name=f"d192_{mask}_dyn", schedule=2, head_dim=192, tile_kv=96))
-        found.append(replace(d128, name=f"d192v128_{mask}_dyn", schedule=2, head_dim=192, head_dim_v=128))
+        base = Variant("", band=band, section_mib=16.0 if band else 0.0, schedule=2)
+
+        def add(tag: str, base: Variant = base, mask: str = mask, **members: Any) -> None:
+            variant = replace(base, **members)
+            width = f"d{variant.head_dim}" + (f"v{variant.head_dim_v}" if variant.head_dim_v else "")
+            found.append(replace(variant, name=f"{width}_{mask}_{tag}"))
+
+        d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "loop_order": 1}
+        add("last_st3", **d64, stages=3)
+        add("last_st4", **d64, stages=4)
+        add("last_st3_imax", **d64, stages=3, integer_max=1)
+        add("grid_last_st3", **d64, stages=3, schedule=0)
+        add("mid_st3_imax", **d64 | {"loop_order": 0}, stages=3, integer_max=1)
+        add("mid")
+        add("grid_mid", schedule=0)
+        add("mid_imax", integer_max=1)
+        add("mid_qreg", q_in_registers=1)
+        add("mid_qreg_imax", q_in_registers=1, integer_max=1)
+        add("serial192", loop_order=2, tile_q=192)
+        add("serial192_imax", loop_order=2, tile_q=192, integer_max=1)
+        add("mid", head_dim=256, tile_kv=64)
+        add("grid_mid", head_dim=256, tile_kv=64, schedule=0)
+        add("mid_kv80", head_dim=256, tile_kv=80)
+        add("mid_imax", head_dim=256, tile_kv=64, integer_max=1)
+        add("mid", head_dim=96)
+        add("mid_imax", head_dim=96, integer_max=1)
+        add("last", head_dim=96, loop_order=1)
+        add("mid_qreg", head_dim=96, q_in_registers=1)
+        add("serial192", head_dim=96, loop_order=2, tile_q=192)
+        add("mid_kv96", head_dim=192, tile_kv=96)
+        add("mid_kv112", head_dim=192, tile_kv=112)
+        add("mid", head_dim=192, head_dim_v=128)
+        if band:
+            add("last_st3_4mib", **d64, stages=3, section_mib=4.0)
+            add("last_st3_40mib", **d64, stages=3, section_mib=40.0)
+            add("mid_4mib", section_mib=4.0)
+            add("mid_8mib", section_mib=8.0)
+            add("mid_40mib", section_mib=40.0)
+            add("mid_8mib", head_dim=256, tile_kv=64, section_mib=8.0)
+            add("mid_40mib", head_dim=256, tile_kv=64, section_mib=40.0)
     # For the checks: other types and features.
-    found.append(Variant("check_f16", element="f16", band=1, schedule=2))
-    found.append(Variant("check_segments", band=1, segments=1, schedule=2))
-    found.append(Variant("check_segments64", head_dim=64, tile_q=192, band=1, segments=1, schedule=2))
-    found.append(Variant("check_softcap", band=1, softcap=1, schedule=2))
-    found.append(Variant("check_scale_first", band=1, scale_first=1, schedule=2))
+    checked = Variant("", band=1, lengths=1, schedule=2)
+    found.append(replace(checked, name="check_f16", element="f16"))
+    found.append(replace(checked, name="check_d256", head_dim=256, tile_kv=64))
+    found.append(replace(checked, name="check_grid", schedule=0))
+    found.append(replace(checked, name="check_stride", schedule=1))
+    found.append(replace(checked, name="check_full", band=0))
+    found.append(replace(checked, name="check_segments", segments=1))
+    found.append(replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192, loop_order=1))
+    found.append(replace(checked, name="check_serial", tile_q=192, loop_order=2, integer_max=1))
+    found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
+    found.append(replace(checked, name="check_softcap", softcap=1))
+    found.append(replace(checked, name="check_scale_first", scale_first=1))
     return found
 
 
 UNIT = """\
-#include "kernels/sm90/forward.cuh"
+#include "sm90/forward.cuh"
 
 namespace jattn {{
 constexpr Config kConfig{{{config}}};
@@ -126,11 +163,10 @@ FACTS = """\
 #include <cstddef>
 #include <cstdio>
 
-#include "kernels/sm90/params.cuh"
-#include "kernels/sm90/shape.cuh"
+#include "sm90/forward_params.cuh"
+#include "sm90/shape.cuh"
 
 using namespace jattn;
-using sm90::ForwardParams;
 
 void print(const char* name, const Config& config, const char* end) {{
   std::printf("  \\"%s\\": {{\\"threads\\": %d, \\"shared_bytes\\": %d}}%s\\n", name, sm90::forward_threads(config),
@@ -138,7 +174,9 @@ void print(const char* name, const Config& config, const char* end) {{
 }}
 
 int main() {{
-  std::printf("{{\\"params\\": {{\\"size\\": %zu{offsets}}},\\n\\"variants\\": {{\\n", sizeof(ForwardParams){fields});
+  std::printf("{{\\n");
+{structs}
+  std::printf("\\"variants\\": {{\\n");
 {prints}
   std::printf("}}}}\\n");
 }}
@@ -159,18 +197,18 @@ def write_units(folder: Path) -> None:
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-    names = [name for name, _ in Params._fields_ if name != "tail"]
+    structs = ""
+    for label, mirror in (("params", Params), ("problem", Problem)):
+        cpp = "sm90::ForwardParams" if mirror is Params else "ProblemParams"
+        names = [name for name, _ in mirror._fields_ if name != "tail"]
+        offsets = "".join(f', \\"{name}\\": %zu' for name in names)
+        values = "".join(f", offsetof({cpp}, {name})" for name in names)
+        structs += f'  std::printf("\\"{label}\\": {{\\"size\\": %zu{offsets}}},\\n", sizeof({cpp}){values});\n'
     prints = [
         f'  print("{name}", Config{{{config_text(variant)}}}, "{"," if i + 1 < len(cubins) else ""}");'
         for i, (name, variant) in enumerate(cubins.items())
     ]
-    (folder / "facts.cc").write_text(
-        FACTS.format(
-            offsets="".join(f', \\"{name}\\": %zu' for name in names),
-            fields="".join(f", offsetof(ForwardParams, {name})" for name in names),
-            prints="\n".join(prints),
-        )
-    )
+    (folder / "facts.cc").write_text(FACTS.format(structs=structs, prints="\n".join(prints)))
 
 
 # ---- driver ---------------------------------------------------------------------------------------------------------
@@ -182,6 +220,34 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
 
+class BroadcastArray(ctypes.Structure):
+    """Mirror of jattn::BroadcastArray."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("pairs", ctypes.c_bool)]
+
+
+POINTERS = "q k v".split()
+INDICES = "q_lengths kv_lengths q_segments kv_segments q_ranges kv_ranges".split()
+EXTENTS = "batch q_len kv_len num_heads num_kv_heads group_size head_dim head_dim_v band_left band_right".split()
+
+
+class Problem(ctypes.Structure):
+    """Mirror of jattn::ProblemParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("bias", BroadcastArray),
+        ("mask", BroadcastArray),
+        *((name, ctypes.c_void_p) for name in INDICES),
+        *((name, ctypes.c_int32) for name in EXTENTS),
+        ("lower_right", ctypes.c_bool),
+        ("scale_first", ctypes.c_bool),
+        *((name, ctypes.c_float) for name in "scale scale_log2 softcap_in softcap_log2".split()),
+        ("copy_bytes", ctypes.c_int32),
+        ("copy_bytes_v", ctypes.c_int32),
+    ]
+
+
 class Params(ctypes.Structure):
     """Mirror of jattn::sm90::ForwardParams; facts.json says whether the layouts agree."""
 
@@ -190,40 +256,25 @@ class Params(ctypes.Structure):
         ("k", TensorMap),
         ("v", TensorMap),
         ("out", TensorMap),
+        ("problem", Problem),
         ("lse", ctypes.c_void_p),
-        ("q_lengths", ctypes.c_void_p),
-        ("kv_lengths", ctypes.c_void_p),
-        ("q_segments", ctypes.c_void_p),
-        ("kv_segments", ctypes.c_void_p),
-        ("q_blocks", ctypes.c_void_p),
-        ("kv_blocks", ctypes.c_void_p),
         ("next_item", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("batch", ctypes.c_int),
-        ("q_len", ctypes.c_int),
-        ("kv_len", ctypes.c_int),
-        ("num_heads", ctypes.c_int),
-        ("group_size", ctypes.c_int),
-        ("num_q_tiles", ctypes.c_int),
-        ("num_kv_tiles", ctypes.c_int),
-        ("num_items", ctypes.c_int),
-        ("section_heads", ctypes.c_int),
-        ("band_left", ctypes.c_int),
-        ("band_right", ctypes.c_int),
-        ("lower_right", ctypes.c_int),
-        ("tail", ctypes.c_byte * 8),
+        ("tiles", ctypes.c_int32),
+        ("items", ctypes.c_int32),
+        ("section_heads", ctypes.c_int32),
+        ("tail", ctypes.c_byte * 52),  # the C++ struct is aligned to 64 bytes
     ]
 
 
 def check_layout(facts: dict[str, Any]) -> None:
     """Raises RuntimeError if the mirror differs from what the host compiler saw."""
-    params = facts["params"]
-    for name, _ in Params._fields_:
-        if name != "tail" and getattr(Params, name).offset != params[name]:
-            raise RuntimeError(f"Params.{name} is at {getattr(Params, name).offset}, in C++ at {params[name]}")
-    if ctypes.sizeof(Params) != params["size"]:
-        raise RuntimeError(f"Params has {ctypes.sizeof(Params)} bytes, in C++ {params['size']}")
+    for mirror, offsets in ((Params, facts["params"]), (Problem, facts["problem"])):
+        for name, _ in mirror._fields_:
+            if name != "tail" and getattr(mirror, name).offset != offsets[name]:
+                here, there = getattr(mirror, name).offset, offsets[name]
+                raise RuntimeError(f"{mirror.__name__}.{name} is at {here}, in C++ at {there}")
+        if ctypes.sizeof(mirror) != offsets["size"]:
+            raise RuntimeError(f"{mirror.__name__} has {ctypes.sizeof(mirror)} bytes, in C++ {offsets['size']}")
 
 
 class Driver:
@@ -423,20 +474,21 @@ def reference(torch: Any, data: Data) -> tuple[Any, Any]:
     return (p @ v).transpose(1, 2), lse
 
 
-def segment_blocks(torch: Any, ids: Any, tile: int) -> Any:
-    """Returns SegmentBlock records (B, tiles, 4) of a (B, length) array of ids."""
+def segment_ranges(torch: Any, ids: Any, tile: int) -> Any:
+    """Returns the SegmentRange records (B, tiles, 2) of a (B, length) array of ids."""
     batch, length = ids.shape
     tiles = -(-length // tile)
     top = 2**31 - 1
-    padding = torch.zeros(batch, tiles * tile, device="cuda", dtype=torch.int32)
+    padding = torch.zeros(batch, tiles * tile, device="cuda", dtype=torch.bool)
     low = torch.full((batch, tiles * tile), top, device="cuda", dtype=torch.int32)
     high = torch.full((batch, tiles * tile), -1, device="cuda", dtype=torch.int32)
-    padding[:, :length] = (ids < 0).int()
+    padding[:, :length] = ids < 0
     low[:, :length] = torch.where(ids < 0, top, ids)
     high[:, :length] = torch.where(ids < 0, -1, ids)
     shape = (batch, tiles, tile)
-    parts = [low.view(shape).amin(-1), high.view(shape).amax(-1), padding.view(shape).amax(-1)]
-    return torch.stack([*parts, torch.zeros_like(parts[0])], -1).contiguous()
+    least = low.view(shape).amin(-1)
+    least = torch.where(padding.view(shape).any(-1), -1 - least, least)
+    return torch.stack([least, high.view(shape).amax(-1)], -1).contiguous()
 
 
 # ---- launching ------------------------------------------------------------------------------------------------------
@@ -455,7 +507,7 @@ class Loaded:
 def section_heads(variant: Variant, case: Case) -> int:
     """Returns how many query heads share a section, by the bytes of their keys and values."""
     if not variant.section_mib:
-        return 1
+        return case.heads // case.kv_heads
     kv_bytes = case.kv_len * (case.head_dim + case.width_v) * 2
     kv_heads = max(1, int(variant.section_mib * 2**20 / kv_bytes))
     return min(case.batch * case.heads, kv_heads * (case.heads // case.kv_heads))
@@ -468,6 +520,7 @@ def fits(variant: Variant, case: Case) -> bool:
         and case.width_v <= (variant.head_dim_v or variant.head_dim)
         and case.element == variant.element
         and bool(variant.band) >= case.has_band
+        and bool(variant.lengths) >= bool(case.lengths)
         and bool(variant.segments) == bool(case.segments)
         and bool(variant.softcap) == bool(case.softcap)
         and (variant.scale_first == 1 or case.scale is None or case.scale > 0)
@@ -482,43 +535,49 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
     def pointer(name: str) -> int | None:
         return extra[name].data_ptr() if name in extra else None
 
+    scale = case.scale if case.scale is not None else case.head_dim**-0.5
+    tiles = -(-case.q_len // variant.tile_q)
+    unbounded = 2**29
+    problem = Problem(
+        **{name: pointer(name) for name in INDICES},
+        batch=case.batch,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        group_size=case.heads // case.kv_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.width_v,
+        band_left=unbounded if case.left is None else case.left,
+        band_right=unbounded if case.right is None else case.right,
+        lower_right=case.lower_right,
+        scale=scale,
+        scale_log2=scale * LOG2E,
+    )
+    if case.softcap:
+        problem.softcap_in, problem.softcap_log2 = scale / case.softcap, case.softcap * LOG2E
+    keep: list[Any] = []
+    if case.segments:
+        keep += [
+            segment_ranges(torch, extra["q_segments"], variant.tile_q),
+            segment_ranges(torch, extra["kv_segments"], variant.tile_kv),
+        ]
+        problem.q_ranges, problem.kv_ranges = keep[0].data_ptr(), keep[1].data_ptr()
     params = Params(
         driver.tensor_map(data.q, variant.tile_q),
         driver.tensor_map(data.k, variant.tile_kv),
         driver.tensor_map(data.v, variant.tile_kv),
         driver.tensor_map(data.out, 64),
+        problem,
         lse=data.lse.data_ptr(),
-        q_lengths=pointer("q_lengths"),
-        kv_lengths=pointer("kv_lengths"),
-        q_segments=pointer("q_segments"),
-        kv_segments=pointer("kv_segments"),
         next_item=data.counter.data_ptr(),
-        scale=case.scale if case.scale is not None else case.head_dim**-0.5,
-        softcap=case.softcap,
-        batch=case.batch,
-        q_len=case.q_len,
-        kv_len=case.kv_len,
-        num_heads=case.heads,
-        group_size=case.heads // case.kv_heads,
-        num_q_tiles=-(-case.q_len // variant.tile_q),
-        num_kv_tiles=-(-case.kv_len // variant.tile_kv),
+        tiles=tiles,
+        items=case.batch * case.heads * tiles,
         section_heads=section_heads(variant, case),
-        lower_right=int(case.lower_right),
     )
-    span = case.q_len + case.kv_len
-    params.band_left = span if case.left is None else max(-span, min(span, case.left))
-    params.band_right = span if case.right is None else max(-span, min(span, case.right))
-    params.num_items = case.batch * case.heads * params.num_q_tiles
-    keep: list[Any] = [params]
-    if case.segments:
-        blocks = [
-            segment_blocks(torch, extra["q_segments"], variant.tile_q),
-            segment_blocks(torch, extra["kv_segments"], variant.tile_kv),
-        ]
-        keep += blocks
-        params.q_blocks, params.kv_blocks = blocks[0].data_ptr(), blocks[1].data_ptr()
+    keep.append(params)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    grid = params.num_items if variant.schedule == 0 else min(params.num_items, num_sms)
+    grid = params.items if variant.schedule == 0 else min(params.items, num_sms)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     counter = ctypes.c_uint64(data.counter.data_ptr())

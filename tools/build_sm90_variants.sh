@@ -9,8 +9,8 @@ python3 tools/bench_sm90.py --folder "$folder" --write-units
 
 compile() {
   local unit=$1 cubin=${1%.cu}.cubin log=${1%.cu}.log
-  [ -f "$cubin" ] && [ -z "$(find "$unit" cc/kernels/sm90 cc/kernels/config.cuh -newer "$cubin" -print -quit)" ] && return
-  nvcc -cubin -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -Icc -o "$cubin" "$unit" >"$log" 2>&1 ||
+  [ -f "$cubin" ] && [ -z "$(find "$unit" cc/kernels/{sm90,base,attn,config.cuh,params.cuh} -newer "$cubin" -print -quit)" ] && return
+  nvcc -cubin -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -Icc/kernels -o "$cubin" "$unit" >"$log" 2>&1 ||
     { cat "$log"; rm -f "$cubin"; return 1; }
   if grep -E 'C7[56][0-9][0-9]|[1-9][0-9]* bytes spill' "$log"; then
     echo "in $unit"
@@ -19,7 +19,7 @@ compile() {
 }
 export -f compile
 printf '%s\0' "$folder"/*.cu | xargs -0 -P "$jobs" -I{} bash -c 'compile {}'
-g++ -std=c++20 -Icc -o "$folder/facts" "$folder/facts.cc"
+g++ -std=c++20 -Icc/kernels -o "$folder/facts" "$folder/facts.cc"
 "$folder/facts" >"$folder/facts.json"
 python3 tools/bench_sm90.py --folder "$folder" --check-layout
 echo "$(find "$folder" -name '*.cubin' | wc -l) cubins, $(du -sh "$folder" | cut -f1), in $folder"

@@ -20,7 +20,7 @@ HEADER = """\
 // Source: PTX ISA, asynchronous warpgroup level matrix instructions.
 #pragma once
 
-#include "kernels/config.cuh"
+#include "config.cuh"
 
 namespace jattn::sm90 {
 

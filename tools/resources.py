@@ -82,9 +82,8 @@ def table(kernels: list[Resources]) -> str:
     for kernel, parts in zip(kernels, words, strict=True):
         name = " ".join(part for part in parts if part not in shared)
         spills = kernel.spill_stores + kernel.spill_loads
-        lines.append(
-            f"{kernel.registers:9d}  {kernel.stack:5d}  {spills:6d}  {kernel.static_shared:6d}  {kernel.code:6d}  {name}"
-        )
+        numbers = (kernel.registers, kernel.stack, spills, kernel.static_shared, kernel.code)
+        lines.append("{:9d}  {:5d}  {:6d}  {:6d}  {:6d}  ".format(*numbers) + name)
         lines += [f"           FAULT: {fault}" for fault in kernel.faults]
     if shared:
         lines.append("all: " + " ".join(part for part in words[0] if part in shared))
@@ -93,13 +92,12 @@ def table(kernels: list[Resources]) -> str:
 
 def main() -> int:
     """Prints the table; see the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("logs", nargs="*", type=Path, help="logs to read; default: the hot set")
     arguments = parser.parse_args()
-    if arguments.logs:
-        kernels = [read_log(path.name, path.read_text()) for path in arguments.logs]
-    else:
-        kernels = hot_set()
+    kernels = [read_log(log.name, log.read_text()) for log in arguments.logs] or hot_set()
     if not kernels:
         print("The module was built without nvcc: there is no hot set.", file=sys.stderr)
         return 1

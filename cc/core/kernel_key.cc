@@ -52,9 +52,10 @@ constexpr Member kMembers[] = {
     {"bias", &Config::bias},
     {"softcap", &Config::softcap},
     {"narrow_rows", &Config::narrow_rows},
-    {"result_dim", &Config::result_dim, {0, 512, 8}},
+    {"grad_slices", &Config::grad_slices, {1, 8, 1}},
     {"schedule", &Config::schedule, {0, 2, 1}},
-    {"rotated", &Config::rotated},
+    {"loop_order", &Config::loop_order, {0, 2, 1}},
+    {"cluster_size", &Config::cluster_size, {1, 2, 1}},
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
     {"integer_max", &Config::integer_max},
@@ -113,7 +114,8 @@ std::optional<int> parse_int(std::string_view text) {
 // False if the text is no legal value of the member.
 bool assign(const Member& member, std::string_view text, Config& config) {
   if (const auto* place = std::get_if<Element Config::*>(&member.place)) {
-    const auto* name = std::ranges::find(kElementNames, text, [](const ElementName& n) { return std::string_view(n.key); });
+    const auto* name =
+        std::ranges::find(kElementNames, text, [](const ElementName& n) { return std::string_view(n.key); });
     if (name == std::end(kElementNames)) return false;
     config.*(*place) = name->element;
     return true;
@@ -197,7 +199,7 @@ std::string to_text(const KernelKey& key) {
   for (const Member& member : kMembers) {
     text += concat(' ', member.name, '=');
     std::visit(
-        [&]<typename T>(T Config::*place) {
+        [&]<typename T>(T Config::* place) {
           if constexpr (std::is_same_v<T, Element>) {
             text += element_name(key.config.*place).key;
           } else {
@@ -214,7 +216,7 @@ std::string config_initializer(const Config& config) {
   for (const Member& member : kMembers) {
     text += concat(text.empty() ? "" : ", ", '.', member.name, " = ");
     std::visit(
-        [&]<typename T>(T Config::*place) {
+        [&]<typename T>(T Config::* place) {
           if constexpr (std::is_same_v<T, Element>) {
             text += element_name(config.*place).code;
           } else if constexpr (std::is_same_v<T, bool>) {

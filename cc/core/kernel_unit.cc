@@ -19,7 +19,8 @@ constexpr KernelFamily kFamilies[] = {
      "sm80::backward_dq_min_blocks"},
     {"sm80_backward_dbias", "sm80/backward_dbias.cuh", "DbiasParams", "sm80::backward_dbias",
      "sm80::backward_dbias_threads", "sm80::backward_dbias_min_blocks"},
-    {"sm90_forward", "kernels/sm90/forward.cuh", "sm90::ForwardParams", "sm90::forward", "sm90::forward_threads", ""},
+    {"sm90_forward", "sm90/forward.cuh", "sm90::ForwardParams", "sm90::forward", "sm90::forward_threads",
+     "sm90::forward_min_blocks"},
     {"row_delta", "passes/row_delta.cuh", "RowDeltaParams", "row_delta", "row_delta_threads", "row_delta_min_blocks"},
     {"cast_grad", "passes/cast_grad.cuh", "CastGradParams", "cast_grad", "cast_grad_threads", "cast_grad_min_blocks"},
     {"segment_ranges", "passes/segment_ranges.cuh", "SegmentRangesParams", "segment_ranges", "segment_ranges_threads",
@@ -41,13 +42,12 @@ const KernelFamily* find_kernel_family(std::string_view name) {
 std::string kernel_unit_text(const KernelKey& key) {
   const KernelFamily* family = find_kernel_family(key.family);
   JATTN_REQUIRE(family != nullptr, "kernel unit: there is no family ", key.family);
-  std::string bounds = concat("jattn::", family->num_threads, "(jattn::kConfig)");
-  if (*family->min_blocks != '\0') bounds += concat(", jattn::", family->min_blocks, "(jattn::kConfig)");
   return concat("// ", to_text(key), "\n#include \"", family->header, "\"\n\n",                               //
                 "namespace jattn {\nconstexpr Config kConfig{", config_initializer(key.config), "};\n}\n\n",  //
-                "extern \"C\" __global__ void __launch_bounds__(", bounds, ")\n",                              //
-                kKernelEntry, "(const __grid_constant__ jattn::", family->params, " params) {\n",
-                "  jattn::", family->entry, "<jattn::kConfig>(params);\n}\n");
+                "extern \"C\" __global__ void __launch_bounds__(jattn::", family->num_threads,
+                "(jattn::kConfig), jattn::", family->min_blocks, "(jattn::kConfig))\n", kKernelEntry,
+                "(const __grid_constant__ jattn::", family->params, " params) {\n", "  jattn::", family->entry,
+                "<jattn::kConfig>(params);\n}\n");
 }
 
 }  // namespace jattn

@@ -17,8 +17,7 @@ inline constexpr const char* kKernelEntry = "jattn_kernel";
 //   `params`                         the plain struct that the kernel takes by value
 //   `entry`<Config>(params)          the device function that is the kernel
 //   `num_threads`(Config)            constexpr: the block size it is launched with
-//   `min_blocks`(Config)             constexpr: blocks per multiprocessor that registers are budgeted for;
-//                                    empty: the compiler's choice
+//   `min_blocks`(Config)             constexpr: blocks per multiprocessor that registers are budgeted for
 struct KernelFamily {
   const char* name;
   const char* header;  // as it is included

@@ -18,6 +18,9 @@ class BackwardPass {
         plan_(plan),
         buffers_(buffers),
         lse_(static_cast<const Acc*>(buffers.lse)),
+        packed_queries_(at<Acc>(scratch, plan.packed_queries_offset)),
+        packed_douts_(at<Acc>(scratch, plan.packed_douts_offset)),
+        not_finite_(at<uint64_t>(scratch, plan.not_finite_offset)),
         delta_(at<Acc>(scratch, plan.delta_offset)),
         dq_sums_(at<Acc>(scratch, plan.dq_offset)),
         dk_parts_(at<Acc>(scratch, plan.dk_offset)),
@@ -28,7 +31,7 @@ class BackwardPass {
         scale_(static_cast<Acc>(problem.scale)) {}
 
   void run(const TaskRunner& runner) {
-    const int64_t query_blocks = (problem_.batch * problem_.num_heads * problem_.q_len + kTile - 1) / kTile;
+    const int64_t query_blocks = problem_.batch * problem_.num_heads * plan_.query_tiles;
     const auto prepare = [&](int64_t i) {
       if (i < query_blocks) {
         prepare_queries(i);
@@ -65,18 +68,6 @@ class BackwardPass {
   }
 
   int64_t num_kv_rows() const { return problem_.batch * problem_.num_kv_heads * problem_.kv_len; }
-  int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
-    return (batch * problem_.q_len + query) * problem_.num_heads + head;
-  }
-  int64_t lse_index(int64_t batch, int64_t query, int64_t head) const {
-    return (batch * problem_.num_heads + head) * problem_.q_len + query;
-  }
-  // query_row of an lse_index.
-  int64_t query_row(int64_t index) const {
-    const int64_t head = index / problem_.q_len;
-    return query_row(head / problem_.num_heads, index % problem_.q_len, head % problem_.num_heads);
-  }
-
   // Row i of a tile of keys or values.
   auto kv_rows(const void* array, const Task& task, int64_t head_size) const {
     const int64_t stride = problem_.num_kv_heads * head_size;
@@ -84,33 +75,57 @@ class BackwardPass {
                            (task.batch * problem_.kv_len + task.kv_tile * kTile) * stride + task.kv_head * head_size;
     return [first, stride](int64_t i) { return first + i * stride; };
   }
-  // Row i of a tile of queries or output gradients.
-  auto query_rows(const void* array, const Task& task, const QueryRows& rows, int64_t head_size) const {
-    const int64_t stride = problem_.num_heads * head_size;
-    const Element* first =
-        static_cast<const Element*>(array) + query_row(task.batch, rows.query[0], rows.head[0]) * head_size;
+  // One tile of queries of one head.
+  struct QueryTile {
+    int64_t batch, head, first, count;
+    int64_t index;      // among packed tiles
+    int64_t first_lse;  // lse_index of its first query
+
+    QueryTile(const Problem& problem, const BackwardPlan& plan, int64_t batch_index, int64_t head_index, int64_t tile)
+        : batch(batch_index),
+          head(head_index),
+          first(tile * kTile),
+          count(min_of(kTile, problem.q_len - first)),
+          index((batch * problem.num_heads + head) * plan.query_tiles + tile),
+          first_lse((batch * problem.num_heads + head) * problem.q_len + first) {}
+  };
+  QueryTile query_tile(int64_t index) const {
+    const int64_t head = index / plan_.query_tiles;
+    return {problem_, plan_, head / problem_.num_heads, head % problem_.num_heads, index % plan_.query_tiles};
+  }
+
+  // Row i of a tile of [B, T, N, row_size].
+  auto query_rows(const void* array, const QueryTile& tile, int64_t row_size) const {
+    const int64_t stride = problem_.num_heads * row_size;
+    const Element* first = static_cast<const Element*>(array) + (tile.batch * problem_.q_len + tile.first) * stride +
+                           tile.head * row_size;
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
-  // delta = rowsum(dout * out) - dlse, and dq = 0, of kTile query rows.
-  void prepare_queries(int64_t block) const {
+  // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
+  void prepare_queries(int64_t index) const {
+    const QueryTile tile = query_tile(index);
     const int64_t head_dim_v = problem_.head_dim_v;
+    const auto out_row = query_rows(buffers_.out, tile, head_dim_v);
+    const auto dout_row = query_rows(buffers_.dout, tile, head_dim_v);
     const Acc* dlse = static_cast<const Acc*>(buffers_.dlse);
     Workspace workspace(2 * Workspace::bytes<Acc>(plan_.row_len_v));
     Acc* out = workspace.take<Acc>(plan_.row_len_v);
     Acc* dout = workspace.take<Acc>(plan_.row_len_v);
-    const int64_t end = min_of(problem_.batch * problem_.num_heads * problem_.q_len, (block + 1) * kTile);
-    for (int64_t index = block * kTile; index < end; ++index) {
-      const int64_t offset = query_row(index) * head_dim_v;
-      widen_row<Element>(static_cast<const Element*>(buffers_.out) + offset, head_dim_v, out, plan_.row_len_v);
-      widen_row<Element>(static_cast<const Element*>(buffers_.dout) + offset, head_dim_v, dout, plan_.row_len_v);
+    for (int64_t i = 0; i < tile.count; ++i) {
+      widen_row<Element>(out_row(i), head_dim_v, out, plan_.row_len_v);
+      widen_row<Element>(dout_row(i), head_dim_v, dout, plan_.row_len_v);
       Vec<Acc> sums{};
       for (int64_t d = 0; d < head_dim_v; d += kWidth<Acc>) sums += load(out + d) * load(dout + d);
       Acc sum = 0;
       for (int lane = 0; lane < kWidth<Acc>; ++lane) sum += sums[lane];
-      delta_[index] = dlse == nullptr ? sum : sum - dlse[index];
+      delta_[tile.first_lse + i] = dlse == nullptr ? sum : sum - dlse[tile.first_lse + i];
     }
-    clear(dq_sums_ + block * kTile * plan_.row_len, (end - block * kTile) * plan_.row_len);
+    not_finite_[index] =
+        Products::pack_queries(plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
+                               packed_queries_ + index * kTile * plan_.row_len,
+                               packed_douts_ + index * kTile * plan_.row_len_v);
+    clear(dq_sums_ + tile.first_lse * plan_.row_len, tile.count * plan_.row_len);
   }
 
   Task decode(int64_t index) const {
@@ -154,17 +169,17 @@ class BackwardPass {
     const int64_t end_tile = min_of(plan_.query_tiles, first_tile + plan_.chunk_tiles);
     const int64_t num_tiles = keys.count > 0 ? end_tile - first_tile : 0;
     for (int64_t step = 0; step < num_tiles * group_; ++step) {
-      const int64_t tile = end_tile - 1 - step / group_, group_head = step % group_;
+      const QueryTile tile(problem_, plan_, task.batch, task.kv_head * group_ + step % group_,
+                           end_tile - 1 - step / group_);
       QueryRows rows;
-      for (int64_t query = tile * kTile; query < min_of(problem_.q_len, (tile + 1) * kTile); ++query) {
-        rows.add(sequence, query, task.kv_head * group_ + group_head);
-      }
+      for (int64_t i = 0; i < tile.count; ++i) rows.add(sequence, tile.first + i, tile.head);
       const Coverage covered = coverage(problem_, sequence, rows, keys);
       if (covered == Coverage::kNone) continue;
       convoy_.announce(index, step);
       // All heads of another task may add to the same tile of dbias.
       const int64_t turn = dbias_.needs_order() ? (step / group_ + 1) * group_ : step + 1;
-      add_tile(task, sequence, rows, keys, covered, bad_keys, tiles, products, [&] { convoy_.wait(index, turn); });
+      add_tile(task, sequence, tile, rows, keys, covered, bad_keys, tiles, products,
+               [&] { convoy_.wait(index, turn); });
     }
     if (dbias_.sums_over_queries()) {
       convoy_.wait(index, Convoy::kAllSteps);
@@ -179,51 +194,61 @@ class BackwardPass {
   // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
   // anything that other tasks add to.
   template <typename TakeTurn>
-  void add_tile(const Task& task, const Sequence& sequence, const QueryRows& rows, KeyRange keys, Coverage covered,
-                uint64_t bad_keys, const Tiles& tiles, Products& products, const TakeTurn& take_turn) {
-    const auto q_row = query_rows(problem_.q, task, rows, problem_.head_dim);
-    const auto dout_row = query_rows(buffers_.dout, task, rows, problem_.head_dim_v);
-    const int64_t lse_first = lse_index(task.batch, rows.query[0], rows.head[0]);
-    uint64_t bad_queries = products.set_queries_and_douts(rows.count, q_row, dout_row);
+  void add_tile(const Task& task, const Sequence& sequence, const QueryTile& tile, const QueryRows& rows,
+                KeyRange keys, Coverage covered, uint64_t bad_keys, const Tiles& tiles, Products& products,
+                const TakeTurn& take_turn) {
+    const Acc* lse = lse_ + tile.first_lse;
+    uint64_t bad_queries = not_finite_[tile.index];
+    products.set_queries(packed_queries_ + tile.index * kTile * plan_.row_len,
+                         packed_douts_ + tile.index * kTile * plan_.row_len_v);
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 
     if (problem_.bias.data != nullptr) load_bias(problem_, sequence, rows, keys, tiles.bias);
-    apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap),
-                          problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
-                          tiles.slope);
+    if (has_score_rule(problem_)) {
+      apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap),
+                            problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
+                            tiles.slope);
+    }
 
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
     bool has_empty_row = false;
-    for (int64_t row = 0; row < rows.count; ++row) has_empty_row |= lse_[lse_first + row] == kMinusInfinity;
+    for (int64_t row = 0; row < rows.count; ++row) has_empty_row |= lse[row] == kMinusInfinity;
     const bool is_masked = covered == Coverage::kPartial || has_empty_row;
     if (is_masked) {
       find_visible(problem_, sequence, rows, keys, tiles.visible);
       for (int64_t row = 0; row < rows.count; ++row) {
-        if (lse_[lse_first + row] == kMinusInfinity) clear(tiles.visible + row * kTile, kTile);
+        if (lse[row] == kMinusInfinity) clear(tiles.visible + row * kTile, kTile);
       }
     } else {
       bad_keys = bad_queries = 0;  // every query sees every key: a NaN reaches them all by itself
     }
-    differentiate_softmax(rows.count, lse_ + lse_first, delta_ + lse_first, is_masked ? tiles.visible : nullptr, tiles);
+    const RowValues row_values{lse, delta_ + tile.first_lse};
+    if (has_score_rule(problem_)) {
+      differentiate_softmax<true>(rows.count, row_values, is_masked ? tiles.visible : nullptr, tiles);
+    } else {
+      differentiate_softmax<false>(rows.count, row_values, is_masked ? tiles.visible : nullptr, tiles);
+    }
 
-    Acc* dq = dq_sums_ + lse_first * plan_.row_len;
+    Acc* dq = dq_sums_ + tile.first_lse * plan_.row_len;
     if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, tiles.s, bad_queries);
     if (dbias_.is_wanted()) {
       if (dbias_.sums_over_queries()) {
-        const int64_t head_of_group = rows.head[0] - task.kv_head * group_;
+        const int64_t head_of_group = tile.head - task.kv_head * group_;
         dbias_.add_columns(rows.count, keys.count, tiles.dp, tiles.column_sums + head_of_group * kTile);
       } else {
         if (dbias_.needs_order()) take_turn();
         dbias_.add_tile(sequence, rows, keys, tiles.dp);
       }
     }
-    scale_ds(rows.count, tiles);
+    if (has_score_rule(problem_)) scale_ds(rows.count, tiles);
     if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count, tiles.dp, bad_queries);
     take_turn();
     if (buffers_.dq != nullptr) products.add_dq(rows.count, keys.count, tiles.dp, bad_keys, dq);
 
     // Rows with NaN or infinity, left out above, go only to those that see them.
+    const auto q_row = query_rows(problem_.q, tile, problem_.head_dim);
+    const auto dout_row = query_rows(buffers_.dout, tile, problem_.head_dim_v);
     for_bits(bad_queries, [&](int64_t query) {
       for (int64_t key = 0; key < keys.count; ++key) {
         if (tiles.visible[query * kTile + key] == 0) continue;
@@ -241,13 +266,22 @@ class BackwardPass {
     });
   }
 
+  struct RowValues {
+    const Acc *lse, *delta;
+  };
+
   // s becomes P = exp(s - lse) and dp becomes dS = P * (dp - delta); both exactly 0 where nothing is visible.
-  void differentiate_softmax(int64_t queries, const Acc* lse, const Acc* delta, const Acc* visible,
-                             const Tiles& tiles) const {
+  // Without a score rule s still lacks the scale, and dS gets it here; with one, scale_ds follows.
+  template <bool kHasScoreRule>
+  void differentiate_softmax(int64_t queries, RowValues row_values, const Acc* visible, const Tiles& tiles) const {
     for (int64_t row = 0; row < queries; ++row) {
+      const Acc lse = row_values.lse[row], delta = row_values.delta[row];
       for (int64_t i = row * kTile; i < (row + 1) * kTile; i += kWidth<Acc>) {
-        Vec<Acc> p = exp2<Acc>((load(tiles.s + i) - lse[row]) * static_cast<Acc>(kLog2E));
-        Vec<Acc> ds = p * (load(tiles.dp + i) - delta[row]);
+        Vec<Acc> s = load(tiles.s + i);
+        if (!kHasScoreRule) s = rounded(s * scale_);
+        Vec<Acc> p = exp2<Acc>((s - lse) * static_cast<Acc>(kLog2E));
+        Vec<Acc> ds = p * (load(tiles.dp + i) - delta);
+        if (!kHasScoreRule) ds *= scale_;
         if (visible != nullptr) {
           const Vec<Acc> is_visible = load(visible + i);
           p = is_visible != 0 ? p : Vec<Acc>{};
@@ -263,7 +297,8 @@ class BackwardPass {
   void scale_ds(int64_t queries, const Tiles& tiles) const {
     for (int64_t i = 0; i < queries * kTile; i += kWidth<Acc>) {
       Vec<Acc> ds = load(tiles.dp + i) * scale_;
-      if (problem_.softcap > 0) ds *= load(tiles.slope + i);
+      // The slope of a score that is not visible may be NaN.
+      if (problem_.softcap > 0) ds = ds == 0 ? ds : ds * load(tiles.slope + i);
       store(tiles.dp + i, ds);
     }
   }
@@ -321,10 +356,11 @@ class BackwardPass {
     }
   }
 
-  void finish_dq(int64_t block) const {
-    const int64_t end = min_of(problem_.batch * problem_.num_heads * problem_.q_len, (block + 1) * kTile);
-    for (int64_t index = block * kTile; index < end; ++index) {
-      write_row(dq_sums_ + index * plan_.row_len, problem_.head_dim, buffers_.dq, query_row(index));
+  void finish_dq(int64_t index) const {
+    const QueryTile tile = query_tile(index);
+    for (int64_t i = 0; i < tile.count; ++i) {
+      const int64_t row = (tile.batch * problem_.q_len + tile.first + i) * problem_.num_heads + tile.head;
+      write_row(dq_sums_ + (tile.first_lse + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
     }
   }
 
@@ -332,6 +368,8 @@ class BackwardPass {
   const BackwardPlan& plan_;
   const BackwardBuffers& buffers_;
   const Acc* lse_;
+  Acc *packed_queries_, *packed_douts_;
+  uint64_t* not_finite_;  // rows of packed tiles
   Acc *delta_, *dq_sums_, *dk_parts_, *dv_parts_;
   BiasGradient<Acc> dbias_;
   Convoy convoy_;

@@ -16,8 +16,16 @@ class BackwardProducts {
  public:
   using Acc = Accumulator<Element>;
 
+  // Layout of packed tiles: rows of the accumulator type. Returns a bit for each row where either is not finite.
+  template <typename QueryRow, typename DoutRow>
+  static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
+                               const QueryRow& query_row, const DoutRow& dout_row, Acc* queries, Acc* douts) {
+    return widen_rows<Element>(count, query_row, problem.head_dim, queries, plan.row_len) |
+           widen_rows<Element>(count, dout_row, problem.head_dim_v, douts, plan.row_len_v);
+  }
+
   static int64_t workspace_bytes(const BackwardPlan& plan) {
-    return 4 * Workspace::bytes<Acc>(kTile * plan.row_len) + 3 * Workspace::bytes<Acc>(kTile * plan.row_len_v);
+    return 3 * Workspace::bytes<Acc>(kTile * plan.row_len) + 2 * Workspace::bytes<Acc>(kTile * plan.row_len_v);
   }
 
   BackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -28,25 +36,17 @@ class BackwardProducts {
         keys_(workspace.take<Acc>(kTile * row_len_)),
         k_lanes_(workspace.take<Acc>(kTile * row_len_)),
         v_lanes_(workspace.take<Acc>(kTile * row_len_v_)),
-        queries_(workspace.take<Acc>(kTile * row_len_)),
-        douts_(workspace.take<Acc>(kTile * row_len_v_)),
         dk_(workspace.take<Acc>(kTile * row_len_)),
         dv_(workspace.take<Acc>(kTile * row_len_v_)) {}
 
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
-    uint64_t not_finite = 0;
     clear(keys_, kTile * row_len_);
-    for (int64_t i = 0; i < count; ++i) {
-      const bool is_finite = widen_row<Element>(key_row(i), head_dim_, keys_ + i * row_len_, row_len_);
-      not_finite |= static_cast<uint64_t>(!is_finite) << i;
-    }
+    const uint64_t not_finite = widen_rows<Element>(count, key_row, head_dim_, keys_, row_len_);
     Acc* values = dv_;  // not in use yet
     clear(values, kTile * row_len_v_);
-    for (int64_t i = 0; i < count; ++i) {
-      widen_row<Element>(value_row(i), head_dim_v_, values + i * row_len_v_, row_len_v_);
-    }
+    widen_rows<Element>(count, value_row, head_dim_v_, values, row_len_v_);
     transpose(keys_, row_len_, kTile, row_len_, k_lanes_, kTile);
     transpose(values, row_len_v_, kTile, row_len_v_, v_lanes_, kTile);
     clear(dk_, kTile * row_len_);
@@ -54,16 +54,10 @@ class BackwardProducts {
     return not_finite;
   }
 
-  // Takes a tile of queries and output gradients. Returns a bit for each row where either is not finite.
-  template <typename QueryRow, typename DoutRow>
-  uint64_t set_queries_and_douts(int64_t count, const QueryRow& query_row, const DoutRow& dout_row) {
-    uint64_t not_finite = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const bool q_is_finite = widen_row<Element>(query_row(i), head_dim_, queries_ + i * row_len_, row_len_);
-      const bool dout_is_finite = widen_row<Element>(dout_row(i), head_dim_v_, douts_ + i * row_len_v_, row_len_v_);
-      not_finite |= static_cast<uint64_t>(!(q_is_finite && dout_is_finite)) << i;
-    }
-    return not_finite;
+  // Takes a packed tile.
+  void set_queries(const Acc* queries, const Acc* douts) {
+    queries_ = queries;
+    douts_ = douts;
   }
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
@@ -100,20 +94,9 @@ class BackwardProducts {
  private:
   static int64_t lanes(int64_t count) { return round_up(count, kWidth<Acc>); }
 
-  template <typename Use>
-  static void for_runs(int64_t count, uint64_t excluded, const Use& use) {
-    for (int64_t first = 0; first < count; ++first) {
-      if (excluded >> first & 1) continue;
-      int64_t end = first + 1;
-      while (end < count && !(excluded >> end & 1)) ++end;
-      use(first, end - first);
-      first = end;
-    }
-  }
-
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   Acc *keys_, *k_lanes_, *v_lanes_;  // [kTile][row_len], [row_len][kTile], [row_len_v][kTile]
-  Acc *queries_, *douts_;            // [kTile][row_len], [kTile][row_len_v]
+  const Acc *queries_ = nullptr, *douts_ = nullptr;  // [kTile][row_len], [kTile][row_len_v]
   Acc *dk_, *dv_;
 };
 

@@ -117,6 +117,17 @@ inline bool widen_row(const Element* from, int64_t count, Accumulator<Element>* 
   return any == 0;
 }
 
+// Widens row(i) for i < count into rows of `padded` elements. Returns a bit for each row that is not finite.
+template <typename Element, typename Row>
+inline uint64_t widen_rows(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to, int64_t padded) {
+  uint64_t not_finite = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool is_finite = widen_row<Element>(row(i), row_size, to + i * padded, padded);
+    not_finite |= static_cast<uint64_t>(!is_finite) << i;
+  }
+  return not_finite;
+}
+
 // to[i] = from[i] * factor. `from` may be read up to the next multiple of kWidth.
 template <typename Element>
 inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> factor, Element* to) {

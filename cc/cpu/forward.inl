@@ -18,21 +18,28 @@ class ForwardPass {
         plan_(plan),
         out_(static_cast<Element*>(results.out)),
         lse_(static_cast<Acc*>(results.lse)),
-        partial_out_(static_cast<Acc*>(scratch)),
-        partial_max_(reinterpret_cast<Acc*>(static_cast<char*>(scratch) + plan.partial_max_offset)),
-        partial_sum_(reinterpret_cast<Acc*>(static_cast<char*>(scratch) + plan.partial_sum_offset)),
+        packed_keys_(at<Acc>(scratch, plan.packed_keys_offset)),
+        packed_values_(at<Acc>(scratch, plan.packed_values_offset)),
+        not_finite_(at<uint64_t>(scratch, plan.not_finite_offset)),
+        partial_out_(at<Acc>(scratch, plan.partial_out_offset)),
+        partial_max_(at<Acc>(scratch, plan.partial_max_offset)),
+        partial_sum_(at<Acc>(scratch, plan.partial_sum_offset)),
         group_(problem.num_heads / problem.num_kv_heads),
-        row_len_v_(round_up(problem.head_dim_v, kRowUnit)),
-        has_score_rule_(problem.softcap > 0 || problem.bias.data != nullptr || problem.scale == 0),
+        has_score_rule_(has_score_rule(problem) || problem.scale == 0),
         scale_(static_cast<Acc>(problem.scale < 0 ? -problem.scale : problem.scale)),
         score_unit_(has_score_rule_ ? Acc{1} : scale_) {}
 
   void run(const TaskRunner& runner) {
+    if (plan_.packs_first) {
+      const auto pack = [&](int64_t i) { pack_tile(i); };
+      run_tasks(runner, problem_.batch * problem_.num_kv_heads * plan_.kv_tiles, pack);
+    }
     const auto task = [&](int64_t i) { attend(i); };
     run_tasks(runner, plan_.num_tasks, task);
-    if (plan_.num_splits == 1) return;
-    const auto merge = [&](int64_t i) { merge_splits(i); };
-    run_tasks(runner, (num_rows() + kTile - 1) / kTile, merge);
+    if (plan_.num_splits > 1) {
+      const auto merge = [&](int64_t i) { merge_splits(i); };
+      run_tasks(runner, (num_rows() + kTile - 1) / kTile, merge);
+    }
   }
 
  private:
@@ -40,7 +47,62 @@ class ForwardPass {
     int64_t batch, kv_head, first_head, num_heads, first_query, num_queries, split;
   };
 
+  // A tile of keys and values as the products want it.
+  struct KvTile {
+    Acc* keys;
+    Acc* values;
+    uint64_t not_finite;  // rows of values
+  };
+
+  // The query rows of a task and what has been accumulated for them.
+  struct Panel {
+    QueryRows rows;
+    SoftmaxState<Acc> softmax;
+    int64_t lanes;
+    Acc* out;  // [head_dim_v][kTile]: not yet normalised
+  };
+
+  template <typename T>
+  static T* at(void* scratch, int64_t offset_bytes) {
+    return reinterpret_cast<T*>(static_cast<char*>(scratch) + offset_bytes);
+  }
+
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
+  int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
+    return (batch * problem_.q_len + query) * problem_.num_heads + head;
+  }
+  int64_t lse_index(int64_t batch, int64_t query, int64_t head) const {
+    return (batch * problem_.num_heads + head) * problem_.q_len + query;
+  }
+
+  // Row i of a tile of keys or values.
+  auto kv_rows(const void* array, int64_t batch, int64_t kv_head, int64_t first_key, int64_t row_size) const {
+    const int64_t stride = problem_.num_kv_heads * row_size;
+    const Element* first = static_cast<const Element*>(array) +
+                           (batch * problem_.kv_len + first_key) * stride + kv_head * row_size;
+    return [first, stride](int64_t i) { return first + i * stride; };
+  }
+
+  void pack_tile(int64_t index) const {
+    const int64_t head = index / plan_.kv_tiles, tile = index % plan_.kv_tiles;
+    const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
+    const Sequence sequence(problem_, batch);
+    if (tile * kTile >= sequence.kv_length) return;
+    not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index)).not_finite;
+  }
+
+  KvTile packed_tile(int64_t index) const {
+    return {packed_keys_ + index * kTile * plan_.row_len, packed_values_ + index * kTile * plan_.row_len_v, 0};
+  }
+
+  KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to) const {
+    const int64_t first = tile * kTile, count = min_of(kTile, sequence.kv_length - first);
+    Products::pack_keys(plan_, problem_, count,
+                        kv_rows(problem_.k, sequence.batch, kv_head, first, problem_.head_dim), to.keys);
+    to.not_finite = Products::pack_values(
+        plan_, problem_, count, kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v), to.values);
+    return to;
+  }
 
   Task decode(int64_t index) const {
     const auto next = [&](int64_t extent) {
@@ -49,11 +111,13 @@ class ForwardPass {
       return digit;
     };
     Task task{};
+    // Neighbours share the keys and values of a head.
     task.split = next(plan_.num_splits);
     const int64_t head_block = next(plan_.head_blocks);
+    const int64_t place = next(plan_.query_blocks);
+    const int64_t query_block = plan_.last_queries_first ? plan_.query_blocks - 1 - place : place;
     task.kv_head = next(problem_.num_kv_heads);
-    task.batch = next(problem_.batch);
-    const int64_t query_block = plan_.last_queries_first ? plan_.query_blocks - 1 - index : index;
+    task.batch = index;
     task.first_head = task.kv_head * group_ + head_block * plan_.heads;
     task.num_heads = min_of(plan_.heads, (task.kv_head + 1) * group_ - task.first_head);
     task.first_query = query_block * plan_.queries;
@@ -65,109 +129,79 @@ class ForwardPass {
   void attend(int64_t index) const {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    const int64_t num_rows = task.num_queries * task.num_heads;
-    const int64_t num_panels = (num_rows + kTile - 1) / kTile;
-    const int64_t tile_bytes = Workspace::bytes<Acc>(kTile * kTile);
-    Workspace workspace(Products::workspace_bytes(problem_, plan_.panels) + 4 * tile_bytes +
-                        plan_.panels * (Workspace::bytes<Acc>(kTile * row_len_v_) + kMaxPanelBytes));
-    Products products(problem_, plan_.panels, workspace);
-    Acc* scores = workspace.take<Acc>(kTile * kTile);
-    Acc* visible = workspace.take<Acc>(kTile * kTile);
-    Acc* bias = workspace.take<Acc>(kTile * kTile);
-    Acc* by_query = workspace.take<Acc>(kTile * kTile);
-    Acc* out = workspace.take<Acc>(plan_.panels * kTile * row_len_v_);
-    Panel* panels = workspace.take<Panel>(plan_.panels);
+    Workspace workspace(Products::workspace_bytes(plan_) + 4 * Workspace::bytes<Acc>(kTile * kTile) +
+                        Workspace::bytes<Acc>(kTile * plan_.row_len) +
+                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
+    Products products(problem_, plan_, workspace);
+    const Tiles tiles{workspace.take<Acc>(kTile * kTile), workspace.take<Acc>(kTile * kTile),
+                      workspace.take<Acc>(kTile * kTile), workspace.take<Acc>(kTile * kTile)};
+    const KvTile own_tile{workspace.take<Acc>(kTile * plan_.row_len), workspace.take<Acc>(kTile * plan_.row_len_v), 0};
 
-    int64_t first_key = kUnbounded, end_key = 0;
-    for (int64_t p = 0; p < num_panels; ++p) {
-      Panel& panel = panels[p];
-      panel = Panel{};
-      panel.out = out + p * kTile * row_len_v_;
-      clear(panel.out, kTile * row_len_v_);
-      panel.softmax.reset();
-      for (int64_t row = p * kTile; row < min_of(num_rows, (p + 1) * kTile); ++row) {
-        panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
-      }
-      panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
-      products.set_queries(p, panel.rows.count, problem_.scale < 0 ? -1 : 1, [&](int64_t i) {
-        return static_cast<const Element*>(problem_.q) +
-               query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
-      });
-      first_key = min_of(first_key, panel.rows.least_first);
-      end_key = max_of(end_key, panel.rows.most_end);
+    Panel panel{};
+    panel.out = workspace.take<Acc>(kTile * plan_.row_len_v);
+    clear(panel.out, kTile * plan_.row_len_v);
+    panel.softmax.reset();
+    for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
+      panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
     }
-    first_key = max_of(first_key, task.split * plan_.split_len) / kTile * kTile;
-    end_key = min_of(end_key, (task.split + 1) * plan_.split_len);
+    panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
+    products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1, [&](int64_t i) {
+      return static_cast<const Element*>(problem_.q) +
+             query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
+    });
 
+    const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
+    const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
     for (int64_t key = first_key; key < end_key; key += kTile) {
       const KeyRange keys{key, min_of(kTile, sequence.kv_length - key)};
-      bool is_loaded = false;
-      uint64_t not_finite = 0;
-      for (int64_t p = 0; p < num_panels; ++p) {
-        Panel& panel = panels[p];
-        const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
-        if (covered == Coverage::kNone) continue;
-        if (!is_loaded) {
-          is_loaded = true;
-          products.set_keys(keys.count, kv_rows(problem_.k, task, key, problem_.head_dim));
-          not_finite = products.set_values(keys.count, kv_rows(problem_.v, task, key, problem_.head_dim_v));
-        }
-        products.multiply_keys(p, keys.count, panel.lanes, scores);
-        if (has_score_rule_) {
-          if (problem_.bias.data != nullptr) {
-            load_bias(problem_, sequence, panel.rows, keys, by_query);
-            transpose(by_query, kTile, kTile, kTile, bias, kTile);
-          }
-          apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap),
-                                problem_.bias.data != nullptr ? bias : nullptr, keys.count, panel.lanes, scores,
-                                nullptr);
-        }
-        if (covered == Coverage::kPartial) {
-          find_visible(problem_, sequence, panel.rows, keys, by_query);
-          transpose(by_query, kTile, kTile, kTile, visible, kTile);
-          hide(visible, keys.count, panel.lanes, scores);
-        }
-        const bool rescales = update_softmax<Acc>(keys.count, panel.lanes,
-                                                  score_unit_ * static_cast<Acc>(kLog2E), scores, panel.softmax);
-        if (rescales) rescale(panel);
-        const uint64_t excluded = covered == Coverage::kPartial ? not_finite : 0;
-        products.add_values(keys.count, panel.lanes, scores, excluded, panel.out);
-        if (excluded != 0) {
-          add_where_visible(excluded, kv_rows(problem_.v, task, key, problem_.head_dim_v), scores, visible, panel);
-        }
-      }
-    }
-    Acc* rows = by_query;  // a panel of output rows in pieces of kTile elements
-    for (int64_t p = 0; p < num_panels; ++p) {
-      if (plan_.num_splits == 1) {
-        finish(task, panels[p], rows);
+      const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
+      if (covered == Coverage::kNone) continue;
+      const int64_t tile_index =
+          (task.batch * problem_.num_kv_heads + task.kv_head) * plan_.kv_tiles + key / kTile;
+      KvTile kv_tile = packed_tile(tile_index);
+      if (plan_.packs_first) {
+        kv_tile.not_finite = not_finite_[tile_index];
       } else {
-        save_partial(task, panels[p], rows);
+        kv_tile = pack_rows(sequence, task.kv_head, key / kTile, own_tile);
       }
+      products.multiply_keys(keys.count, kv_tile.keys, panel.lanes, tiles.scores);
+      if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
+      if (covered == Coverage::kPartial) {
+        find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
+        transpose(tiles.by_query, kTile, kTile, kTile, tiles.visible, kTile);
+        hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
+      } else {
+        kv_tile.not_finite = 0;  // every query sees every key: a NaN reaches them all by itself
+      }
+      const bool rescales = update_softmax<Acc>(keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E),
+                                                tiles.scores, panel.softmax);
+      if (rescales) rescale(panel);
+      products.add_values(keys.count, kv_tile.values, panel.lanes, tiles.scores, kv_tile.not_finite, panel.out);
+      if (kv_tile.not_finite != 0) {
+        add_where_visible(kv_tile.not_finite,
+                          kv_rows(problem_.v, task.batch, task.kv_head, key, problem_.head_dim_v), tiles, panel);
+      }
+    }
+    if (plan_.num_splits == 1) {
+      finish(task, panel, tiles.by_query);
+    } else {
+      save_partial(task, panel, tiles.by_query);
     }
   }
 
-  struct Panel {
-    QueryRows rows;
-    SoftmaxState<Acc> softmax;
-    int64_t lanes;
-    Acc* out;  // [head_dim_v][kTile]: not yet normalised
+  // [key][query lane] each, except by_query, which is [query][key].
+  struct Tiles {
+    Acc *scores, *visible, *bias, *by_query;
   };
-  static constexpr int64_t kMaxPanelBytes = sizeof(Panel) + 64;
 
-  int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
-    return (batch * problem_.q_len + query) * problem_.num_heads + head;
-  }
-  int64_t lse_index(int64_t batch, int64_t query, int64_t head) const {
-    return (batch * problem_.num_heads + head) * problem_.q_len + query;
-  }
-
-  // Row i of a tile of keys or values.
-  auto kv_rows(const void* array, const Task& task, int64_t first_key, int64_t head_size) const {
-    const int64_t stride = problem_.num_kv_heads * head_size;
-    const Element* first = static_cast<const Element*>(array) +
-                           (task.batch * problem_.kv_len + first_key) * stride + task.kv_head * head_size;
-    return [first, stride](int64_t i) { return first + i * stride; };
+  void add_score_rule(const Sequence& sequence, KeyRange keys, const Panel& panel, const Tiles& tiles) const {
+    const bool has_bias = problem_.bias.data != nullptr;
+    if (has_bias) {
+      load_bias(problem_, sequence, panel.rows, keys, tiles.by_query);
+      transpose(tiles.by_query, kTile, kTile, kTile, tiles.bias, kTile);
+    }
+    apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, keys.count,
+                          panel.lanes, tiles.scores, nullptr);
   }
 
   static void hide(const Acc* visible, int64_t keys, int64_t lanes, Acc* scores) {
@@ -190,14 +224,15 @@ class ForwardPass {
 
   // Adds the rows of `keys` (bits) to the queries that see them and to no other: 0 * NaN would be NaN.
   template <typename Row>
-  void add_where_visible(uint64_t keys, const Row& value_row, const Acc* p, const Acc* visible, Panel& panel) const {
+  void add_where_visible(uint64_t keys, const Row& value_row, const Tiles& tiles, Panel& panel) const {
     for (; keys != 0; keys &= keys - 1) {
       const int64_t key = __builtin_ctzll(keys);
       for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
         Acc value[kWidth<Acc>];
         widen_row<Element>(value_row(key) + d, 1, value, kWidth<Acc>);
         for (int64_t lane = 0; lane < panel.lanes; ++lane) {
-          if (visible[key * kTile + lane] != 0) panel.out[d * kTile + lane] += p[key * kTile + lane] * value[0];
+          const int64_t at = key * kTile + lane;
+          if (tiles.visible[at] != 0) panel.out[d * kTile + lane] += tiles.scores[at] * value[0];
         }
       }
     }
@@ -249,14 +284,14 @@ class ForwardPass {
       partial_sum_[index(row)] = panel.softmax.row_sum[row];
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
-      memcpy(partial_out_ + index(row) * row_len_v_ + d, rows + row * kTile, static_cast<size_t>(count) * sizeof(Acc));
+      memcpy(partial_out_ + index(row) * plan_.row_len_v + d, rows + row * kTile, static_cast<size_t>(count) * sizeof(Acc));
     });
   }
 
   // Joins the splits of kTile output rows, in the order of the splits.
   void merge_splits(int64_t block) const {
-    Workspace workspace(Workspace::bytes<Acc>(row_len_v_));
-    Acc* merged = workspace.take<Acc>(row_len_v_);
+    Workspace workspace(Workspace::bytes<Acc>(plan_.row_len_v));
+    Acc* merged = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t row = block * kTile; row < min_of(num_rows(), (block + 1) * kTile); ++row) {
       Acc row_max = -static_cast<Acc>(__builtin_inf()), sum = 0;
       for (int64_t split = 0; split < plan_.num_splits; ++split) {
@@ -264,14 +299,14 @@ class ForwardPass {
         row_max = split_max > row_max ? split_max : row_max;
       }
       const Acc shift = row_max == -static_cast<Acc>(__builtin_inf()) ? 0 : row_max;
-      clear(merged, row_len_v_);
+      clear(merged, plan_.row_len_v);
       for (int64_t split = 0; split < plan_.num_splits; ++split) {
         const int64_t index = split * num_rows() + row;
         if (partial_sum_[index] == 0) continue;
         const Vec<Acc> weight =
             exp2<Acc>(broadcast<Acc>((partial_max_[index] - shift) * score_unit_ * static_cast<Acc>(kLog2E)));
         sum += partial_sum_[index] * weight[0];
-        const Acc* from = partial_out_ + index * row_len_v_;
+        const Acc* from = partial_out_ + index * plan_.row_len_v;
         for (int64_t d = 0; d < problem_.head_dim_v; ++d) merged[d] += from[d] * weight[0];
       }
       const int64_t query = row % problem_.q_len, head = row / problem_.q_len % problem_.num_heads;
@@ -286,8 +321,10 @@ class ForwardPass {
   const ForwardPlan& plan_;
   Element* out_;
   Acc* lse_;
+  Acc *packed_keys_, *packed_values_;
+  uint64_t* not_finite_;
   Acc *partial_out_, *partial_max_, *partial_sum_;
-  int64_t group_, row_len_v_;
+  int64_t group_;
   bool has_score_rule_;
   Acc scale_;       // its magnitude: the sign goes into the queries, so that the largest product is the largest score
   Acc score_unit_;  // natural-logarithm units of one unit of what the softmax sees

@@ -16,75 +16,54 @@ class ForwardProducts {
  public:
   using Acc = Accumulator<Element>;
 
-  static int64_t workspace_bytes(const Problem& problem, int64_t panels) {
-    const int64_t row_len = round_up(problem.head_dim, kRowUnit), row_len_v = round_up(problem.head_dim_v, kRowUnit);
-    return (panels + 1) * Workspace::bytes<Acc>(kTile * row_len) + Workspace::bytes<Acc>(kTile * row_len_v);
-  }
-
-  ForwardProducts(const Problem& problem, int64_t panels, Workspace& workspace)
-      : head_dim_(problem.head_dim),
-        head_dim_v_(problem.head_dim_v),
-        row_len_(round_up(problem.head_dim, kRowUnit)),
-        row_len_v_(round_up(problem.head_dim_v, kRowUnit)),
-        q_lanes_(workspace.take<Acc>(panels * kTile * row_len_)),
-        keys_(workspace.take<Acc>(kTile * row_len_)),
-        values_(workspace.take<Acc>(kTile * row_len_v_)) {}
-
-  // Takes row(i) for i < count as the queries of a panel, times `sign`.
+  // Layout of packed tiles: rows of the accumulator type.
   template <typename Row>
-  void set_queries(int64_t panel, int64_t count, Acc sign, const Row& row) {
-    Acc* rows = keys_;  // not in use yet
-    for (int64_t i = 0; i < kTile; ++i) {
-      Acc* to = rows + i * row_len_;
-      if (i >= count) {
-        clear(to, row_len_);
-        continue;
-      }
-      widen_row<Element>(row(i), head_dim_, to, row_len_);
-      for (int64_t d = 0; d < row_len_; ++d) to[d] *= sign;
-    }
-    transpose(rows, row_len_, kTile, row_len_, q_lanes_ + panel * kTile * row_len_, kTile);
+  static void pack_keys(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row, Acc* keys) {
+    widen_rows<Element>(count, row, problem.head_dim, keys, plan.row_len);
   }
-
-  template <typename Row>
-  void set_keys(int64_t count, const Row& row) {
-    for (int64_t i = 0; i < count; ++i) widen_row<Element>(row(i), head_dim_, keys_ + i * row_len_, row_len_);
-  }
-
   // Returns a bit for each row that is not finite.
   template <typename Row>
-  uint64_t set_values(int64_t count, const Row& row) {
-    uint64_t not_finite = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const bool is_finite = widen_row<Element>(row(i), head_dim_v_, values_ + i * row_len_v_, row_len_v_);
-      not_finite |= static_cast<uint64_t>(!is_finite) << i;
-    }
-    return not_finite;
+  static uint64_t pack_values(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row,
+                              Acc* values) {
+    return widen_rows<Element>(count, row, problem.head_dim_v, values, plan.row_len_v);
+  }
+
+  static int64_t workspace_bytes(const ForwardPlan& plan) { return 2 * Workspace::bytes<Acc>(kTile * plan.row_len); }
+
+  ForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
+      : head_dim_(problem.head_dim),
+        head_dim_v_(problem.head_dim_v),
+        row_len_(plan.row_len),
+        row_len_v_(plan.row_len_v),
+        q_rows_(workspace.take<Acc>(kTile * plan.row_len)),
+        q_lanes_(workspace.take<Acc>(kTile * plan.row_len)) {}
+
+  // Takes row(i) for i < count as the queries, times `sign`.
+  template <typename Row>
+  void set_queries(int64_t count, Acc sign, const Row& row) {
+    widen_rows<Element>(count, row, head_dim_, q_rows_, row_len_);
+    clear(q_rows_ + count * row_len_, (kTile - count) * row_len_);
+    for (int64_t i = 0; i < count * row_len_; ++i) q_rows_[i] *= sign;
+    transpose(q_rows_, row_len_, kTile, row_len_, q_lanes_, kTile);
   }
 
   // scores[key * kTile + lane] = k . q
-  void multiply_keys(int64_t panel, int64_t keys, int64_t lanes, Acc* scores) const {
-    multiply<false, Acc>(keys, lanes, head_dim_, {keys_, row_len_, 1}, {q_lanes_ + panel * kTile * row_len_, kTile},
-                         {scores, kTile});
+  void multiply_keys(int64_t count, const Acc* keys, int64_t lanes, Acc* scores) const {
+    multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kTile}, {scores, kTile});
   }
 
   // out[d * kTile + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
-  void add_values(int64_t keys, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
-    for (int64_t first = 0; first < keys; ++first) {
-      if (excluded >> first & 1) continue;
-      int64_t end = first + 1;
-      while (end < keys && !(excluded >> end & 1)) ++end;
-      multiply<true, Acc>(head_dim_v_, lanes, end - first, {values_ + first * row_len_v_, 1, row_len_v_},
+  void add_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
+    for_runs(count, excluded, [&](int64_t first, int64_t length) {
+      multiply<true, Acc>(head_dim_v_, lanes, length, {values + first * row_len_v_, 1, row_len_v_},
                           {p + first * kTile, kTile}, {out, kTile});
-      first = end;
-    }
+    });
   }
 
  private:
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
-  Acc* q_lanes_;  // [panels][head_dim][kTile]
-  Acc* keys_;     // [kTile][row_len]
-  Acc* values_;   // [kTile][row_len_v]
+  Acc* q_rows_;   // [kTile][row_len]
+  Acc* q_lanes_;  // [row_len][kTile]
 };
 
 }  // namespace

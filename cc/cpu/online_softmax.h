@@ -7,9 +7,13 @@
 namespace jattn::cpu {
 namespace {
 
+// The maximum follows the scores only when they exceed it by this factor in exp2: probabilities then stay below 256,
+// which costs no accuracy, and the output is almost never rescaled.
+constexpr int kSlackLog2 = 8;
+
 template <typename Acc>
 struct SoftmaxState {
-  Acc row_max[kTile];  // of the scores as they come, before `log2_unit`
+  Acc row_max[kTile];  // within the slack; of the scores as they come, before `log2_unit`
   Acc row_sum[kTile];
   Acc rescale[kTile];  // what everything accumulated so far is to be multiplied by after the last update
 
@@ -28,6 +32,8 @@ struct SoftmaxState {
 template <typename Acc>
 inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scores, SoftmaxState<Acc>& state) {
   constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
+  // Finite, so that it never meets an infinite maximum as a NaN.
+  const Acc slack = kSlackLog2 / (log2_unit > static_cast<Acc>(1e-30) ? log2_unit : static_cast<Acc>(1e-30));
   constexpr int kGroup = 2;  // vectors handled together: independent work for the pipelines
   Vec<Bits<Acc>> changed{};
   const auto update = [&](int64_t lane, auto group) {
@@ -41,6 +47,7 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
       }
     }
     for (int v = 0; v < kVectors; ++v) {
+      row_max[v] = row_max[v] > old_max[v] + slack ? row_max[v] : old_max[v];
       shift[v] = row_max[v] == kMinusInfinity ? Vec<Acc>{} : row_max[v];
       sum[v] = Vec<Acc>{};
     }

@@ -11,6 +11,9 @@ constexpr int64_t kWantedTasks = 128;
 // A split pays for a second pass over its results; with fewer keys than this it is not worth it.
 constexpr int64_t kLeastSplitLen = 512;
 
+// Packing writes and reads keys and values once more than each task doing it for itself.
+constexpr int64_t kLeastReadersOfPacked = 3;
+
 // A chunk of the backward pass reads K and V and writes dk and dv once.
 constexpr int64_t kLeastChunkTiles = 4;
 
@@ -37,14 +40,9 @@ ForwardPlan plan_forward(const Problem& problem) {
   ForwardPlan plan{};
   const int64_t group = problem.num_kv_heads > 0 ? problem.group_size() : 0;
   const int64_t groups = problem.batch * problem.num_kv_heads;
-  const int64_t group_rows = group * problem.q_len;
 
-  // Two panels of queries share each loaded tile of K and V; one panel when tasks would be few.
-  plan.panels = groups * ceil_div(group_rows, 2 * kTile) >= kWantedTasks ? 2 : 1;
-  const int64_t task_rows = plan.panels * kTile;
-  plan.queries = std::min(problem.q_len, task_rows);
-  plan.heads = plan.queries > 0 ? std::clamp<int64_t>(task_rows / plan.queries, 1, group) : 1;
-  plan.panels = std::max<int64_t>(1, ceil_div(plan.queries * plan.heads, kTile));
+  plan.queries = std::min(problem.q_len, kTile);
+  plan.heads = plan.queries > 0 ? std::clamp<int64_t>(kTile / plan.queries, 1, std::max<int64_t>(1, group)) : 1;
   plan.query_blocks = plan.queries > 0 ? ceil_div(problem.q_len, plan.queries) : 0;
   plan.head_blocks = ceil_div(group, plan.heads);
   plan.last_queries_first = problem.band_right != kUnbounded;
@@ -59,14 +57,24 @@ ForwardPlan plan_forward(const Problem& problem) {
   plan.num_splits = std::max<int64_t>(1, ceil_div(problem.kv_len, plan.split_len));
   plan.num_tasks = tasks * plan.num_splits;
 
+  plan.row_len = round_up(problem.head_dim, kRowUnit);
+  plan.row_len_v = round_up(problem.head_dim_v, kRowUnit);
+  plan.kv_tiles = ceil_div(problem.kv_len, kTile);
+  plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
+  Arena arena;
+  const int64_t unit_bytes = accumulator_bytes(problem);
+  if (plan.packs_first) {
+    plan.packed_keys_offset = arena.take(groups * plan.kv_tiles * kTile * plan.row_len * unit_bytes);
+    plan.packed_values_offset = arena.take(groups * plan.kv_tiles * kTile * plan.row_len_v * unit_bytes);
+    plan.not_finite_offset = arena.take(groups * plan.kv_tiles * static_cast<int64_t>(sizeof(uint64_t)));
+  }
   if (plan.num_splits > 1) {
     const int64_t rows = plan.num_splits * problem.batch * problem.num_heads * problem.q_len;
-    Arena arena;
-    arena.take(rows * round_up(problem.head_dim_v, kRowUnit) * accumulator_bytes(problem));
-    plan.partial_max_offset = arena.take(rows * accumulator_bytes(problem));
-    plan.partial_sum_offset = arena.take(rows * accumulator_bytes(problem));
-    plan.scratch_bytes = arena.size_bytes;
+    plan.partial_out_offset = arena.take(rows * plan.row_len_v * unit_bytes);
+    plan.partial_max_offset = arena.take(rows * unit_bytes);
+    plan.partial_sum_offset = arena.take(rows * unit_bytes);
   }
+  plan.scratch_bytes = arena.size_bytes;
   return plan;
 }
 
@@ -112,6 +120,10 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
 
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
+  const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
+  plan.packed_queries_offset = arena.take(query_tiles * kTile * plan.row_len * unit_bytes);
+  plan.packed_douts_offset = arena.take(query_tiles * kTile * plan.row_len_v * unit_bytes);
+  plan.not_finite_offset = arena.take(query_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   plan.progress_offset = arena.take(plan.num_tasks * static_cast<int64_t>(sizeof(int64_t)));
   plan.delta_offset = arena.take(query_rows * unit_bytes);
   plan.dq_offset = arena.take(query_rows * plan.row_len * unit_bytes);

@@ -17,18 +17,26 @@ inline constexpr int64_t kTile = 64;
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;
 
-// One forward task: some query rows that share a key/value head, against one range of keys. The rows are the same
-// `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
+// One forward task: up to kTile query rows that share a key/value head, against one range of keys. The rows are the
+// same `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
 struct ForwardPlan {
-  int64_t queries, heads;         // of one task; queries * heads <= panels * kTile
-  int64_t panels;                 // of kTile rows each
+  int64_t queries, heads;             // of one task; queries * heads <= kTile
   int64_t query_blocks, head_blocks;  // tasks along T, and along the heads of a group
   int64_t num_splits, split_len;  // ranges of keys; each split_len is a multiple of kTile
   int64_t num_tasks;
   bool last_queries_first;  // they see the most keys
 
-  // Only with num_splits > 1, per split: out before normalisation [B, N, T, Dv padded], row_max and row_sum [B, N, T].
-  int64_t partial_rows_bytes, partial_max_offset, partial_sum_offset;
+  int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
+
+  // Tiles of keys and values are brought into the layout of the products once, before the tasks that read them, unless
+  // so few tasks do that each may do it for itself. Per tile: kTile rows in accumulator type (or less), and a bit per
+  // row of values that is not finite: [B, K, kv_tiles].
+  bool packs_first;
+  int64_t kv_tiles;
+  int64_t packed_keys_offset, packed_values_offset, not_finite_offset;
+
+  // Only with num_splits > 1, per split: out before normalisation [B, N, T, row_len_v], row_max and row_sum [B, N, T].
+  int64_t partial_out_offset, partial_max_offset, partial_sum_offset;
   int64_t scratch_bytes;
 };
 
@@ -45,6 +53,9 @@ struct BackwardPlan {
   // Tasks whose indices differ by a multiple of this add to the same dq (or dbias), in the order of their indices.
   int64_t chain_distance;
 
+  // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows, and a bit per
+  // row that is not finite.
+  int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;
   int64_t progress_offset;  // int64_t [num_tasks]
   int64_t delta_offset;     // [B, N, T]
   int64_t dq_offset;        // [B, N, T, row_len]

@@ -53,6 +53,8 @@ inline void load_bias(const Problem& problem, const Sequence& sequence, const Qu
   }
 }
 
+inline bool has_score_rule(const Problem& problem) { return problem.softcap > 0 || problem.bias.data != nullptr; }
+
 // scores = softcap(dot * scale) + bias over a tile of `rows` x `columns`. bias, or softcap, may be absent (null, 0).
 // With `slope` not null it receives the derivative of the softcap.
 template <typename Acc>

@@ -106,5 +106,17 @@ inline void multiply(int64_t rows, int64_t columns, int64_t inner, LeftTile<T> l
   if (column < columns) block(std::integral_constant<int, 1>());
 }
 
+// Calls use(first, length) for every run of indices below `count` that are not in `excluded`.
+template <typename Use>
+inline void for_runs(int64_t count, uint64_t excluded, const Use& use) {
+  for (int64_t first = 0; first < count; ++first) {
+    if (excluded >> first & 1) continue;
+    int64_t end = first + 1;
+    while (end < count && !(excluded >> end & 1)) ++end;
+    use(first, end - first);
+    first = end;
+  }
+}
+
 }  // namespace
 }  // namespace jattn::cpu

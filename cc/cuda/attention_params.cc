@@ -54,9 +54,10 @@ BroadcastArray broadcast_array(const BroadcastTensor& tensor, int64_t element_by
 
 int32_t clamp_band(int64_t limit) { return static_cast<int32_t>(std::clamp(limit, -kUnboundedBand, kUnboundedBand)); }
 
-void check_feature(const Kernel& kernel, const char* name, bool wanted, bool compiled) {
-  JATTN_REQUIRE(wanted == compiled, "the problem ", wanted ? "has" : "has no", " ", name, ", but kernel ", kernel.text,
-                compiled ? " was" : " was not", " made for it");
+// Band and lengths do no harm in a kernel whose problem has none; the others read what is not there.
+void check_feature(const Kernel& kernel, const char* name, bool wanted, bool compiled, bool optional) {
+  JATTN_REQUIRE(wanted == compiled || (optional && compiled), "the problem ", wanted ? "has" : "has no", " ", name,
+                ", but kernel ", kernel.text, compiled ? " was" : " was not", " made for it");
 }
 
 }  // namespace
@@ -88,12 +89,12 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
                 "num_heads * head_dim is too large: a row may have ", kMaxRowBytes, " bytes");
 
   const bool banded = problem.band_left != kUnbounded || problem.band_right != kUnbounded;
-  check_feature(kernel, "band", banded, config.band);
-  check_feature(kernel, "lengths", problem.q_lengths != nullptr || problem.kv_lengths != nullptr, config.lengths);
-  check_feature(kernel, "segments", problem.q_segments != nullptr, config.segments);
-  check_feature(kernel, "mask", problem.mask.data != nullptr, config.mask);
-  check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias);
-  check_feature(kernel, "softcap", problem.softcap > 0, config.softcap);
+  check_feature(kernel, "band", banded, config.band, true);
+  check_feature(kernel, "lengths", problem.q_lengths != nullptr || problem.kv_lengths != nullptr, config.lengths, true);
+  check_feature(kernel, "segments", problem.q_segments != nullptr, config.segments, false);
+  check_feature(kernel, "mask", problem.mask.data != nullptr, config.mask, false);
+  check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias, false);
+  check_feature(kernel, "softcap", problem.softcap > 0, config.softcap, false);
   if (config.bias) {
     JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text, " has another bias type");
   }

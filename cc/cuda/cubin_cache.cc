@@ -94,7 +94,7 @@ OpenedFolder open_folder(std::string folder, bool create) {
     opened.problem = is_link_or_file ? "is a link or a file, must be a real directory" : error_text(error);
     return opened;
   }
-  struct stat facts {};
+  struct stat facts{};
   if (::fstat(opened.descriptor.number(), &facts) != 0) {
     opened.problem = error_text(errno);
   } else {
@@ -105,9 +105,8 @@ OpenedFolder open_folder(std::string folder, bool create) {
 }
 
 bool is_name(std::string_view text) {
-  return text.size() == kNameLength && std::ranges::all_of(text, [](char c) {
-           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
-         });
+  return text.size() == kNameLength &&
+         std::ranges::all_of(text, [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
 bool is_entry(std::string_view file) {
@@ -161,7 +160,7 @@ std::optional<std::string> CubinCache::read(const std::string& name) const {
   // O_NONBLOCK: a planted pipe must not hang us before fstat sees it.
   const Descriptor file(
       ::openat(folder.descriptor.number(), file_name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-  struct stat facts {};
+  struct stat facts{};
   if (!file || ::fstat(file.number(), &facts) != 0 || !S_ISREG(facts.st_mode)) return std::nullopt;
   if (!ownership_problem(facts).empty()) return std::nullopt;
 
@@ -191,8 +190,8 @@ std::string CubinCache::write(const std::string& name, std::string_view cubin) c
   static std::atomic<unsigned int> counter{0};
   const std::string temporary = concat(name, '.', ::getpid(), '.', counter++, kTemporarySuffix);
   const int directory = folder.descriptor.number();
-  Descriptor file(::openat(directory, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
-                           S_IRUSR | S_IWUSR));
+  Descriptor file(
+      ::openat(directory, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (!file) return error_text(errno);
   const bool written = write_all(file.number(), {reinterpret_cast<const char*>(&header), sizeof header}) &&
                        write_all(file.number(), payload);
@@ -210,7 +209,7 @@ CubinCache::Info CubinCache::info() const {
   Info info{.folder = folder_, .problem = folder.missing ? "" : folder.problem};
   if (!folder.descriptor) return info;
   for_each_file(folder.descriptor.number(), [&](std::string_view file) {
-    struct stat facts {};
+    struct stat facts{};
     if (!is_entry(file) ||
         ::fstatat(folder.descriptor.number(), std::string(file).c_str(), &facts, AT_SYMLINK_NOFOLLOW) != 0) {
       return;

@@ -51,7 +51,8 @@ OpenedDriver open_driver() {
   resolve(library, "cuMemsetD8Async", f.cuMemsetD8Async, missing);
   resolve(library, "cuTensorMapEncodeTiled", f.cuTensorMapEncodeTiled, missing);
   opened.has_version = f.cuDriverGetVersion != nullptr;
-  if (!missing.empty()) opened.problem = concat("the NVIDIA driver is too old (CUDA 12.0 is needed), it lacks ", missing);
+  if (!missing.empty())
+    opened.problem = concat("the NVIDIA driver is too old (CUDA 12.0 is needed), it lacks ", missing);
   return opened;
 }
 

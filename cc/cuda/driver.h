@@ -21,7 +21,7 @@ using CUkernel = struct CUkernelOpaque*;
 using CUfunction = struct CUfunctionOpaque*;
 using CUdeviceptr = unsigned long long;
 
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {  // the driver wants 64; CUDA 13's own header says 128
   uint64_t opaque[16];
 };
 

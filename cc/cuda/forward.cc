@@ -2,16 +2,19 @@
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
+#include "cuda/forward_sm90.h"
 #include "cuda/launch.h"
 #include "kernels/sm80/forward_shape.cuh"
 
 namespace jattn::cuda {
 
 int64_t forward_scratch_bytes(const Problem& problem, const Plan& plan) {
+  if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90_scratch_bytes(problem, plan);
   return segment_ranges_bytes(problem, require_family(plan, "sm80_forward").config());
 }
 
 void forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch, CUstream stream) {
+  if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90(problem, results, plan, scratch, stream);
   const Kernel& kernel = require_family(plan, "sm80_forward");
   const Config& config = kernel.config();
   if (problem.batch == 0 || problem.q_len == 0 || problem.num_heads == 0) return;

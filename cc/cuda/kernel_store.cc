@@ -132,8 +132,9 @@ void fetch_code(Entry& entry) {
     entry.origin = "disk";
   } else {
     if (settings.offline) {
-      fail(Fault::kMachine, "it was neither built ahead of time nor is it in the kernel cache, and run-time "
-                            "compilation is switched off");
+      fail(Fault::kMachine,
+           "it was neither built ahead of time nor is it in the kernel cache, and run-time "
+           "compilation is switched off");
     }
     ++store().num_compilations;
     entry.code = nvrtc_compile(kernel_unit_text(entry.kernel.key), entry.kernel.key.arch).cubin;
@@ -194,7 +195,9 @@ StoreInfo store_info() {
   Store& s = store();
   const std::lock_guard lock(s.settings_mutex);
   const CubinCache cache = s.settings.cache_enabled ? CubinCache(s.settings.cache_folder) : CubinCache();
-  return {.settings = s.settings, .cache = cache.info(), .cache_write_problem = s.cache_write_problem,
+  return {.settings = s.settings,
+          .cache = cache.info(),
+          .cache_write_problem = s.cache_write_problem,
           .num_compilations = s.num_compilations};
 }
 

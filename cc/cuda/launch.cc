@@ -50,7 +50,8 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, CUstr
   // The driver accepts a context-independent CUkernel in place of a CUfunction, and then serves the current context.
   const CUresult result =
       driver().cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments, nullptr);
-  if (result != 0) fail(Fault::kJattn, concat(describe(result), " from the launch of ", describe_launch(kernel, shape)));
+  if (result != 0)
+    fail(Fault::kJattn, concat(describe(result), " from the launch of ", describe_launch(kernel, shape)));
 }
 
 void fill_zero(void* address, int64_t num_bytes, CUstream stream) {

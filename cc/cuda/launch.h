@@ -16,8 +16,8 @@ struct Grid {
 struct Launch {
   Grid grid;  // an empty grid launches nothing
   int num_threads = 0;
-  int64_t shared_bytes = 0;  // dynamic
-  int cluster_size = 1;      // blocks along x
+  int64_t shared_bytes = 0;   // dynamic
+  int cluster_size = 1;       // blocks along x
   bool programmatic = false;  // may start before the previous kernel of the stream ends (griddepcontrol)
 };
 

@@ -10,14 +10,10 @@ namespace {
 // CUtensorMapDataType
 int element_type(DType dtype) {
   switch (dtype) {
-    case DType::kF16:
-      return 6;
-    case DType::kF32:
-      return 7;
-    case DType::kF64:
-      return 8;
-    case DType::kBF16:
-      return 9;
+    case DType::kF16: return 6;
+    case DType::kF32: return 7;
+    case DType::kF64: return 8;
+    case DType::kBF16: return 9;
   }
   fail(Fault::kJattn, "tensor map: unknown element type");
 }
@@ -31,13 +27,16 @@ constexpr int64_t kMaxExtent = int64_t{1} << 32;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMaxBox = 256;
 
-int64_t swizzle_bytes(Swizzle swizzle) { return swizzle == Swizzle::kNone ? 0 : int64_t{16} << static_cast<int>(swizzle); }
+int64_t swizzle_bytes(Swizzle swizzle) {
+  return swizzle == Swizzle::kNone ? 0 : int64_t{16} << static_cast<int>(swizzle);
+}
 
 }  // namespace
 
 CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle) {
   const int64_t element_bytes = size_bytes(dtype);
-  JATTN_REQUIRE(!axes.empty() && axes.size() <= kMaxRank, "tensor map: ", axes.size(), " axes, must be 1 to ", kMaxRank);
+  JATTN_REQUIRE(!axes.empty() && axes.size() <= kMaxRank, "tensor map: ", axes.size(), " axes, must be 1 to ",
+                kMaxRank);
   JATTN_REQUIRE(reinterpret_cast<uintptr_t>(address) % kAlignmentBytes == 0, "tensor map: the address ", address,
                 " must be a multiple of ", kAlignmentBytes, " bytes");
   JATTN_REQUIRE(axes[0].stride == 1, "tensor map: the innermost stride is ", axes[0].stride, ", must be 1");
@@ -57,9 +56,10 @@ CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const Te
                   ", must be 1 to 2^32");
     JATTN_REQUIRE(axis.box >= 1 && axis.box <= kMaxBox, "tensor map: axis ", i, " has box ", axis.box,
                   ", must be 1 to ", kMaxBox);
-    JATTN_REQUIRE(i == 0 || (stride_bytes % kAlignmentBytes == 0 && stride_bytes >= 0 && stride_bytes < kMaxStrideBytes),
-                  "tensor map: axis ", i, " has a stride of ", stride_bytes, " bytes, must be a multiple of ",
-                  kAlignmentBytes, " below 2^40");
+    JATTN_REQUIRE(
+        i == 0 || (stride_bytes % kAlignmentBytes == 0 && stride_bytes >= 0 && stride_bytes < kMaxStrideBytes),
+        "tensor map: axis ", i, " has a stride of ", stride_bytes, " bytes, must be a multiple of ", kAlignmentBytes,
+        " below 2^40");
     extents[i] = static_cast<uint64_t>(axis.extent);
     if (i > 0) strides_bytes[i - 1] = static_cast<uint64_t>(stride_bytes);
     box[i] = static_cast<uint32_t>(axis.box);

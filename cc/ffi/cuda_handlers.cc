@@ -10,7 +10,7 @@
 #include "core/kernel_key.h"
 #include "core/require.h"
 #include "cuda/backward.h"
-#include "cuda/forward.h"
+#include "cuda/dispatch.h"
 #include "cuda/kernel_store.h"
 #include "cuda/plan.h"
 #include "ffi/bind.h"
@@ -23,12 +23,9 @@ namespace ffi = xla::ffi;
 
 ffi::ErrorCode error_code(Fault fault) {
   switch (fault) {
-    case Fault::kCaller:
-      return ffi::ErrorCode::kInvalidArgument;
-    case Fault::kMachine:
-      return ffi::ErrorCode::kFailedPrecondition;
-    case Fault::kJattn:
-      return ffi::ErrorCode::kInternal;
+    case Fault::kCaller: return ffi::ErrorCode::kInvalidArgument;
+    case Fault::kMachine: return ffi::ErrorCode::kFailedPrecondition;
+    case Fault::kJattn: return ffi::ErrorCode::kInternal;
   }
   return ffi::ErrorCode::kUnknown;
 }
@@ -90,8 +87,8 @@ ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remaining
   if (problem.has_error()) return problem.error();
   return guarded([&] {
     const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    check_scratch(scratch, cuda::forward_scratch_bytes(*problem, plan));
-    cuda::forward(*problem, results, plan, scratch.untyped_data(), stream);
+    check_scratch(scratch, cuda::planned_forward_scratch_bytes(*problem, plan));
+    cuda::planned_forward(*problem, results, plan, scratch.untyped_data(), stream);
     return ffi::Error::Success();
   });
 }
@@ -114,9 +111,10 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
 
 }  // namespace jattn
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInstantiate, jattn::instantiate,
-                              xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnCudaInstantiate, jattn::instantiate,
+    xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInitialize, jattn::initialize,
                               xla::ffi::Ffi::BindInitialize()
                                   .Ctx<xla::ffi::DeviceOrdinal>()

@@ -18,9 +18,9 @@
 #include "cpu/attention.h"
 #include "cuda/backward.h"
 #include "cuda/cubin_cache.h"
+#include "cuda/dispatch.h"
 #include "cuda/driver.h"
 #include "cuda/embedded.h"
-#include "cuda/forward.h"
 #include "cuda/kernel_store.h"
 #include "cuda/nvrtc.h"
 #include "cuda/plan.h"
@@ -172,7 +172,7 @@ int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std:
   problem.q_segments = problem.kv_segments = present_if<int32_t>(segments);
   cuda::Plan plan{};
   for (std::string_view key : split_kernel_keys(kernels)) plan.kernels.push_back(&cuda::describe_kernel(key));
-  if (!backward) return cuda::forward_scratch_bytes(problem, plan);
+  if (!backward) return cuda::planned_forward_scratch_bytes(problem, plan);
   JATTN_REQUIRE(wants.size() == 4, "wants has ", wants.size(), " entries, must have 4: dq, dk, dv, dbias");
   BackwardBuffers buffers;
   buffers.dq = present_if<char>(wants[0]);
@@ -220,20 +220,22 @@ NB_MODULE(_core, m) {
 
   m.def("cache_info", &cache_info);
   m.def("cache_clear", &cuda::clear_cache);
-  m.def("cache_entry_name",
-        [](const std::string& key) { return cuda::cubin_digest(parse_kernel_key(key), cuda::nvrtc_version()); },
-        "key"_a);
-  m.def("cache_write",
-        [](const std::string& folder, const std::string& name, nb::bytes cubin) {
-          return cuda::CubinCache(folder).write(name, {cubin.c_str(), cubin.size()});
-        },
-        "folder"_a, "name"_a, "cubin"_a);
-  m.def("cache_read",
-        [](const std::string& folder, const std::string& name) -> std::optional<nb::bytes> {
-          const std::optional<std::string> cubin = cuda::CubinCache(folder).read(name);
-          return cubin ? std::optional(to_bytes(*cubin)) : std::nullopt;
-        },
-        "folder"_a, "name"_a);
+  m.def(
+      "cache_entry_name",
+      [](const std::string& key) { return cuda::cubin_digest(parse_kernel_key(key), cuda::nvrtc_version()); }, "key"_a);
+  m.def(
+      "cache_write",
+      [](const std::string& folder, const std::string& name, nb::bytes cubin) {
+        return cuda::CubinCache(folder).write(name, {cubin.c_str(), cubin.size()});
+      },
+      "folder"_a, "name"_a, "cubin"_a);
+  m.def(
+      "cache_read",
+      [](const std::string& folder, const std::string& name) -> std::optional<nb::bytes> {
+        const std::optional<std::string> cubin = cuda::CubinCache(folder).read(name);
+        return cubin ? std::optional(to_bytes(*cubin)) : std::nullopt;
+      },
+      "folder"_a, "name"_a);
   m.def("forget_unloaded_kernels", &cuda::forget_unloaded);
 
   m.def("driver_status", &cuda::driver_status);
@@ -247,6 +249,6 @@ NB_MODULE(_core, m) {
   m.def("cpu_scratch_bytes", &cpu_scratch_bytes, nb::kw_only(), "backward"_a, "wants_dbias"_a, "batch"_a, "q_len"_a,
         "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a);
   m.def("cuda_scratch_bytes", &cuda_scratch_bytes, nb::kw_only(), "backward"_a, "kernels"_a, "wants"_a, "batch"_a,
-        "q_len"_a, "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a,
-        "bias_shape"_a, "segments"_a);
+        "q_len"_a, "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,
+        "segments"_a);
 }

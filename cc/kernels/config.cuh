@@ -24,11 +24,12 @@ struct Config {
   bool bias = false;      // dense bias, likewise
   bool softcap = false;
   bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
-  int result_dim = 0;        // columns of dq, dk, dv that one block computes; 0: all
+  int grad_slices = 1;       // parts of the columns of dq, dk, dv, each computed by a block of its own
 
   // Read by kernels/sm90 only.
   int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
-  bool rotated = false;         // softmax at the end of the loop body instead of in its middle
+  int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
+  int cluster_size = 1;         // blocks that share the copies of k and v, each with its own tile of queries
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product
   bool integer_max = false;     // row maximum by three-input integer instructions

@@ -95,16 +95,16 @@ struct RowDeltaParams {
   float* dq_accumulator;   // [B, N, rows_padded, accumulator_width], zeroed here; or null
   int64_t rows_padded;
   int32_t accumulator_width;
-  int32_t batch, q_len, num_heads, head_dim_v, copy_bytes_v;
+  int32_t q_len, num_heads, head_dim_v;
 };
 
 // passes/cast_grad.cuh
 struct CastGradParams {
   const float* dq_accumulator;  // [B, N, rows_padded, accumulator_width] in fragment order
+  const int32_t* q_lengths;     // [B] or null
   void* dq;                     // [B, T, N, D]
   int64_t rows_padded;
-  int32_t accumulator_width;
-  int32_t batch, q_len, num_heads, head_dim;
+  int32_t q_len, num_heads, head_dim;
   float scale;
 };
 

@@ -1,8 +1,10 @@
-// Build-time program: writes the translation unit of one kernel key to a file.
+// Build-time program: writes the translation unit of one kernel key to a file. A file that has the text already is left
+// alone, so that a change of this program compiles no kernel again unless the text did change.
 //   emit_hot_set "<key>" <file>
 #include <cstdio>
 #include <exception>
 #include <fstream>
+#include <sstream>
 #include <string>
 
 #include "core/kernel_key.h"
@@ -15,6 +17,9 @@ int main(int argc, char** argv) {
   }
   try {
     const std::string text = jattn::kernel_unit_text(jattn::parse_kernel_key(argv[1]));
+    std::ostringstream present;
+    present << std::ifstream(argv[2], std::ios::binary).rdbuf();
+    if (present.str() == text) return 0;
     std::ofstream file(argv[2], std::ios::binary);
     file << text;
     file.close();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jattn.backends.base import Backend, Residuals, Wants
 from jattn.backends.cpu import CpuBackend
+from jattn.backends.flash import FlashBackend
 from jattn.backends.mem_efficient import MemEfficientBackend
 from jattn.backends.reference import ReferenceBackend
 from jattn.backends.xla import XlaBackend
@@ -12,11 +13,12 @@ __all__ = ["KNOWN_NAMES", "ORDER", "SLOW", "Backend", "Residuals", "Wants"]
 
 _REFERENCE = ReferenceBackend()
 _XLA = XlaBackend()
+_MEM_EFFICIENT = MemEfficientBackend()
 
 # Platform -> what "auto" walks through; every other platform has the entry "".
 ORDER: dict[str, tuple[Backend, ...]] = {
     "cpu": (CpuBackend(), _XLA, _REFERENCE),
-    "cuda": (MemEfficientBackend(), _XLA, _REFERENCE),
+    "cuda": (FlashBackend(_MEM_EFFICIENT), _MEM_EFFICIENT, _XLA, _REFERENCE),
     "": (_XLA, _REFERENCE),
 }
 

@@ -68,6 +68,10 @@ class Backend(Protocol):
         """Returns every reason why this backend cannot run the problem; empty if it can."""
         ...
 
+    def for_backward(self) -> Backend:
+        """The backend that runs the backward pass of problems whose forward pass this one runs; mostly itself."""
+        ...
+
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:

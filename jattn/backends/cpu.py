@@ -6,7 +6,14 @@ import jax
 import numpy as np
 
 from jattn import ffi
-from jattn.backends.base import Residuals, Wants, symbolic_extents, wrong_dtype, wrong_platform
+from jattn.backends.base import (
+    Backend,
+    Residuals,
+    Wants,
+    symbolic_extents,
+    wrong_dtype,
+    wrong_platform,
+)
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -19,6 +26,10 @@ class CpuBackend:
 
     name = "cpu"
     understands = frozenset(FEATURES)
+
+    def for_backward(self) -> Backend:
+        """This backend runs its backward pass itself."""
+        return self
 
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism

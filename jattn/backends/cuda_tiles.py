@@ -62,7 +62,7 @@ class Tile:
     tile_kv: int
     num_warps: int
     stages: int
-    result_dim: int = 0
+    grad_slices: int = 1
 
 
 def shared_limit_bytes(arch: tuple[int, int]) -> int:
@@ -160,20 +160,13 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         "narrow_rows": problem.head_dim % wide != 0 or problem.head_dim_v % wide != 0,
     }
     members |= {name: 1 for name, used in flags.items() if used}
-    if tile.result_dim:
-        members["result_dim"] = tile.result_dim
+    if tile.grad_slices > 1:
+        members["grad_slices"] = tile.grad_slices
     return _key(family, arch, members)
 
 
 def _pass_key(family: str, arch: tuple[int, int], **members: str | int) -> str:
     return _key(family, arch, members)
-
-
-def _segment_ranges_bytes(problem: Problem, batch: int, tile: Tile) -> int:
-    if not problem.segments:
-        return 0
-    tiles = -(-problem.q_len // tile.tile_q) + -(-problem.kv_len // tile.tile_kv)
-    return batch * tiles * 8 + 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +175,22 @@ class Plan:
 
     Attributes:
       kernels: kernel keys joined by ';'.
-      scratch_bytes: of the call; linear in the batch.
+      scratch_bytes: of the call.
     """
 
     kernels: str
     scratch_bytes: int
+
+
+_SCRATCH_ALIGNMENT = 256
+
+
+def _segment_ranges_bytes(problem: Problem, batch: int, tile: Tile) -> int:
+    """Scratch for the segment ranges of one kernel's tiles (``cc/cuda/attention_params.cc``)."""
+    if not problem.segments:
+        return 0
+    tiles = -(-problem.q_len // tile.tile_q) + -(-problem.kv_len // tile.tile_kv)
+    return batch * tiles * 8 + _SCRATCH_ALIGNMENT
 
 
 def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
@@ -196,3 +200,287 @@ def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
     if problem.segments:
         keys.append(_pass_key("segment_ranges", arch))
     return Plan(";".join(keys), _segment_ranges_bytes(problem, batch, tile))
+
+
+def keys_shared_bytes(tile: Tile, dtype: str, *, fused: bool) -> int:
+    """Shared memory of the sm80 backward kernels that own keys."""
+    width = tile.head_dim + tile.head_dim_v
+    elements = (tile.tile_kv + tile.stages * tile.tile_q) * width + (
+        tile.tile_kv * tile.tile_q if fused else 0
+    )
+    return elements * _element_bytes(dtype) + tile.stages * 2 * tile.tile_q * 4
+
+
+def queries_shared_bytes(tile: Tile, dtype: str) -> int:
+    """Shared memory of the sm80 backward kernel that owns queries."""
+    return (
+        (tile.tile_q + tile.stages * tile.tile_kv)
+        * (tile.head_dim + tile.head_dim_v)
+        * _element_bytes(dtype)
+    )
+
+
+def dbias_shared_bytes(tile: Tile, dtype: str) -> int:
+    """Shared memory of the sm80 dbias kernel."""
+    loop = (tile.tile_q + tile.tile_kv) * (tile.head_dim + tile.head_dim_v) * _element_bytes(dtype)
+    return max(loop, tile.num_warps * tile.tile_kv * 4)
+
+
+def _backward_width(head_dim: int, slices: int) -> int:
+    """Width of a tile whose gradient columns are cut into ``slices`` parts, each a tile of its own when it is stored."""
+    return _round_up(head_dim, 32 * slices)
+
+
+class _BytesOf(Protocol):
+    def __call__(self, tile: Tile, /) -> int: ...
+
+
+def _pick(
+    candidates: Sequence[tuple[int, int, int, int]],
+    head_dim: int,
+    head_dim_v: int,
+    slices: int,
+    limit: int,
+    bytes_of: _BytesOf,
+) -> Tile:
+    for tile_q, tile_kv, num_warps, stages in candidates:
+        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
+        if bytes_of(tile) <= limit:
+            return tile
+    raise ValueError(
+        f"head dims {head_dim} and {head_dim_v} do not fit into {limit} bytes of shared memory"
+    )
+
+
+def keys_tile(problem: Problem, arch: tuple[int, int], *, fused: bool) -> Tile:
+    """Picks the tile of the backward kernel that owns keys (dk, dv, and dq if fused).
+
+    A warp of 16 keys holds dk and dv of up to 128 columns each in registers; wider heads are cut into slices, each of which
+    computes the scores again.
+    """
+    dtype = problem.dtype
+    widest = max(problem.head_dim, problem.head_dim_v)
+    slices = -(-widest // 128)
+    head_dim, head_dim_v = (
+        _backward_width(d, slices) for d in (problem.head_dim, problem.head_dim_v)
+    )
+    if slices > 1:
+        candidates = (
+            (64, 64, 4, 2),
+            (64, 64, 4, 1),
+            (32, 64, 4, 1),
+            (32, 32, 2, 1),
+            (32, 16, 1, 1),
+        )
+        if dtype == "float32":
+            candidates = (*candidates, (16, 16, 1, 1))
+    elif dtype == "float32":
+        wide = ((64, 128, 8, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1))
+        candidates = wide if widest <= 64 else ((32, 128, 8, 2), *wide[1:], (16, 16, 1, 1))
+    elif widest <= 64:
+        candidates = (
+            (128, 128, 8, 2),
+            (64, 128, 8, 2),
+            (64, 128, 8, 1),
+            (64, 64, 4, 1),
+            (32, 32, 2, 1),
+        )
+    else:
+        candidates = ((64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 2, 1))
+    if problem.softcap > 0:  # the derivative of the softcap takes as many registers as the scores
+        candidates = tuple(
+            (min(q, 64 if widest <= 64 else 32), kv, warps, stages)
+            for q, kv, warps, stages in candidates
+        )
+    return _pick(
+        candidates,
+        head_dim,
+        head_dim_v,
+        slices,
+        shared_limit_bytes(arch),
+        lambda t: keys_shared_bytes(t, dtype, fused=fused),
+    )
+
+
+def queries_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
+    """Picks the tile of the backward kernel that owns queries (dq of the deterministic form)."""
+    dtype = problem.dtype
+    slices = -(-problem.head_dim // 256)
+    head_dim = _backward_width(problem.head_dim, slices)
+    head_dim_v = _round_up(problem.head_dim_v, 32)
+    narrow = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+    if dtype == "float32":
+        candidates = ((128, 32, 4, 1), *narrow) if head_dim <= 64 else narrow
+    elif head_dim <= 64:
+        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *narrow)
+    elif head_dim <= 128:
+        candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *narrow)
+    else:
+        candidates = ((64, 32, 4, 2), *narrow)
+    return _pick(
+        candidates,
+        head_dim,
+        head_dim_v,
+        slices,
+        shared_limit_bytes(arch),
+        lambda t: queries_shared_bytes(t, dtype),
+    )
+
+
+def dbias_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
+    """Picks the tile of the dbias kernel."""
+    dtype = problem.dtype
+    candidates = ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+    return _pick(
+        candidates if dtype != "float32" else candidates[1:],
+        _round_up(problem.head_dim, 32),
+        _round_up(problem.head_dim_v, 32),
+        1,
+        shared_limit_bytes(arch),
+        lambda t: dbias_shared_bytes(t, dtype),
+    )
+
+
+# Blocks that the dbias kernel is given at least, if there is enough work (``cc/cuda/backward.cc``).
+_WANTED_DBIAS_BLOCKS = 512
+
+
+def _dbias_partials_bytes(problem: Problem, batch: int, tile: Tile) -> int:
+    """Scratch for partial sums of dbias: none where the bias alone has tiles enough."""
+    assert problem.bias is not None
+    bias_batch, bias_heads, queries, keys = problem.bias
+    q_tiles, kv_tiles = -(-problem.q_len // tile.tile_q), -(-problem.kv_len // tile.tile_kv)
+    tiles_query, tiles_key = (1 if queries == 1 else q_tiles), (1 if keys == 1 else kv_tiles)
+    tiles = bias_batch * bias_heads * tiles_query * tiles_key
+    if not isinstance(tiles, int) or not isinstance(
+        batch, int
+    ):  # a symbolic batch: the most that any batch can need
+        return 2 * _WANTED_DBIAS_BLOCKS * tile.tile_q * tile.tile_kv * 4
+    if tiles == 0:
+        return 0
+    steps = (
+        (batch // bias_batch)
+        * (problem.num_heads // bias_heads)
+        * (q_tiles // tiles_query)
+        * (kv_tiles // tiles_key)
+    )
+    splits = max(1, min(-(-_WANTED_DBIAS_BLOCKS // tiles), steps))
+    return splits * bias_batch * bias_heads * queries * keys * 4 if splits > 1 else 0
+
+
+def plan_backward(
+    problem: Problem,
+    batch: int,
+    arch: tuple[int, int],
+    *,
+    wants: tuple[bool, bool, bool, bool],
+    deterministic: bool,
+) -> Plan:
+    """Plans the backward pass of ``mem_efficient``.
+
+    Args:
+      problem: the problem.
+      batch: scales the scratch only; may be symbolic.
+      arch: compute capability.
+      wants: which of dq, dk, dv and dbias are wanted.
+      deterministic: the same bits every time: dq by a kernel of its own instead of by reductions in memory.
+
+    Returns:
+      The plan; its kernels are those that the wanted gradients need.
+    """
+    want_q, want_k, want_v, want_bias = wants
+    want_keys = want_k or want_v
+    fused = not deterministic and want_q and want_keys
+    narrow = problem.head_dim % (16 // _element_bytes(problem.dtype)) or problem.head_dim_v % (
+        16 // _element_bytes(problem.dtype)
+    )
+    element = _ELEMENTS[problem.dtype]
+
+    heads_rows = batch * problem.num_heads * _round_up(problem.q_len, 128)
+    scratch = 2 * (heads_rows * 4 + _SCRATCH_ALIGNMENT) + heads_rows // 128 + _SCRATCH_ALIGNMENT
+    row_delta: dict[str, str | int] = {
+        "element": element,
+        "head_dim_v": _round_up(problem.head_dim_v, 32),
+    }
+    if narrow:
+        row_delta["narrow_rows"] = 1
+    keys = [_pass_key("row_delta", arch, **row_delta)]
+    if want_keys:
+        tile = keys_tile(problem, arch, fused=fused)
+        keys.append(
+            kernel_key("sm80_backward" if fused else "sm80_backward_dkv", problem, arch, tile)
+        )
+        scratch += _segment_ranges_bytes(problem, batch, tile)
+        if fused:
+            cast = {
+                "element": element,
+                "head_dim": tile.head_dim,
+                "tile_q": tile.tile_q,
+                "num_warps": tile.num_warps,
+                "grad_slices": tile.grad_slices,
+            }
+            if narrow:
+                cast["narrow_rows"] = 1
+            keys.append(_pass_key("cast_grad", arch, **cast))
+            scratch += heads_rows * tile.head_dim * 4 + _SCRATCH_ALIGNMENT
+    if want_q and not fused:
+        tile = queries_tile(problem, arch)
+        keys.append(kernel_key("sm80_backward_dq", problem, arch, tile))
+        scratch += _segment_ranges_bytes(problem, batch, tile)
+    if want_bias and problem.bias is not None:
+        tile = dbias_tile(problem, arch)
+        keys.append(kernel_key("sm80_backward_dbias", problem, arch, tile))
+        keys.append(_pass_key("sum_partials", arch, bias_element=_ELEMENTS[problem.bias_dtype]))
+        scratch += _segment_ranges_bytes(problem, batch, tile)
+        scratch += _dbias_partials_bytes(problem, batch, tile) + _SCRATCH_ALIGNMENT
+    if problem.segments:
+        keys.append(_pass_key("segment_ranges", arch))
+    return Plan(";".join(keys), scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotBand:
+    unbounded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotProblem:
+    """A problem whose kernels are compiled ahead of time; extents that do not matter for the choice are left at 1."""
+
+    dtype: str
+    head_dim: int
+    band: _HotBand
+    q_len: int = 1
+    kv_len: int = 1
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    softcap: float = 0.0
+    bias: tuple[int, int, int, int] | None = None
+    bias_dtype: str = ""
+    mask: tuple[int, int, int, int] | None = None
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    segments: bool = False
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.head_dim
+
+
+def hot_keys() -> tuple[str, ...]:
+    """Returns the kernel keys of the common problems, in the order and spelling of ``cc/core/hot_set.txt``.
+
+    Self-attention in 16 bits at head dims 64 and 128, full and causal, forward and both forms of the backward, on sm_90.
+    """
+    arch = (9, 0)
+    wants = (True, True, True, False)
+    keys: dict[str, None] = {}
+    for dtype in ("bfloat16", "float16"):
+        for head_dim in (64, 128):
+            for unbounded in (True, False):
+                problem = _HotProblem(dtype, head_dim, _HotBand(unbounded))
+                plans = [plan_forward(problem, 1, arch)]
+                plans += [plan_backward(problem, 1, arch, wants=wants, deterministic=d) for d in (False, True)]
+                for plan in plans:
+                    keys |= dict.fromkeys(plan.kernels.split(";"))
+    return tuple(keys)

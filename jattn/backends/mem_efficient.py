@@ -6,7 +6,14 @@ import jax
 
 from jattn import ffi
 from jattn.backends import cuda_tiles
-from jattn.backends.base import Residuals, Wants, symbolic_extents, wrong_dtype, wrong_platform
+from jattn.backends.base import (
+    Backend,
+    Residuals,
+    Wants,
+    symbolic_extents,
+    wrong_dtype,
+    wrong_platform,
+)
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -23,6 +30,10 @@ class MemEfficientBackend:
 
     name = "mem_efficient"
     understands = frozenset(FEATURES)
+
+    def for_backward(self) -> Backend:
+        """This backend runs its backward pass itself."""
+        return self
 
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
@@ -58,7 +69,11 @@ class MemEfficientBackend:
         """Returns the wanted gradients."""
         assert device.arch is not None
         plan = cuda_tiles.plan_backward(
-            spec, spec.batch, device.arch, wants, deterministic=determinism == "strict"
+            spec,
+            spec.batch,
+            device.arch,
+            wants=wants.flags(),
+            deterministic=determinism == "strict",
         )
         attributes = plan_attributes(self.name, plan.kernels)
         return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))

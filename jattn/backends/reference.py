@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import reference
-from jattn.backends.base import Residuals, Wants
+from jattn.backends.base import Backend, Residuals, Wants
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -18,6 +18,10 @@ class ReferenceBackend:
 
     name = "reference"
     understands = frozenset(FEATURES)
+
+    def for_backward(self) -> Backend:
+        """This backend runs its backward pass itself."""
+        return self
 
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism

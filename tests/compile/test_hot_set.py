@@ -8,16 +8,10 @@ import toolchain
 
 from jattn import _core
 
-HOT_SET_FILE = Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt"
 HOT_SET = {row["key"]: row for row in _core.hot_set()}
 
 # What multiplies tiles in each folder of kernels, by element. Passes over rows multiply nothing.
 TENSOR_INSTRUCTION = {"sm80": "HMMA", "sm90": "HGMMA"}
-
-
-def listed_keys() -> list[str]:
-    lines = [line for line in HOT_SET_FILE.read_text().splitlines() if line and not line.startswith("#")]
-    return [_core.canonical_kernel_key(line) for line in lines]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +21,7 @@ def built_with_nvcc() -> None:
 
 
 def test_module_has_what_is_listed() -> None:
-    listed = listed_keys()
+    listed = [_core.canonical_kernel_key(line) for line in toolchain.hot_set_lines()]
     assert len(set(listed)) == len(listed), "two lines name the same kernel"
     assert sorted(HOT_SET) == sorted(listed)
 

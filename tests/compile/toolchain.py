@@ -14,6 +14,31 @@ import pytest
 from jattn import _core, ffi
 
 MIN_NVCC = (12, 8)
+HOT_SET_FILE = Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt"
+
+
+def hot_set_lines() -> list[str]:
+    """The keys to be compiled ahead of time, as they are listed; there whether or not nvcc is."""
+    return [
+        line for line in HOT_SET_FILE.read_text().splitlines() if line and not line.startswith("#")
+    ]
+
+
+def one_key_per_family() -> dict[str, str]:
+    """The first listed key of each family: a sample to vary."""
+    keys: dict[str, str] = {}
+    for line in hot_set_lines():
+        key = _core.canonical_kernel_key(line)
+        keys.setdefault(word(key, "family"), key)
+    return keys
+
+
+def vary(key: str, **words: object) -> str:
+    """The key with other values for some of its words."""
+    return " ".join(
+        f"{name}={words.get(name, word(key, name))}"
+        for name in ("family", "arch", *_core.config_members())
+    )
 
 
 @functools.cache
@@ -21,7 +46,9 @@ def find_tool(name: str) -> str:
     """Path of a program of the CUDA toolkit: on PATH, in its usual folder, or in the wheels; or an empty string."""
     folders = [*os.get_exec_path(), "/usr/local/cuda/bin"]
     found = importlib.util.find_spec("nvidia")
-    folders += [f"{root}/cu13/bin" for root in found.submodule_search_locations or []] if found else []
+    folders += (
+        [f"{root}/cu13/bin" for root in found.submodule_search_locations or []] if found else []
+    )
     return shutil.which(name, path=os.pathsep.join(folders)) or ""
 
 
@@ -69,7 +96,9 @@ def run_nvcc(text: str, arch: str, folder: Path, *flags: str) -> tuple[bytes, st
     unit.write_text(text)
     command = [require_nvcc(), "-cubin", f"-arch={arch}", "-std=c++20", f"-I{folder / 'include'}"]
     command += ["-Xptxas", "-v", "-Xptxas", "-warn-spills", *flags, "-o", str(cubin), str(unit)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     return cubin.read_bytes(), done.stdout
 
@@ -92,7 +121,9 @@ def sections(cubin: bytes) -> dict[str, bytes]:
         return cubin[start : cubin.index(b"\0", start)].decode()
 
     no_bits = 8
-    return {name(row): b"" if row[1] == no_bits else cubin[row[4] : row[4] + row[5]] for row in rows}
+    return {
+        name(row): b"" if row[1] == no_bits else cubin[row[4] : row[4] + row[5]] for row in rows
+    }
 
 
 def disassemble(cubin: bytes, folder: Path) -> str:

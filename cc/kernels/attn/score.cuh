@@ -73,7 +73,7 @@ struct BroadcastReader {
 };
 
 // s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a fragment
-// that keeps raw products is left alone. capped: tanh values for the derivative, or nothing.
+// that keeps raw products is left alone.
 template <Config kConfig, int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ProblemParams& problem) {
   if constexpr (kConfig.softcap) {
@@ -99,6 +99,43 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const Proble
     }
   }
 }
+
+// The derivative of the softcap, 1 - tanh^2, from scores that scale_scores() has just made. An array of no use and no
+// cost without softcap.
+template <Config kConfig, int kM, int kN>
+struct SoftcapDerivative {
+  float value[kConfig.softcap ? kM : 1][kConfig.softcap ? kN : 1][4];
+
+  __device__ __forceinline__ void keep(const float (&s)[kM][kN][4], const ProblemParams& problem) {
+    if constexpr (kConfig.softcap) {
+      const float inverse = reciprocal_fast(problem.softcap_log2);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float t = s[m][n][e] * inverse;
+            value[m][n][e] = fmaf(-t, t, 1.0f);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&ds)[kM][kN][4]) const {
+    if constexpr (kConfig.softcap) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) ds[m][n][e] *= value[m][n][e];
+        }
+      }
+    }
+  }
+};
 
 // s += log2(e) * bias
 template <Config kConfig, bool kTransposed, int kM, int kN>

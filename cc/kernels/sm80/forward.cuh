@@ -150,7 +150,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     if constexpr (kConfig.mask) mask_dense<false>(s, problem, item.batch, item.head, row0, column0);
 
     softmax_step(s, out, rows, factor);
-    multiply_accumulator(out, s, ColumnOperand<kElement, kDv>::b(ValueTile{v_base + stage * kValueBytes}, 0, 0));
+    multiply_accumulator(out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));
 
     if constexpr (kConfig.stages > 1) stage ^= 1;
     tile = next;

@@ -120,68 +120,73 @@ struct RowOperand {  // rows along the result, columns along the sum
   }
 };
 
-// Rows along the sum, columns along the result.
-template <Element kElement, int kWidth>
+// Rows along the sum, columns along the result. kAnyColumn: the first column is any multiple of 16; otherwise the columns
+// that are read must not cross a span of the swizzle unless the first column starts one, and addresses are cheaper.
+template <Element kElement, int kWidth, bool kAnyColumn = false>
 struct ColumnOperand {
   using Layout = typename Tile<kElement, kWidth>::Layout;
   using Fragment = Fragments<kElement>;
   static constexpr int kRowBytes = Tile<kElement, kWidth>::kRowBytes;
-  uint32_t address, address_odd;  // float32 only: rows 2t and 2t + 1
+  static constexpr bool kWide = kElement == Element::kF32;  // one read per number: rows 2t and 2t + 1 of the step
+  static constexpr int kStepRows = Fragment::kStep;
 
-  static __device__ __forceinline__ ColumnOperand make(Tile<kElement, kWidth> tile, int row, int column, bool is_a) {
+  uint32_t line[kWide ? 2 : 1];     // of the lane's row(s)
+  uint32_t swizzle[kWide ? 2 : 1];
+  uint32_t chunk;                   // of the lane in its row, before the permutation
+
+  // The fragment of an A (is_a) or B operand that starts at `row` and `column`.
+  __device__ __forceinline__ ColumnOperand(Tile<kElement, kWidth> tile, int row, int column, bool is_a) {
     const int lane = threadIdx.x & 31;
     const uint32_t base = tile.address + row * kRowBytes;
-    constexpr int kChunk = 16 / element_bytes(kElement);
-    if constexpr (kElement == Element::kF32) {
-      const int within = ((lane >> 2) & 3) * 4;
-      const int chunk = column / kChunk + (lane >> 4);
-      const uint32_t even = base + Layout::offset(2 * (lane & 3), chunk) + within;
-      const uint32_t odd = base + Layout::offset(2 * (lane & 3) + 1, chunk) + within;
-      return {even, odd};
+    if constexpr (kWide) {
+      chunk = column / 4 + (lane >> 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int lane_row = 2 * (lane & 3) + i;
+        line[i] = base + lane_row * kRowBytes + ((lane >> 2) & 3) * 4;
+        swizzle[i] = Layout::swizzle(lane_row);
+      }
     } else {
-      const int chunk = column / kChunk;
-      const uint32_t lanes = is_a ? Layout::offset((lane & 7) + (lane >> 4) * 8, chunk + ((lane >> 3) & 1))
-                                  : Layout::offset((lane & 7) + ((lane >> 3) & 1) * 8, chunk + (lane >> 4));
-      return {base + lanes, 0};
+      const int lane_row = (lane & 7) + (is_a ? lane >> 4 : (lane >> 3) & 1) * 8;
+      chunk = column / 8 + (is_a ? (lane >> 3) & 1 : lane >> 4);
+      line[0] = base + lane_row * kRowBytes;
+      swizzle[0] = Layout::swizzle(lane_row);
     }
   }
-  // column: a multiple of 16 such that column / 8 chunks stay clear of the bits that `block` adds
-  static __device__ __forceinline__ ColumnOperand a(Tile<kElement, kWidth> tile, int row, int column) {
-    return make(tile, row, column, true);
-  }
-  static __device__ __forceinline__ ColumnOperand b(Tile<kElement, kWidth> tile, int row, int column) {
-    return make(tile, row, column, false);
+
+  // `step` chunks to the right of the first column; step is even.
+  __device__ __forceinline__ uint32_t at(int i, int step) const {
+    if constexpr (kAnyColumn) return line[i] + (((chunk + step) ^ swizzle[i]) << 4);
+    return Layout::advance(line[i] + ((chunk ^ swizzle[i]) << 4), step);
   }
 
   // 16 result columns from 16 `block`, step k along the sum
   __device__ __forceinline__ void load_b(typename Fragment::B& b, int block, int k) const {
-    if constexpr (kElement == Element::kF32) {
+    if constexpr (kWide) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int step = 4 * block + 2 * i;
-        const uint32_t row = k * (8 * kRowBytes);
-        Fragment::split(b.big[2 * i], b.rest[2 * i],
-                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address, step) + row)));
-        Fragment::split(b.big[2 * i + 1], b.rest[2 * i + 1],
-                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address_odd, step) + row)));
+      for (int i = 0; i < 2; ++i) {  // 8 columns each
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t address = at(odd, 4 * block + 2 * i) + k * (kStepRows * kRowBytes);
+          Fragment::split(b.big[2 * i + odd], b.rest[2 * i + odd], __uint_as_float(ptx::load_shared_u32(address)));
+        }
       }
     } else {
-      ptx::load_matrix_x4_transposed(b.r, Layout::advance(address, 2 * block) + k * (16 * kRowBytes));
+      ptx::load_matrix_x4_transposed(b.r, at(0, 2 * block) + k * (kStepRows * kRowBytes));
     }
   }
   __device__ __forceinline__ void load_a(typename Fragment::A& a, int block, int k) const {
-    if constexpr (kElement == Element::kF32) {
+    if constexpr (kWide) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of the result
-        const int step = 4 * block + 2 * i;
-        const uint32_t row = k * (8 * kRowBytes);
-        Fragment::split(a.big[i], a.rest[i],
-                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address, step) + row)));
-        Fragment::split(a.big[2 + i], a.rest[2 + i],
-                        __uint_as_float(ptx::load_shared_u32(Layout::advance(address_odd, step) + row)));
+      for (int i = 0; i < 2; ++i) {  // result rows g and g + 8
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const uint32_t address = at(odd, 4 * block + 2 * i) + k * (kStepRows * kRowBytes);
+          Fragment::split(a.big[2 * odd + i], a.rest[2 * odd + i], __uint_as_float(ptx::load_shared_u32(address)));
+        }
       }
     } else {
-      ptx::load_matrix_x4_transposed(a.r, Layout::advance(address, 2 * block) + k * (16 * kRowBytes));
+      ptx::load_matrix_x4_transposed(a.r, at(0, 2 * block) + k * (kStepRows * kRowBytes));
     }
   }
 };
@@ -233,9 +238,9 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<
 }
 
 // c += P B, P in accumulators (rounded to the element type here), B with the summed axis down the rows of shared memory.
-template <Element kElement, int kWidth, int kM, int kP, int kN>
+template <Element kElement, int kWidth, bool kAnyColumn, int kM, int kP, int kN>
 __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], const float (&p)[kM][kP][4],
-                                                     ColumnOperand<kElement, kWidth> b_operand) {
+                                                     ColumnOperand<kElement, kWidth, kAnyColumn> b_operand) {
   using Fragment = Fragments<kElement>;
   constexpr int kSteps = kP * 8 / Fragment::kStep;
   static_assert(kN % 2 == 0);
@@ -253,6 +258,30 @@ __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], cons
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[m], b[n & 1], i);
+      }
+    }
+  }
+}
+
+// c += A B with the summed axis down the rows of both tiles; kSum is its length.
+template <Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnA, bool kAnyColumnB, int kM, int kN>
+__device__ __forceinline__ void multiply_columns(float (&c)[kM][kN][4], ColumnOperand<kElement, kWidthA, kAnyColumnA> a_operand,
+                                                 ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
+  using Fragment = Fragments<kElement>;
+  static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);
+#pragma unroll
+  for (int k = 0; k < kSum / Fragment::kStep; ++k) {
+    typename Fragment::A a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a_operand.load_a(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      typename Fragment::B b;
+      b_operand.load_b(b, n, k);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[m], b, i);
       }
     }
   }

@@ -6,11 +6,11 @@
 // been waited for, and no product stands under a condition of its own. tools/sm90_listing.py checks the result.
 #pragma once
 
-#include "kernels/sm90/score.cuh"
-#include "kernels/sm90/softmax.cuh"
-#include "kernels/sm90/tma.cuh"
-#include "kernels/sm90/wgmma.cuh"
-#include "kernels/sm90/work.cuh"
+#include "sm90/score.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+#include "sm90/work.cuh"
 
 namespace jattn::sm90 {
 
@@ -21,7 +21,10 @@ struct Consumer {
   using Scores = float[C.tile_kv / 2];
   using Probabilities = unsigned[C.tile_kv / 4];
   using Output = float[C.head_dim_v / 2];
+  using Queries = unsigned[C.q_in_registers ? C.head_dim / 4 : 1];
   using Ring = RingPosition<C.stages>;
+
+  static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
 
   const ForwardParams& params;
   ForwardControl<C>& control;
@@ -59,6 +62,39 @@ struct Consumer {
     return control.headers[ring.index];
   }
 
+  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free.
+  __device__ __forceinline__ void load_queries(Queries& q) const {
+    if constexpr (C.q_in_registers) {
+#pragma unroll
+      for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(q[4 * step]), "=r"(q[4 * step + 1]), "=r"(q[4 * step + 2]), "=r"(q[4 * step + 3])
+                     : "r"(fragment_address(q_address(), step))
+                     : "memory");
+      }
+      if constexpr (!S::kOutAliasesQ) {
+        sync_warpgroup();
+        release_q();
+      }
+    }
+  }
+
+  // Where this lane's eight values of the 16 x 16 block `step` of a tile lie, for ldmatrix and stmatrix: lanes 0 to 15
+  // give the rows of the left eight columns, the others those of the right.
+  __device__ __forceinline__ static unsigned fragment_address(unsigned tile, int step) {
+    const int row = warp_row() + lane() % 16;
+    const int column16 = step % 4 * 2 + lane() / 16;  // in units of 16 bytes, before the swizzle
+    return tile + step / 4 * C.tile_q * kChunkRowBytes + row * kChunkRowBytes + (column16 ^ row % 8) * 16;
+  }
+
+  __device__ __forceinline__ void start_scores_of_stage(Scores& s, Queries& q) const {
+    if constexpr (C.q_in_registers) {
+      start_scores<C>(s, q, k_address(ring.index));
+    } else {
+      start_scores<C>(s, q_address(), k_address(ring.index));
+    }
+  }
+
   // From raw products to probabilities; frees the k tile on the way.
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
     if constexpr (!C.segments) release(&control.k_empty[ring.index]);
@@ -71,12 +107,12 @@ struct Consumer {
   }
 
   // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
-  __device__ __forceinline__ void visit_tiles(Output& out, Softmax& softmax) {
+  __device__ __forceinline__ void visit_tiles(Queries& q, Output& out, Softmax& softmax) {
     Probabilities p;
     TileHeader header = wait_k();
     {
       Scores s;
-      start_scores<C>(s, q_address(), k_address(ring.index));
+      start_scores_of_stage(s, q);
       wait_products<0>();
       pin_registers(s);
       finish_scores(s, header, softmax);
@@ -87,7 +123,7 @@ struct Consumer {
       ring.advance();
       header = wait_k();
       Scores s;
-      start_scores<C>(s, q_address(), k_address(ring.index));
+      start_scores_of_stage(s, q);
       wait(&control.v_full[before.index], before.parity);
       start_output<C>(out, p, v_address(before.index));
       wait_products<1>();
@@ -99,7 +135,7 @@ struct Consumer {
       pack_fragment<C.element>(p, s);
       softmax.rescale_output(out);
     }
-    if constexpr (!S::kOutAliasesQ) release_q();
+    if constexpr (kReleasesQAtLastTile) release_q();
     wait(&control.v_full[ring.index], ring.parity);
     start_output<C>(out, p, v_address(ring.index));
     softmax.finish();
@@ -111,10 +147,10 @@ struct Consumer {
 
   // Softmax at the end of the loop body: the wait for the output product lies behind the back edge, where ptxas cannot
   // move it above the exponentials.
-  __device__ __forceinline__ void visit_tiles_rotated(Output& out, Softmax& softmax) {
+  __device__ __forceinline__ void visit_tiles_softmax_last(Queries& q, Output& out, Softmax& softmax) {
     Scores s;
     TileHeader header = wait_k();
-    start_scores<C>(s, q_address(), k_address(ring.index));
+    start_scores_of_stage(s, q);
     wait_products<0>();
     pin_registers(s);
     finish_scores(s, header, softmax);
@@ -129,7 +165,7 @@ struct Consumer {
       if (v_read >= 0) release(&control.v_empty[v_read]);
       v_read = before.index;
       pack_fragment<C.element>(p, s);
-      start_scores<C>(s, q_address(), k_address(ring.index));
+      start_scores_of_stage(s, q);
       softmax.rescale_output(out);
       wait(&control.v_full[before.index], before.parity);
       start_output<C>(out, p, v_address(before.index));
@@ -140,7 +176,7 @@ struct Consumer {
     wait_products<0>();
     pin_registers(out);
     if (v_read >= 0) release(&control.v_empty[v_read]);
-    if constexpr (!S::kOutAliasesQ) release_q();
+    if constexpr (kReleasesQAtLastTile) release_q();
     Probabilities p;
     pack_fragment<C.element>(p, s);
     softmax.rescale_output(out);
@@ -153,23 +189,56 @@ struct Consumer {
     ring.advance();
   }
 
+  // One product after the other: fewest registers, so that three warpgroups can hold 128 columns of output. Only the other
+  // warpgroups fill the matrix unit during a softmax.
+  __device__ __forceinline__ void visit_tiles_serially(Queries& q, Output& out, Softmax& softmax) {
+    for (bool last = false; !last; ring.advance()) {
+      const TileHeader header = wait_k();
+      last = header.flags & kLastTile;
+      Scores s;
+      start_scores_of_stage(s, q);
+      wait_products<0>();
+      pin_registers(s);
+      if (kReleasesQAtLastTile && last) release_q();
+      finish_scores(s, header, softmax);
+      softmax.rescale_output(out);
+      Probabilities p;
+      pack_fragment<C.element>(p, s);
+      wait(&control.v_full[ring.index], ring.parity);
+      start_output<C>(out, p, v_address(ring.index));
+      wait_products<0>();
+      pin_registers(out);
+      release(&control.v_empty[ring.index]);
+    }
+    softmax.finish();
+  }
+
   __device__ __forceinline__ void release_q() const {
     if (thread() == 0) arrive(&control.q_empty);
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { sync_named(1 + warpgroup, kWarpgroupThreads); }
 
-  // Passes all tiles of an item that has no query for this warpgroup. A stage is freed only after it was filled: an
-  // early arrival would count for the round before.
-  __device__ __forceinline__ void pass_tiles() {
-    for (bool last = false; !last; ring.advance()) {
-      last = wait_k().flags & kLastTile;
+  // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there is
+  // one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
+  // 192 x 128 every fourth product.
+  __device__ __forceinline__ bool skip_tiles(const ItemRecord& item) {
+    const int first = item.q_begin + first_row();
+    int end = first < item.q_length ? item.kv_length : 0;
+    if constexpr (C.band) end = min(end, first + kWarpgroupRows - 1 + item.upper_offset);
+    for (;;) {
+      const TileHeader header = wait_k();
+      if (header.kv_tile * C.tile_kv < end) return true;
+      // A stage is freed only after it was filled: an early arrival would count for the round before.
       wait(&control.v_full[ring.index], ring.parity);
       sync_warpgroup();  // every warp has read the header
       release(&control.k_empty[ring.index]);
       release(&control.v_empty[ring.index]);
+      ring.advance();
+      if (header.flags & kLastTile) break;
     }
     if constexpr (!S::kOutAliasesQ) release_q();
+    return false;
   }
 
   // Normalises and writes the rows of this warpgroup; rows without keys and beyond q_length become 0 and -inf.
@@ -184,9 +253,9 @@ struct Consumer {
       const int t = first + row + 8 * r;
       const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
       factor[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
-      if (lane() % 4 == 0 && t < params.q_len) {
-        const long long head = static_cast<long long>(item.batch) * params.num_heads + item.head;
-        params.lse[head * params.q_len + t] = sees_keys ? softmax.lse(r) : -infinity();
+      if (lane() % 4 == 0 && t < params.problem.q_len) {
+        const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head;
+        params.lse[head * params.problem.q_len + t] = sees_keys ? softmax.lse(r) : -infinity();
       }
     }
     if (thread() == 0) wait_stores_read();
@@ -199,22 +268,20 @@ struct Consumer {
         const float f = factor[i % 2];
         const float low = f == 0.0f ? 0.0f : out[8 * step + 2 * i] * f;  // selected: out may hold NaN there
         const float high = f == 0.0f ? 0.0f : out[8 * step + 2 * i + 1] * f;
-        words[i] = pack<C.element>(low, high);
+        words[i] = ElementTraits<C.element>::pack(low, high);
       }
-      const int store_row = warp_row() + lane() % 16;
-      const int column16 = step % 4 * 2 + lane() / 16;  // in units of 16 bytes, before the swizzle
-      const unsigned address = out_tile + step / 4 * C.tile_q * kChunkRowBytes + store_row * kChunkRowBytes +
-                               (column16 ^ store_row % 8) * 16;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       fragment_address(out_tile, step)),
+                   "r"(words[0]),
                    "r"(words[1]), "r"(words[2]), "r"(words[3])
                    : "memory");
     }
     fence_async_proxy();
     sync_warpgroup();
     if (thread() == 0) {
-      if (first < params.q_len) {
+      if (first < params.problem.q_len) {
 #pragma unroll
-        for (int chunk = 0; chunk < kNumChunks<C.head_dim_v>; ++chunk) {
+        for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
           store_box(&params.out, out_tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, item.head,
                     item.batch);
         }
@@ -237,17 +304,21 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
       Softmax softmax;
-      softmax.scale_log2 = params.scale * kLog2E;
+      softmax.scale_log2 = params.problem.scale_log2;
       const int row = item.q_begin + place().row;
       softmax.reset(row < item.q_length, row + 8 < item.q_length);
       if (item.status == kItemEmpty) {
         if constexpr (!S::kOutAliasesQ) release_q();
-      } else if (item.q_begin + first_row() >= item.q_length) {
-        pass_tiles();
-      } else if constexpr (C.rotated) {
-        visit_tiles_rotated(out, softmax);
-      } else {
-        visit_tiles(out, softmax);
+      } else if (skip_tiles(item)) {
+        Queries q;
+        load_queries(q);
+        if constexpr (C.loop_order == 0) {
+          visit_tiles(q, out, softmax);
+        } else if constexpr (C.loop_order == 1) {
+          visit_tiles_softmax_last(q, out, softmax);
+        } else {
+          visit_tiles_serially(q, out, softmax);
+        }
       }
       write(out, softmax);
       slot ^= 1;

@@ -5,8 +5,8 @@
 // smaller ones are filled up with zeros by the copies. Definition of the result: core/problem.h.
 #pragma once
 
-#include "kernels/sm90/consumer.cuh"
-#include "kernels/sm90/producer.cuh"
+#include "sm90/consumer.cuh"
+#include "sm90/producer.cuh"
 
 namespace jattn::sm90 {
 
@@ -18,12 +18,13 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(C.head_dim % kStepDepth == 0 && C.head_dim_v % kStepDepth == 0 && C.tile_kv % kStepDepth == 0);
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256 && C.tile_kv <= 256);
   static_assert(!C.mask && !C.bias);
-  static_assert(C.num_warps == S::kThreads / 32);
-  static_assert(S::kSharedBytes <= kMaxSharedBytes);
-  static_assert(sizeof(ForwardControl<C>) <= S::kControlBytes);
+  static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
+  static_assert(C.num_warps == forward_threads(C) / 32);
+  static_assert(forward_shared_bytes(C) <= kMaxSharedBytes);
+  static_assert(sizeof(ForwardControl<C>) <= control_bytes(C));
 
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto& control = *reinterpret_cast<ForwardControl<C>*>(shared + S::kControlOffset);
+  auto& control = *reinterpret_cast<ForwardControl<C>*>(shared + control_offset(C));
   const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
@@ -48,10 +49,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
-    release_registers<S::kProducerRegisters>();
+    release_registers<producer_registers(C)>();
     if (threadIdx.x < 32) Producer<C>{params, control, tiles}.run();
   } else {
-    acquire_registers<S::kConsumerRegisters>();
+    acquire_registers<consumer_registers(C)>();
     Consumer<C>{params, control, tiles, warpgroup - 1}.run();
   }
 }

@@ -1,8 +1,8 @@
 // What happens to a score between the first product and the softmax: the score stage, then the masks.
 #pragma once
 
-#include "kernels/sm90/softmax.cuh"
-#include "kernels/sm90/work.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/work.cuh"
 
 namespace jattn::sm90 {
 
@@ -21,18 +21,13 @@ struct ScoreStage {
   template <int kCount>
   __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params) {
     if constexpr (C.softcap) {
-      // tanh(x) = 1 - 2 / (exp(2 x) + 1). tanh.approx has a relative error of 2^-11, which at a cap of 30 is 1 % of a
-      // probability.
-      const float doubled_log2 = 2.0f * kLog2E * params.scale / params.softcap;
-      const float cap_log2 = params.softcap * kLog2E;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        s[i] = fmaf(-2.0f * cap_log2, reciprocal_approximate(exp2_approximate(s[i] * doubled_log2) + 1.0f), cap_log2);
+        s[i] = params.problem.softcap_log2 * tanh_accurate<false>(s[i] * params.problem.softcap_in);
       }
     } else if constexpr (C.scale_first) {
-      const float scale_log2 = params.scale * kLog2E;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] *= scale_log2;
+      for (int i = 0; i < kCount; ++i) s[i] *= params.problem.scale_log2;
     }
   }
 };

@@ -1,7 +1,8 @@
 // Sizes that follow from a Config: threads, shared memory, loop counts. Plain C++20: the host launches by them.
 #pragma once
 
-#include "kernels/config.cuh"
+#include "base/types.cuh"
+#include "config.cuh"
 
 namespace jattn::sm90 {
 
@@ -12,18 +13,21 @@ inline constexpr int kChunkRowBytes = 128;
 inline constexpr int kMaxSharedBytes = 232448;  // 227 KiB: opt-in limit of one block on sm_90
 
 // A tile in shared memory is an array of chunks [ceil(columns / 64)][rows][64], each row swizzled over 128 bytes.
-constexpr int num_chunks(int columns) { return (columns + kChunkColumns - 1) / kChunkColumns; }
-constexpr int tile_bytes(int rows, int columns) { return num_chunks(columns) * rows * kChunkRowBytes; }
+JATTN_HOST_DEVICE constexpr int num_chunks(int columns) { return (columns + kChunkColumns - 1) / kChunkColumns; }
+JATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) { return num_chunks(columns) * rows * kChunkRowBytes; }
 
-constexpr int num_consumers(const Config& config) { return config.tile_q / kWarpgroupRows; }
-constexpr int forward_threads(const Config& config) { return (1 + num_consumers(config)) * kWarpgroupThreads; }
+JATTN_HOST_DEVICE constexpr int num_consumers(const Config& config) { return config.tile_q / kWarpgroupRows; }
+JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) { return (1 + num_consumers(config)) * kWarpgroupThreads; }
+
+// One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
+JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
-constexpr int consumer_registers(const Config& config) { return num_consumers(config) == 2 ? 240 : 160; }
-constexpr int producer_registers(const Config& config) { return num_consumers(config) == 2 ? 24 : 32; }
+JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) { return num_consumers(config) == 2 ? 240 : 160; }
+JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) { return num_consumers(config) == 2 ? 24 : 32; }
 
 // Barriers, tile headers, item records: everything but the tiles.
-constexpr int control_bytes(const Config& config) {
+JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int barriers = 8 * (3 + 4 * config.stages);
   const int headers = 8 * config.stages;
   const int records = 2 * 32;
@@ -31,53 +35,50 @@ constexpr int control_bytes(const Config& config) {
   return barriers + 8 + headers + records + ids;
 }
 
-constexpr int stage_bytes(const Config& config) {
+JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
   return tile_bytes(config.tile_kv, config.head_dim) + tile_bytes(config.tile_kv, config.head_dim_v);
 }
 
-constexpr int bytes_without_q(const Config& config) {
+JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
   return config.stages * stage_bytes(config) + control_bytes(config);
 }
 
 // The output tile has its own buffer where that fits; else it takes q's place, and the next q waits for its store.
-constexpr bool out_aliases_q(const Config& config) {
+JATTN_HOST_DEVICE constexpr bool out_aliases_q(const Config& config) {
   return tile_bytes(config.tile_q, config.head_dim) + tile_bytes(config.tile_q, config.head_dim_v) +
              bytes_without_q(config) >
          kMaxSharedBytes;
 }
 
-constexpr int out_offset(const Config& config) {
+JATTN_HOST_DEVICE constexpr int out_offset(const Config& config) {
   return out_aliases_q(config) ? 0 : tile_bytes(config.tile_q, config.head_dim);
 }
 
-constexpr int k_offset(const Config& config) {
+JATTN_HOST_DEVICE constexpr int k_offset(const Config& config) {
   const int q_bytes = tile_bytes(config.tile_q, config.head_dim);
   const int out_bytes = tile_bytes(config.tile_q, config.head_dim_v);
   if (!out_aliases_q(config)) return q_bytes + out_bytes;
   return q_bytes > out_bytes ? q_bytes : out_bytes;
 }
 
-constexpr int v_offset(const Config& config) {
+JATTN_HOST_DEVICE constexpr int v_offset(const Config& config) {
   return k_offset(config) + config.stages * tile_bytes(config.tile_kv, config.head_dim);
 }
 
-constexpr int control_offset(const Config& config) {
+JATTN_HOST_DEVICE constexpr int control_offset(const Config& config) {
   return k_offset(config) + config.stages * stage_bytes(config);
 }
 
-constexpr int forward_shared_bytes(const Config& config) { return control_offset(config) + control_bytes(config); }
+JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) { return control_offset(config) + control_bytes(config); }
 
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for all;
 // where warps still read the stage's segment ids, each must speak for itself.
-constexpr int releases_per_warpgroup(const Config& config) { return config.segments ? 4 : 1; }
+JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return config.segments ? 4 : 1; }
 
-// The same as constants: device code may use the value of a host function, but not call it.
+// The same as constants, for device code.
 template <Config C>
 struct Shape {
   static constexpr int kConsumers = num_consumers(C);
-  static constexpr int kThreads = forward_threads(C);
-  static constexpr int kConsumerRegisters = consumer_registers(C);
-  static constexpr int kProducerRegisters = producer_registers(C);
   static constexpr int kReleases = releases_per_warpgroup(C);
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kKBytes = tile_bytes(C.tile_kv, C.head_dim);
@@ -86,12 +87,6 @@ struct Shape {
   static constexpr int kOutOffset = out_offset(C);
   static constexpr int kKOffset = k_offset(C);
   static constexpr int kVOffset = v_offset(C);
-  static constexpr int kControlOffset = control_offset(C);
-  static constexpr int kControlBytes = control_bytes(C);
-  static constexpr int kSharedBytes = forward_shared_bytes(C);
 };
-
-template <int kColumns>
-inline constexpr int kNumChunks = num_chunks(kColumns);
 
 }  // namespace jattn::sm90

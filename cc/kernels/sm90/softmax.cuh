@@ -4,64 +4,26 @@
 // 4 i + 2 r + c is row r, column 8 i + 2 (lane % 4) + c. A row lives in the four lanes of a quad.
 #pragma once
 
-#include "kernels/config.cuh"
+#include "base/numeric.cuh"
 
 namespace jattn::sm90 {
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float log2_approximate(float x) {
+__device__ __forceinline__ float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ __forceinline__ float reciprocal_approximate(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-template <Element kElement>
-__device__ __forceinline__ unsigned pack(float low, float high) {
-  unsigned packed;
-  if constexpr (kElement == Element::kF16) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
 }
 
 // A score fragment is, value for value, the register operand A of the next product.
 template <Element kElement, int kCount>
 __device__ __forceinline__ void pack_fragment(unsigned (&p)[kCount / 2], const float (&s)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < kCount / 2; ++i) p[i] = ElementTraits<kElement>::pack(s[2 * i], s[2 * i + 1]);
 }
 
 // Raises `largest` to the largest value of each of the two rows, over this thread's columns.
-template <bool kInteger, int kCount>
-__device__ __forceinline__ void thread_row_max(float (&largest)[2], const float (&s)[kCount]) {
+template <int kCount>
+__device__ __forceinline__ void raise_row_max(float (&largest)[2], const float (&s)[kCount]) {
   // Two chains a row: one chain of kCount / 2 dependent instructions is slower than the pipe.
   float second[2] = {s[1], s[3]};
 #pragma unroll
@@ -74,6 +36,34 @@ __device__ __forceinline__ void thread_row_max(float (&largest)[2], const float 
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], second[r]);
+}
+
+// The same by the three-input integer maximum, half the instructions. Bits of floats order as signed integers unless both
+// are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest` is not.
+template <int kCount>
+__device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount]) {
+  int bits[2][2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * (kCount / 2);
+      bits[r][half] = __float_as_int(s[first + 2 * r]);
+#pragma unroll
+      for (int i = 0; i < kCount / 8; ++i) {
+        const int at = first + 4 * i + 2 * r;
+        bits[r][half] = __vimax3_s32(bits[r][half], __float_as_int(s[at]), __float_as_int(s[at + 1]));
+      }
+    }
+  }
+  const int most[2] = {max(bits[0][0], bits[0][1]), max(bits[1][0], bits[1][1])};
+  const bool unknown = (most[0] < 0 && largest[0] < 0.0f) || (most[1] < 0 && largest[1] < 0.0f);
+  if (__any_sync(~0u, unknown)) {
+    raise_row_max(largest, s);
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], most[r] < 0 ? largest[r] : __int_as_float(most[r]));
+  }
 }
 
 // kScaled: scores arrive in log2 units; else they are multiplied by a positive scale_log2 inside the exponent.
@@ -104,7 +94,11 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void update(float (&s)[kCount]) {
     const float unit = kScaled ? 1.0f : scale_log2;
     float largest[2] = {row_max[0], row_max[1]};
-    thread_row_max<kIntegerMax>(largest, s);
+    if constexpr (kIntegerMax) {
+      raise_row_max_integer(largest, s);
+    } else {
+      raise_row_max(largest, s);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
     const bool outgrown =
@@ -113,7 +107,7 @@ struct OnlineSoftmax {
     if (rescale) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        alpha[r] = largest[r] == row_max[r] ? 1.0f : exp2_approximate((row_max[r] - largest[r]) * unit);
+        alpha[r] = largest[r] == row_max[r] ? 1.0f : exp2_fast((row_max[r] - largest[r]) * unit);
         row_max[r] = largest[r];
         row_sum[r] *= alpha[r];
       }
@@ -128,7 +122,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[4 * i + 2 * r + c];
-          x = exp2_approximate(kScaled ? x - shift[r] : fmaf(x, unit, -shift[r]));
+          x = exp2_fast(kScaled ? x - shift[r] : fmaf(x, unit, -shift[r]));
           row_sum[r] += x;
         }
       }
@@ -150,7 +144,7 @@ struct OnlineSoftmax {
 
   __device__ __forceinline__ float lse(int r) const {
     const float unit = kScaled ? 1.0f : scale_log2;
-    return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit + log2_approximate(row_sum[r])) * kLn2;
+    return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit + log2_fast(row_sum[r])) * kLn2;
   }
 };
 

@@ -2,9 +2,9 @@
 // Source: PTX ISA, data movement: cp.async.bulk.tensor.
 #pragma once
 
-#include "kernels/sm90/barrier.cuh"
-#include "kernels/sm90/params.cuh"
-#include "kernels/sm90/shape.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/forward_params.cuh"
+#include "sm90/shape.cuh"
 
 namespace jattn::sm90 {
 
@@ -28,7 +28,7 @@ template <int kRows, int kColumns>
 __device__ __forceinline__ void load_tile(unsigned destination, const TensorMap* map, Barrier* barrier, int row,
                                           int head, int batch) {
 #pragma unroll
-  for (int chunk = 0; chunk < kNumChunks<kColumns>; ++chunk) {
+  for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
     load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
   }
 }

@@ -2,8 +2,8 @@
 // Source: PTX ISA, asynchronous warpgroup level matrix instructions; layouts of section "matrix descriptor".
 #pragma once
 
-#include "kernels/sm90/shape.cuh"
-#include "kernels/sm90/wgmma_shapes.cuh"
+#include "sm90/shape.cuh"
+#include "sm90/wgmma_shapes.cuh"
 
 namespace jattn::sm90 {
 

@@ -6,7 +6,7 @@
 // Source: PTX ISA, asynchronous warpgroup level matrix instructions.
 #pragma once
 
-#include "kernels/config.cuh"
+#include "config.cuh"
 
 namespace jattn::sm90 {
 

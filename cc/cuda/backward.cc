@@ -1,0 +1,288 @@
+#include "cuda/backward.h"
+
+#include <algorithm>
+
+#include "core/require.h"
+#include "cuda/attention_params.h"
+#include "cuda/launch.h"
+#include "kernels/passes/shape.cuh"
+#include "kernels/sm80/backward_shape.cuh"
+
+namespace jattn::cuda {
+namespace {
+
+// Blocks that a device should be given at least; see dbias_splits.
+constexpr int64_t kWantedBlocks = 512;
+
+// Hands out consecutive aligned parts of the scratch buffer. Without a buffer it only counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<unsigned char*>(base)) {}
+
+  template <typename T>
+  T* take(int64_t count) {
+    T* part = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += round_up(count * int64_t{sizeof(T)}, kScratchAlignment);
+    return part;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  unsigned char* base_;
+  int64_t used_ = 0;
+};
+
+struct Kernels {
+  const Kernel* fused;
+  const Kernel* dkv;
+  const Kernel* dq;
+  const Kernel* dbias;
+};
+
+Kernels find_kernels(const Plan& plan) {
+  return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"), find_family(plan, "sm80_backward_dq"),
+          find_family(plan, "sm80_backward_dbias")};
+}
+
+// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
+struct DbiasShape {
+  int64_t batch, heads, queries, keys;
+  int64_t tiles_query, tiles_key, splits;
+
+  int64_t elements() const { return batch * heads * queries * keys; }
+  int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
+};
+
+DbiasShape dbias_shape(const Problem& problem, const Config& config) {
+  const BroadcastTensor& bias = problem.bias;
+  DbiasShape shape{};
+  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
+  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
+  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
+  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
+  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
+  shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
+  shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
+  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) * (q_tiles / shape.tiles_query) *
+                        (kv_tiles / shape.tiles_key);
+  shape.splits = std::clamp<int64_t>(ceil_div(kWantedBlocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
+  return shape;
+}
+
+// Everything in scratch, in the order of its parts.
+struct Scratch {
+  int64_t rows_padded = 0;
+  float* lse_log2 = nullptr;
+  float* delta = nullptr;
+  uint8_t* row_flags = nullptr;
+  float* dq_accumulator = nullptr;
+  void* key_ranges = nullptr;    // for the kernel that owns keys
+  void* query_ranges = nullptr;  // for the one that owns queries
+  void* dbias_ranges = nullptr;
+  float* partials = nullptr;
+  int64_t bytes = 0;
+};
+
+Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
+  Carver carver(base);
+  Scratch scratch;
+  const int64_t heads = problem.batch * problem.num_heads;
+  scratch.rows_padded = round_up(problem.q_len, kRowFlagRows);
+  scratch.lse_log2 = carver.take<float>(heads * scratch.rows_padded);
+  scratch.delta = carver.take<float>(heads * scratch.rows_padded);
+  scratch.row_flags = carver.take<uint8_t>(heads * scratch.rows_padded / kRowFlagRows);
+  if (kernels.fused != nullptr) {
+    scratch.dq_accumulator = carver.take<float>(heads * scratch.rows_padded * kernels.fused->config().head_dim);
+  }
+  const auto take_ranges = [&](const Kernel* kernel) -> void* {
+    if (kernel == nullptr) return nullptr;
+    return carver.take<unsigned char>(segment_ranges_bytes(problem, kernel->config()));
+  };
+  scratch.key_ranges = take_ranges(kernels.fused != nullptr ? kernels.fused : kernels.dkv);
+  scratch.query_ranges = take_ranges(kernels.dq);
+  if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
+    scratch.dbias_ranges = take_ranges(kernels.dbias);
+    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config());
+    if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
+  }
+  scratch.bytes = carver.used();
+  return scratch;
+}
+
+BackwardParams backward_params(const Problem& problem, const BackwardBuffers& buffers, const Kernel& kernel,
+                               const Scratch& scratch) {
+  BackwardParams params{};
+  params.problem = problem_params(problem, kernel);
+  params.dout = buffers.dout;
+  params.lse_log2 = scratch.lse_log2;
+  params.delta = scratch.delta;
+  params.row_flags = scratch.row_flags;
+  params.dq = buffers.dq;
+  params.dk = buffers.dk;
+  params.dv = buffers.dv;
+  params.dq_accumulator = scratch.dq_accumulator;
+  params.rows_padded = scratch.rows_padded;
+  params.slices = kernel.config().grad_slices;
+  return params;
+}
+
+void launch_row_delta(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
+                      const Scratch& scratch, CUstream stream) {
+  const Kernel& kernel = require_family(plan, "row_delta");
+  RowDeltaParams params{};
+  params.out = buffers.out;
+  params.dout = buffers.dout;
+  params.lse = static_cast<const float*>(buffers.lse);
+  params.dlse = static_cast<const float*>(buffers.dlse);
+  params.q_lengths = problem.q_lengths;
+  params.lse_log2 = scratch.lse_log2;
+  params.delta = scratch.delta;
+  params.row_flags = scratch.row_flags;
+  params.dq_accumulator = scratch.dq_accumulator;
+  params.rows_padded = scratch.rows_padded;
+  params.accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0;
+  params.q_len = static_cast<int32_t>(problem.q_len);
+  params.num_heads = static_cast<int32_t>(problem.num_heads);
+  params.head_dim_v = static_cast<int32_t>(problem.head_dim_v);
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / kRowFlagRows)},
+          .num_threads = row_delta_threads(kernel.config())},
+         &params, stream);
+}
+
+// dk and dv; in the fused form dq's accumulator too.
+void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel, bool fused,
+                 const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
+  BackwardParams params = backward_params(problem, buffers, kernel, scratch);
+  launch_segment_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
+  params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
+  params.section_heads = 1;
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles * params.slices},
+          .num_threads = sm80::backward_threads(config),
+          .shared_bytes = sm80::backward_shared_bytes(config, fused)},
+         &params, stream);
+}
+
+void launch_cast_grad(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& fused,
+                      const Scratch& scratch, CUstream stream) {
+  const Kernel& kernel = require_family(plan, "cast_grad");
+  const Config& config = kernel.config();
+  const Config& made_by = fused.config();
+  JATTN_REQUIRE(config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q &&
+                    config.num_warps == made_by.num_warps && config.grad_slices == made_by.grad_slices,
+                "kernels ", kernel.text, " and ", fused.text, " do not agree on the order of dq");
+  CastGradParams params{};
+  params.dq_accumulator = scratch.dq_accumulator;
+  params.q_lengths = problem.q_lengths;
+  params.dq = buffers.dq;
+  params.rows_padded = scratch.rows_padded;
+  params.q_len = static_cast<int32_t>(problem.q_len);
+  params.num_heads = static_cast<int32_t>(problem.num_heads);
+  params.head_dim = static_cast<int32_t>(problem.head_dim);
+  params.scale = static_cast<float>(problem.scale);
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q) * config.grad_slices},
+          .num_threads = cast_grad_threads(config),
+          .shared_bytes = cast_grad_shared_bytes(config)},
+         &params, stream);
+}
+
+void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+               const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
+  BackwardParams params = backward_params(problem, buffers, kernel, scratch);
+  launch_segment_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
+  params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.section_heads = section_heads(problem, config);
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * params.tiles * params.slices},
+          .num_threads = sm80::backward_dq_threads(config),
+          .shared_bytes = sm80::backward_dq_shared_bytes(config)},
+         &params, stream);
+}
+
+void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                  const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
+  const DbiasShape shape = dbias_shape(problem, config);
+  DbiasParams params{};
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  launch_segment_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
+  params.dbias = buffers.dbias;
+  params.partials = scratch.partials;
+  params.bias_elements = shape.elements();
+  params.extent_batch = static_cast<int32_t>(shape.batch);
+  params.extent_head = static_cast<int32_t>(shape.heads);
+  params.extent_query = static_cast<int32_t>(shape.queries);
+  params.extent_key = static_cast<int32_t>(shape.keys);
+  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
+  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
+  params.splits = static_cast<int32_t>(shape.splits);
+  launch(kernel,
+         {.grid = {.x = shape.tiles() * shape.splits},
+          .num_threads = sm80::backward_dbias_threads(config),
+          .shared_bytes = sm80::backward_dbias_shared_bytes(config)},
+         &params, stream);
+  if (shape.splits == 1) return;
+  const Kernel& last = require_family(plan, "sum_partials");
+  const SumPartialsParams sums{.partials = scratch.partials,
+                               .result = buffers.dbias,
+                               .elements = shape.elements(),
+                               .splits = static_cast<int32_t>(shape.splits)};
+  const int threads = sum_partials_threads(last.config());
+  launch(last, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &sums, stream);
+}
+
+int64_t bias_bytes(const Problem& problem) {
+  const BroadcastTensor& bias = problem.bias;
+  return (bias.stride_batch != 0 ? problem.batch : 1) * (bias.stride_head != 0 ? problem.num_heads : 1) *
+         (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1) *
+         size_bytes(bias.dtype);
+}
+
+// Without queries or keys nothing depends on anything: all gradients are 0.
+void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream) {
+  const int64_t bytes = size_bytes(problem.dtype);
+  const int64_t q_rows = problem.batch * problem.q_len * problem.num_heads;
+  const int64_t kv_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
+  if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
+  if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
+  if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
+  if (buffers.dbias != nullptr) fill_zero(buffers.dbias, bias_bytes(problem), stream);
+}
+
+}  // namespace
+
+int64_t backward_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
+  return carve(problem, buffers, find_kernels(plan), nullptr).bytes;
+}
+
+void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch_base,
+              CUstream stream) {
+  if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
+    clear_gradients(problem, buffers, stream);
+    return;
+  }
+  const Kernels kernels = find_kernels(plan);
+  const Scratch scratch = carve(problem, buffers, kernels, scratch_base);
+  const bool wants_keys = buffers.dk != nullptr || buffers.dv != nullptr;
+  JATTN_REQUIRE(buffers.dq == nullptr || kernels.fused != nullptr || kernels.dq != nullptr,
+                "dq is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(!wants_keys || kernels.fused != nullptr || kernels.dkv != nullptr,
+                "dk or dv is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr, "dbias is wanted, but the plan has no kernel for it");
+
+  launch_row_delta(problem, buffers, plan, kernels, scratch, stream);
+  if (kernels.fused != nullptr) {
+    launch_keys(problem, buffers, plan, *kernels.fused, true, scratch, stream);
+    if (buffers.dq != nullptr) launch_cast_grad(problem, buffers, plan, *kernels.fused, scratch, stream);
+  } else {
+    if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
+    if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
+  }
+  if (buffers.dbias != nullptr) launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
+}
+
+}  // namespace jattn::cuda

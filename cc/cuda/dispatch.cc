@@ -1,0 +1,27 @@
+#include "cuda/dispatch.h"
+
+#include "cuda/attention_params.h"
+#include "cuda/forward.h"
+#include "cuda/forward_sm90.h"
+
+namespace jattn::cuda {
+namespace {
+
+bool uses_sm90(const Plan& plan) { return find_family(plan, "sm90_forward") != nullptr; }
+
+}  // namespace
+
+int64_t planned_forward_scratch_bytes(const Problem& problem, const Plan& plan) {
+  return uses_sm90(plan) ? forward_sm90_scratch_bytes(problem, plan) : forward_scratch_bytes(problem, plan);
+}
+
+void planned_forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch,
+                     CUstream stream) {
+  if (uses_sm90(plan)) {
+    forward_sm90(problem, results, plan, scratch, stream);
+  } else {
+    forward(problem, results, plan, scratch, stream);
+  }
+}
+
+}  // namespace jattn::cuda

@@ -1,0 +1,91 @@
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
+// with rows that see no key; and zeros in the accumulator of dq.
+//
+// Unit of the family row_delta: entry row_delta<kConfig>, parameters RowDeltaParams. Reads element, head_dim_v (to size the
+// part of a warp that shares a row) and narrow_rows.
+#pragma once
+
+#include "base/numeric.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "passes/shape.cuh"
+
+namespace jattn {
+
+// Sum of products of 16 bytes of two rows.
+template <Element kElement>
+__device__ __forceinline__ float dot_chunk(uint4 x, uint4 y) {
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kElement == Element::kF32) {
+      sum = fmaf(__uint_as_float(a[i]), __uint_as_float(b[i]), sum);
+    } else {
+      using Traits = ElementTraits<kElement>;
+      sum = fmaf(Traits::low(a[i]), Traits::low(b[i]), sum);
+      sum = fmaf(Traits::high(a[i]), Traits::high(b[i]), sum);
+    }
+  }
+  return sum;
+}
+
+template <Config kConfig>
+__device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
+  using Traits = ElementTraits<kConfig.element>;
+  constexpr int kThreads = row_delta_threads(kConfig);
+  constexpr int kChunkElements = 16 / Traits::kBytes;
+  // Lanes that share a row: enough for one chunk each, a power of two.
+  constexpr int kLanes = kConfig.head_dim_v >= 32 * kChunkElements   ? 32
+                         : kConfig.head_dim_v >= 16 * kChunkElements ? 16
+                         : kConfig.head_dim_v >= 8 * kChunkElements  ? 8
+                                                                     : 4;
+  const int blocks = int(params.rows_padded / kRowFlagRows);
+  const int64_t flat_head = blockIdx.x / blocks;
+  const int block = int(blockIdx.x - flat_head * blocks);
+  const int entry = int(flat_head / params.num_heads);
+  const int head = int(flat_head - int64_t(entry) * params.num_heads);
+  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int first = block * kRowFlagRows;
+  const int lane = threadIdx.x % kLanes;
+
+  bool empty_rows = false;
+  for (int i = threadIdx.x / kLanes; i < kRowFlagRows; i += kThreads / kLanes) {
+    const int row = first + i;
+    float lse = -infinity();
+    if (row < length) lse = params.lse[flat_head * params.q_len + row];
+    float sum = 0.0f;
+    const bool sees_keys = lse != -infinity();
+    if (sees_keys) {
+      const int64_t offset = ((int64_t(entry) * params.q_len + row) * params.num_heads + head) * params.head_dim_v;
+      const auto* out = static_cast<const typename Traits::Storage*>(params.out) + offset;
+      const auto* dout = static_cast<const typename Traits::Storage*>(params.dout) + offset;
+      if constexpr (kConfig.narrow_rows) {
+        for (int d = lane; d < params.head_dim_v; d += kLanes) sum = fmaf(Traits::to_float(out[d]), Traits::to_float(dout[d]), sum);
+      } else {
+        for (int d = lane * kChunkElements; d < params.head_dim_v; d += kLanes * kChunkElements) {
+          sum += dot_chunk<kConfig.element>(__ldg(reinterpret_cast<const uint4*>(out + d)),
+                                            __ldg(reinterpret_cast<const uint4*>(dout + d)));
+        }
+      }
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (sees_keys && params.dlse) sum -= params.dlse[flat_head * params.q_len + row];
+    if (lane == 0) {
+      params.lse_log2[flat_head * params.rows_padded + row] = sees_keys ? lse * kLog2E : infinity();
+      params.delta[flat_head * params.rows_padded + row] = sum;
+    }
+    empty_rows |= !sees_keys && row < params.q_len;
+  }
+  if (__syncthreads_or(empty_rows)) empty_rows = true;
+  if (threadIdx.x == 0) params.row_flags[flat_head * blocks + block] = empty_rows;
+
+  if (params.dq_accumulator) {
+    const int64_t width = params.accumulator_width;
+    float4* target = reinterpret_cast<float4*>(params.dq_accumulator + (flat_head * params.rows_padded + first) * width);
+    for (int i = threadIdx.x; i < kRowFlagRows * width / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+}  // namespace jattn

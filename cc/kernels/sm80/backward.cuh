@@ -1,0 +1,304 @@
+// Gradients with mma.sync and cp.async, for every device from sm_80 on: dk and dv, and in the fused form dq as well.
+//
+// Units of two families, with the header "sm80/backward.cuh", parameters BackwardParams, backward_threads and
+// backward_min_blocks:
+//   sm80_backward      backward<kConfig>      dk, dv, and dq into a float32 accumulator by reductions in memory
+//   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with sm80_backward_dq
+//
+// A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns); a warp owns
+// tile_kv / num_warps of the keys. It walks the queries of every head of the group, so that dk and dv are summed in
+// registers. Scores are held transposed, keys along rows: they are then operands of dv = p^T dout and dk = ds^T q as they
+// stand. Only dq needs ds in shared memory.
+#pragma once
+
+#include "attn/kv_range.cuh"
+#include "attn/mask.cuh"
+#include "attn/schedule.cuh"
+#include "attn/score.cuh"
+#include "attn/sequence.cuh"
+#include "params.cuh"
+#include "sm80/backward_shape.cuh"
+#include "sm80/fragments.cuh"
+#include "sm80/tile_copy.cuh"
+
+namespace jattn::sm80 {
+
+template <Config kConfig, bool kFused>
+__device__ __forceinline__ void backward_keys(const BackwardParams& params) {
+  constexpr Element kElement = kConfig.element;
+  constexpr int kThreads = backward_threads(kConfig), kWarps = kConfig.num_warps;
+  constexpr int kTileQ = kConfig.tile_q, kTileKv = kConfig.tile_kv, kStages = kConfig.stages;
+  constexpr int kD = kConfig.head_dim, kDv = kConfig.head_dim_v;
+  constexpr int kSliceD = kD / kConfig.grad_slices, kSliceDv = kDv / kConfig.grad_slices;
+  constexpr int kWarpRows = kTileKv / kWarps;
+  constexpr int kM = kWarpRows / 16, kN = kTileQ / 8;
+  constexpr bool kAnyColumn = kConfig.grad_slices > 1;
+  constexpr bool kNarrow = kConfig.narrow_rows;
+  // Rows that see no key may hold anything in q and dout; without these features there are none.
+  constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;
+  static_assert(kWarpRows % 16 == 0 && kTileQ % 16 == 0 && kTileQ <= kRowFlagRows && kRowFlagRows % kTileQ == 0);
+  static_assert(kSliceD % 16 == 0 && kSliceDv % 16 == 0 && kStages <= 2);
+  using KeyTile = Tile<kElement, kD>;      // of k and q
+  using ValueTile = Tile<kElement, kDv>;   // of v and dout
+  using ScoreTile = Tile<kElement, kTileQ>;  // ds, one row per key
+
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const KeyTile k_tile{base};
+  const ValueTile v_tile{k_tile.address + KeyTile::bytes(kTileKv)};
+  const uint32_t q_base = v_tile.address + ValueTile::bytes(kTileKv);
+  const uint32_t dout_base = q_base + kStages * KeyTile::bytes(kTileQ);
+  const ScoreTile ds_tile{dout_base + kStages * ValueTile::bytes(kTileQ)};
+  const uint32_t statistics_base = ds_tile.address + (kFused ? ScoreTile::bytes(kTileKv) : 0);
+
+  const ProblemParams& problem = params.problem;
+  const auto item_of = [&](int block) {
+    return work_item<Heaviest::kFirst>(block, problem.num_kv_heads, problem.batch, params.tiles, params.slices,
+                                       params.section_heads);
+  };
+  const WorkItem item = item_of(blockIdx.x);
+  const int row_begin = item.tile * kTileKv;
+  const Sequence sequence = sequence_of<kConfig>(problem, item.batch);
+  const Band band = transposed(sequence.band);
+  const int first_head = item.head * problem.group_size;
+  const int head_end = first_head + problem.group_size;
+
+  TileRange range{0, 0, 0, 0};
+  const int row_end = min(row_begin + kTileKv, sequence.kv_length);
+  if (row_begin < row_end) range = visible_tiles<kConfig.band>(row_begin, row_end, band, sequence.q_length, kTileQ);
+  if (row_end < row_begin + kTileKv) range.full_end = range.full_begin;  // keys beyond the length must be masked
+
+  TileWalk<kConfig.segments> walk{range.begin, nullptr, {0, 0}};
+  const int32_t* q_segments = nullptr;
+  const int32_t* kv_segments = nullptr;
+  if constexpr (kConfig.segments) {
+    walk.others = problem.q_ranges + int64_t(item.batch) * ceil_div(problem.q_len, kTileQ);
+    walk.own = problem.kv_ranges[int64_t(item.batch) * params.tiles + item.tile];
+    q_segments = problem.q_segments + int64_t(item.batch) * problem.q_len;
+    kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
+  }
+
+  // The (head, query tile) pairs in the order of the loop.
+  struct Step {
+    int head, tile;
+  };
+  const auto following = [&](Step step) {
+    step.tile = walk.at_or_below(step.tile - 1);
+    if (step.tile < 0 && step.head + 1 < head_end) {
+      ++step.head;
+      step.tile = walk.at_or_below(range.end - 1);
+    }
+    return step;
+  };
+  const auto statistics_row = [&](int head) { return (int64_t(item.batch) * problem.num_heads + head) * params.rows_padded; };
+  const auto has_empty_rows = [&](Step step) {
+    if constexpr (!kEmptyRows) return false;
+    return step.tile >= 0 && params.row_flags[(statistics_row(step.head) + step.tile * kTileQ) / kRowFlagRows] != 0;
+  };
+  const auto copy_queries = [&](Step step, int stage, bool ask) {
+    const int row0 = step.tile * kTileQ;
+    const float* lse = params.lse_log2 + statistics_row(step.head);
+    const auto sees_keys = [&](int row) { return lse[row] != infinity(); };
+    load_tile<kElement, kD, kTileQ, kThreads, kNarrow, kEmptyRows>(
+        KeyTile{q_base + stage * KeyTile::bytes(kTileQ)},
+        head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch, step.head, 0,
+                            problem.copy_bytes),
+        row0, sequence.q_length, ask, sees_keys);
+    load_tile<kElement, kDv, kTileQ, kThreads, kNarrow, kEmptyRows>(
+        ValueTile{dout_base + stage * ValueTile::bytes(kTileQ)},
+        head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v, item.batch, step.head, 0,
+                            problem.copy_bytes_v),
+        row0, sequence.q_length, ask, sees_keys);
+    constexpr int kChunks = kTileQ / 4;  // 16 bytes each, of lse and of delta
+#pragma unroll
+    for (int first = 0; first < 2 * kChunks; first += kThreads) {
+      const int chunk = first + threadIdx.x;
+      if (2 * kChunks % kThreads == 0 || chunk < 2 * kChunks) {
+        const float* source = (chunk < kChunks ? lse : params.delta + statistics_row(step.head)) + row0;
+        ptx::copy_async<16>(statistics_base + stage * backward_statistics_bytes(kConfig) + chunk * 16,
+                            source + chunk % kChunks * 4, true);
+      }
+    }
+  };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int warp_row = warp * kWarpRows;
+  const auto k_operand = RowOperand<kElement, kD>::a(k_tile, warp_row);
+  const auto v_operand = RowOperand<kElement, kDv>::a(v_tile, warp_row);
+  const float factor = score_factor<kConfig>(problem);
+
+  float dk[kM][kSliceD / 8][4], dv[kM][kSliceDv / 8][4];
+  clear(dk);
+  clear(dv);
+
+  Step step{first_head, walk.at_or_below(range.end - 1)};
+  if (step.tile >= 0) {
+    const bool padded = kConfig.segments && holds_padding(walk.own);
+    const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
+    load_tile<kElement, kD, kTileKv, kThreads, kNarrow, kConfig.segments>(
+        k_tile,
+        head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim, item.batch, item.head, 0,
+                            problem.copy_bytes),
+        row_begin, sequence.kv_length, padded, sees_queries);
+    load_tile<kElement, kDv, kTileKv, kThreads, kNarrow, kConfig.segments>(
+        v_tile,
+        head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, item.batch, item.head, 0,
+                            problem.copy_bytes_v),
+        row_begin, sequence.kv_length, padded, sees_queries);
+    if constexpr (kStages > 1) copy_queries(step, 0, has_empty_rows(step));
+    ptx::copy_commit();
+  }
+  int stage = 0;
+  Step next = following(step);
+  bool next_ask = has_empty_rows(next);  // read one step before it is needed
+  while (step.tile >= 0) {
+    const Step after = following(next);
+    if constexpr (kStages > 1) {
+      ptx::copy_wait<0>();
+      __syncthreads();  // this tile has landed; everyone is done with the stage that is filled next
+      if (next.tile >= 0) copy_queries(next, stage ^ 1, next_ask);
+      ptx::copy_commit();
+    } else {
+      __syncthreads();
+      copy_queries(step, 0, has_empty_rows(step));
+      ptx::copy_commit();
+      ptx::copy_wait<0>();
+      __syncthreads();
+    }
+    next_ask = has_empty_rows(after);
+    const KeyTile q_tile{q_base + stage * KeyTile::bytes(kTileQ)};
+    const ValueTile dout_tile{dout_base + stage * ValueTile::bytes(kTileQ)};
+    const uint32_t lse_address = statistics_base + stage * backward_statistics_bytes(kConfig) + (lane & 3) * 8;
+    const uint32_t delta_address = lse_address + kTileQ * 4;
+
+    float s[kM][kN][4];  // rows: keys, columns: queries
+    clear(s);
+    multiply_rows(s, k_operand, RowOperand<kElement, kD>::b(q_tile, 0));
+    const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ;
+    scale_scores<kConfig>(s, problem);
+    SoftcapDerivative<kConfig, kM, kN> derivative;
+    derivative.keep(s, problem);
+    if constexpr (kConfig.bias) add_bias<kConfig, true>(s, problem, item.batch, step.head, row0, column0);
+    if (!range.full(step.tile)) {
+      mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, row0, column0);
+    }
+    if constexpr (kConfig.segments) {
+      if (!segments_equal(walk.own, walk.others[step.tile])) {
+        mask_segments(s, kv_segments, q_segments, problem.kv_len, problem.q_len, row0, column0);
+      }
+    }
+    if constexpr (kConfig.mask) mask_dense<true>(s, problem, item.batch, step.head, row0, column0);
+
+    // lse is +inf in rows that see no key: their probabilities are 0.
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = ptx::load_shared_f32x2(lse_address + n * 32);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          s[m][n][2 * h] = exp2_fast(fmaf(s[m][n][2 * h], factor, -lse.x));
+          s[m][n][2 * h + 1] = exp2_fast(fmaf(s[m][n][2 * h + 1], factor, -lse.y));
+        }
+      }
+    }
+
+    multiply_accumulator(dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
+
+    float dp[kM][kN][4];
+    clear(dp);
+    multiply_rows(dp, v_operand, RowOperand<kElement, kDv>::b(dout_tile, 0));
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 delta = ptx::load_shared_f32x2(delta_address + n * 32);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          s[m][n][2 * h] *= dp[m][n][2 * h] - delta.x;
+          s[m][n][2 * h + 1] *= dp[m][n][2 * h + 1] - delta.y;
+        }
+      }
+    }
+    derivative.apply(s);
+
+    if constexpr (kFused) {
+      float ones[kM][2];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) ones[m][0] = ones[m][1] = 1.0f;
+      stage_accumulator(ds_tile, s, ones, warp_row, 0);
+    }
+    multiply_accumulator(dk, s, ColumnOperand<kElement, kD, kAnyColumn>(q_tile, 0, item.slice * kSliceD, false));
+
+    if constexpr (kFused) {
+      constexpr WarpGrid kGrid = dq_warps(kConfig);
+      static_assert(kGrid.rows > 0);
+      constexpr int kPartRows = kTileQ / kGrid.rows, kPartColumns = kSliceD / kGrid.columns;
+      constexpr int kMq = kPartRows / 16, kNq = kPartColumns / 8;
+      __syncthreads();  // all of ds is there
+      float dq[kMq][kNq][4];
+      clear(dq);
+      const int part_row = warp / kGrid.columns * kPartRows;
+      const int part_column = item.slice * kSliceD + warp % kGrid.columns * kPartColumns;
+      multiply_columns<kElement, kTileKv>(dq, ColumnOperand<kElement, kTileQ, true>(ds_tile, 0, part_row, true),
+                                          ColumnOperand<kElement, kD, true>(k_tile, 0, part_column, false));
+      // Fragment order: a warp's instruction covers 512 contiguous bytes. cast_grad puts it straight.
+      float* target = params.dq_accumulator + statistics_row(step.head) * kD + int64_t(step.tile) * (kTileQ * kD) +
+                      item.slice * (kTileQ * kSliceD) + warp * (kPartRows * kPartColumns) + lane * 4;
+#pragma unroll
+      for (int m = 0; m < kMq; ++m) {
+#pragma unroll
+        for (int n = 0; n < kNq; ++n) ptx::reduce_add(target + (m * kNq + n) * 128, dq[m][n]);
+      }
+    }
+    if constexpr (kStages > 1) stage ^= 1;
+    step = next;
+    next = after;
+  }
+
+  ptx::copy_wait<0>();
+  __syncthreads();  // the staging tiles lie where other warps may still read
+  const WorkItem end_item = item_of(ptx::block_index_anew());
+  const int end_row = end_item.tile * kTileKv + warp_row;
+  const int kv_length = sequence_of<kConfig>(problem, end_item.batch).kv_length;
+  float dk_factor[kM][2], dv_factor[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool inside = end_row + 16 * m + 8 * h + (lane >> 2) < kv_length;
+      dk_factor[m][h] = inside ? problem.scale : 0.0f;
+      dv_factor[m][h] = inside ? 1.0f : 0.0f;
+    }
+  }
+  using DkTile = Tile<kElement, kSliceD>;
+  using DvTile = Tile<kElement, kSliceDv>;
+  const DkTile dk_staging{k_tile.address};
+  const DvTile dv_staging{v_tile.address};
+  stage_accumulator(dk_staging, dk, dk_factor, warp_row, 0);
+  stage_accumulator(dv_staging, dv, dv_factor, warp_row, 0);
+  __syncwarp();
+  if (params.dk != nullptr) {
+    const GlobalRows rows = head_rows<kElement>(params.dk, problem.kv_len, problem.num_kv_heads, problem.head_dim,
+                                                end_item.batch, end_item.head, end_item.slice * kSliceD, problem.copy_bytes);
+    store_tile<kElement, kSliceD, kWarpRows, 32, kNarrow>(dk_staging, rows, warp_row, end_row, problem.kv_len);
+  }
+  if (params.dv != nullptr) {
+    const GlobalRows rows = head_rows<kElement>(params.dv, problem.kv_len, problem.num_kv_heads, problem.head_dim_v,
+                                                end_item.batch, end_item.head, end_item.slice * kSliceDv,
+                                                problem.copy_bytes_v);
+    store_tile<kElement, kSliceDv, kWarpRows, 32, kNarrow>(dv_staging, rows, warp_row, end_row, problem.kv_len);
+  }
+}
+
+template <Config kConfig>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+  backward_keys<kConfig, true>(params);
+}
+
+template <Config kConfig>
+__device__ __forceinline__ void backward_dkv(const BackwardParams& params) {
+  backward_keys<kConfig, false>(params);
+}
+
+}  // namespace jattn::sm80

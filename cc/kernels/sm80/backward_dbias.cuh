@@ -1,0 +1,214 @@
+// dbias: the gradient of the scores, summed over the axes that the bias is broadcast along.
+//
+// Unit of the family sm80_backward_dbias: header "sm80/backward_dbias.cuh", parameters DbiasParams, entry
+// backward_dbias<kConfig>, backward_dbias_threads, backward_dbias_min_blocks.
+//
+// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and walks the score tiles
+// that add to it in a fixed order, with the sum in registers: two products per step, no reductions in memory, the same bits
+// every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial sums, which
+// passes/sum_partials.cuh adds in order.
+#pragma once
+
+#include "attn/kv_range.cuh"
+#include "attn/sequence.cuh"
+#include "params.cuh"
+#include "sm80/backward_shape.cuh"
+#include "sm80/fragments.cuh"
+#include "sm80/score_gradient.cuh"
+#include "sm80/tile_copy.cuh"
+
+namespace jattn::sm80 {
+
+template <Config kConfig>
+__device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
+  constexpr Element kElement = kConfig.element;
+  using BiasTraits = ElementTraits<kConfig.bias_element>;
+  constexpr int kThreads = backward_dbias_threads(kConfig), kWarps = kConfig.num_warps;
+  constexpr int kTileQ = kConfig.tile_q, kTileKv = kConfig.tile_kv;
+  constexpr int kD = kConfig.head_dim, kDv = kConfig.head_dim_v;
+  constexpr int kWarpRows = kTileQ / kWarps;
+  constexpr int kM = kWarpRows / 16, kN = kTileKv / 8;
+  static_assert(kConfig.bias && kWarpRows % 16 == 0 && kTileKv % 16 == 0);
+  using KeyTile = Tile<kElement, kD>;
+  using ValueTile = Tile<kElement, kDv>;
+
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const KeyTile q_tile{ptx::shared_address(shared)};
+  const ValueTile dout_tile{q_tile.address + KeyTile::bytes(kTileQ)};
+  const KeyTile k_tile{dout_tile.address + ValueTile::bytes(kTileQ)};
+  const ValueTile v_tile{k_tile.address + KeyTile::bytes(kTileKv)};
+
+  const BackwardParams& params = dbias.backward;
+  const ProblemParams& problem = params.problem;
+  const bool all_queries = dbias.extent_query == 1 && problem.q_len != 1;
+  const bool all_keys = dbias.extent_key == 1 && problem.kv_len != 1;
+  const int q_tiles = ceil_div(problem.q_len, kTileQ), kv_tiles = ceil_div(problem.kv_len, kTileKv);
+
+  int rest = blockIdx.x;
+  const int split = rest % dbias.splits;
+  rest /= dbias.splits;
+  const int bias_kv_tile = rest % dbias.tiles_key;
+  rest /= dbias.tiles_key;
+  const int bias_q_tile = rest % dbias.tiles_query;
+  rest /= dbias.tiles_query;
+  const int bias_head = rest % dbias.extent_head;
+  const int bias_batch = rest / dbias.extent_head;
+
+  // The score tiles that add to this tile of the bias, numbered with the keys running fastest.
+  const int step_keys = all_keys ? kv_tiles : 1, step_queries = all_queries ? q_tiles : 1;
+  const int step_heads = dbias.extent_head == 1 ? problem.num_heads : 1;
+  const int step_batch = dbias.extent_batch == 1 ? problem.batch : 1;
+  const int64_t steps = int64_t(step_batch) * step_heads * step_queries * step_keys;
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int warp_row = warp * kWarpRows;
+  const auto q_operand = RowOperand<kElement, kD>::a(q_tile, warp_row);
+  const auto dout_operand = RowOperand<kElement, kDv>::a(dout_tile, warp_row);
+  const auto k_operand = RowOperand<kElement, kD>::b(k_tile, 0);
+  const auto v_operand = RowOperand<kElement, kDv>::b(v_tile, 0);
+
+  float sum[kM][kN][4];
+  clear(sum);
+  int loaded_batch = -1, loaded_head = -1, loaded_q_tile = -1, loaded_kv_tile = -1;
+  for (int64_t index = split; index < steps; index += dbias.splits) {
+    int64_t item = index;
+    const int kv_tile = all_keys ? int(item % step_keys) : bias_kv_tile;
+    item /= step_keys;
+    const int q_tile_index = all_queries ? int(item % step_queries) : bias_q_tile;
+    item /= step_queries;
+    const int head = step_heads == 1 ? bias_head : int(item % step_heads);
+    const int batch = step_batch == 1 ? bias_batch : int(item / step_heads);
+
+    const Sequence sequence = sequence_of<kConfig>(problem, batch);
+    const int row_begin = q_tile_index * kTileQ;
+    const int row_end = min(row_begin + kTileQ, sequence.q_length);
+    if (row_begin >= row_end) continue;
+    const TileRange range =
+        visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
+    if (kv_tile < range.begin || kv_tile >= range.end) continue;
+    bool same_segment = true, padded = false;
+    if constexpr (kConfig.segments) {
+      const SegmentRange q_range = problem.q_ranges[int64_t(batch) * q_tiles + q_tile_index];
+      const SegmentRange kv_range = problem.kv_ranges[int64_t(batch) * kv_tiles + kv_tile];
+      if (!segments_meet(q_range, kv_range)) continue;
+      same_segment = segments_equal(q_range, kv_range);
+      padded = holds_padding(kv_range);
+    }
+
+    const bool same_queries = batch == loaded_batch && head == loaded_head && q_tile_index == loaded_q_tile;
+    const int kv_head = head / problem.group_size;
+    const bool same_keys =
+        batch == loaded_batch && loaded_head >= 0 && kv_head == loaded_head / problem.group_size && kv_tile == loaded_kv_tile;
+    __syncthreads();  // everyone is done with the tiles of the step before
+    if (!same_queries) {
+      load_query_tiles<kConfig, kThreads>(params, q_tile, dout_tile, batch, head, row_begin, sequence.q_length);
+    }
+    if (!same_keys) {
+      const int32_t* kv_segments = problem.kv_segments + int64_t(batch) * problem.kv_len;
+      const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
+      load_tile<kElement, kD, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
+          k_tile,
+          head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim, batch, kv_head, 0,
+                              problem.copy_bytes),
+          kv_tile * kTileKv, sequence.kv_length, padded, sees_queries);
+      load_tile<kElement, kDv, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
+          v_tile,
+          head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, batch, kv_head, 0,
+                              problem.copy_bytes_v),
+          kv_tile * kTileKv, sequence.kv_length, padded, sees_queries);
+    }
+    loaded_batch = batch, loaded_head = head, loaded_q_tile = q_tile_index, loaded_kv_tile = kv_tile;
+    ptx::copy_commit();
+    RowGradientStatistics<kM> rows;
+    rows.load(params, batch, head, row_begin + warp_row);
+    ptx::copy_wait<0>();
+    __syncthreads();
+
+    float ds[kM][kN][4];
+    score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,
+                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, false);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[m][n][e] += ds[m][n][e];
+      }
+    }
+  }
+
+  const int64_t base = bias_batch * problem.bias.stride_batch + bias_head * problem.bias.stride_head;
+  const auto write = [&](int64_t index, float x) {
+    if (dbias.splits == 1) {
+      static_cast<typename BiasTraits::Storage*>(dbias.dbias)[index] = BiasTraits::from_float(x);
+    } else {
+      dbias.partials[split * dbias.bias_elements + index] = x;
+    }
+  };
+  const int row0 = bias_q_tile * kTileQ + warp_row + (lane >> 2), column0 = bias_kv_tile * kTileKv + 2 * (lane & 3);
+  if (!all_queries && !all_keys) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = row0 + 16 * m + 8 * (e / 2), column = column0 + 8 * n + e % 2;
+          if (row < problem.q_len && column < problem.kv_len) {
+            write(base + row * problem.bias.stride_query + column * problem.bias.stride_key, sum[m][n][e]);
+          }
+        }
+      }
+    }
+    return;
+  }
+  if (!all_queries) {  // a sum per row
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) x += sum[m][n][2 * h] + sum[m][n][2 * h + 1];
+        x = quad_sum(x);
+        const int row = row0 + 16 * m + 8 * h;
+        if ((lane & 3) == 0 && row < problem.q_len) write(base + row * problem.bias.stride_query, x);
+      }
+    }
+    return;
+  }
+  // A sum per column, or of everything: first over a warp's rows, then over warps.
+  __syncthreads();
+  float* column_sums = reinterpret_cast<float*>(shared);  // [kWarps][kTileKv]
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float x = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) x += sum[m][n][e] + sum[m][n][e + 2];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+      if (lane < 4) column_sums[warp * kTileKv + 8 * n + 2 * lane + e] = x;
+    }
+  }
+  __syncthreads();
+  if (all_keys) {
+    if (threadIdx.x == 0) {
+      float x = 0.0f;
+      for (int i = 0; i < kWarps * kTileKv; ++i) x += column_sums[i];
+      write(base, x);
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < kTileKv; i += kThreads) {
+    const int column = bias_kv_tile * kTileKv + i;
+    if (column >= problem.kv_len) break;
+    float x = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) x += column_sums[w * kTileKv + i];
+    write(base + column * problem.bias.stride_key, x);
+  }
+}
+
+}  // namespace jattn::sm80

@@ -1,0 +1,100 @@
+// ds = p (dp - delta) for a warp's rows of queries and one tile of keys: what dq and dbias are made of.
+#pragma once
+
+#include "attn/mask.cuh"
+#include "attn/score.cuh"
+#include "attn/sequence.cuh"
+#include "params.cuh"
+#include "sm80/fragments.cuh"
+#include "sm80/tile_copy.cuh"
+
+namespace jattn::sm80 {
+
+// lse (base 2; +inf in rows that see no key) and delta of a lane's rows.
+template <int kM>
+struct RowGradientStatistics {
+  float lse_log2[kM][2], delta[kM][2];
+
+  __device__ __forceinline__ void load(const BackwardParams& params, int batch, int head, int row0) {
+    const int lane = threadIdx.x & 31;
+    const int64_t base = (int64_t(batch) * params.problem.num_heads + head) * params.rows_padded + row0 + (lane >> 2);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        lse_log2[m][h] = __ldg(params.lse_log2 + base + 16 * m + 8 * h);
+        delta[m][h] = __ldg(params.delta + base + 16 * m + 8 * h);
+      }
+    }
+  }
+};
+
+// Starts the copies of a tile of q and dout. Rows that see no key become zeros: they may hold anything.
+template <Config kConfig, int kThreads>
+__device__ __forceinline__ void load_query_tiles(const BackwardParams& params, Tile<kConfig.element, kConfig.head_dim> q_tile,
+                                                 Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch, int head,
+                                                 int row0, int q_length) {
+  constexpr Element kElement = kConfig.element;
+  const ProblemParams& problem = params.problem;
+  const int64_t statistics = (int64_t(batch) * problem.num_heads + head) * params.rows_padded;
+  const float* lse = params.lse_log2 + statistics;
+  const bool ask = params.row_flags[(statistics + row0) / kRowFlagRows] != 0;
+  const auto sees_keys = [&](int row) { return lse[row] != infinity(); };
+  load_tile<kElement, kConfig.head_dim, kConfig.tile_q, kThreads, kConfig.narrow_rows, true>(
+      q_tile,
+      head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, batch, head, 0, problem.copy_bytes),
+      row0, q_length, ask, sees_keys);
+  load_tile<kElement, kConfig.head_dim_v, kConfig.tile_q, kThreads, kConfig.narrow_rows, true>(
+      dout_tile,
+      head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v, batch, head, 0,
+                          problem.copy_bytes_v),
+      row0, q_length, ask, sees_keys);
+}
+
+// to_products: the gradient of q.k * scale (through the softcap), otherwise that of the score that the bias was added to.
+template <Config kConfig, int kM, int kN>
+__device__ __forceinline__ void score_gradient(
+    float (&s)[kM][kN][4], const BackwardParams& params, const RowGradientStatistics<kM>& rows, const Sequence& sequence,
+    int batch, int head, int row0, int column0, bool full, bool same_segment,
+    RowOperand<kConfig.element, kConfig.head_dim> q_operand, RowOperand<kConfig.element, kConfig.head_dim_v> dout_operand,
+    RowOperand<kConfig.element, kConfig.head_dim> k_operand, RowOperand<kConfig.element, kConfig.head_dim_v> v_operand,
+    bool to_products) {
+  const ProblemParams& problem = params.problem;
+  clear(s);
+  multiply_rows(s, q_operand, k_operand);
+  scale_scores<kConfig>(s, problem);
+  SoftcapDerivative<kConfig, kM, kN> derivative;
+  derivative.keep(s, problem);
+  if constexpr (kConfig.bias) add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
+  if (!full) mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
+  if constexpr (kConfig.segments) {
+    if (!same_segment) {
+      mask_segments(s, problem.q_segments + int64_t(batch) * problem.q_len,
+                    problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0, column0);
+    }
+  }
+  if constexpr (kConfig.mask) mask_dense<false>(s, problem, batch, head, row0, column0);
+  const float factor = score_factor<kConfig>(problem);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][n][e] = exp2_fast(fmaf(s[m][n][e], factor, -rows.lse_log2[m][e / 2]));
+    }
+  }
+  float dp[kM][kN][4];
+  clear(dp);
+  multiply_rows(dp, dout_operand, v_operand);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][n][e] *= dp[m][n][e] - rows.delta[m][e / 2];
+    }
+  }
+  if (to_products) derivative.apply(s);
+}
+
+}  // namespace jattn::sm80

@@ -1,0 +1,111 @@
+"""Reads the machine code of an sm90 forward kernel and says whether its main loop is what the source means.
+
+    python3 tools/sm90_listing.py build/sm90/*.cubin
+
+One line per cubin: products per loop body, instructions per body without the masking part, exponentials in the shadow of
+the output product, and faults: a wait after every product, local memory in the loop, a missing product. Needs cuobjdump.
+ptxas gives no warning when it moves a wait so that nothing overlaps; this does.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a listing."""
+
+    address: int
+    text: str
+
+    @property
+    def target(self) -> int | None:
+        """Returns where a branch goes."""
+        found = re.search(r"BRA(?:\.\w+)* (?:\S+, )?0x([0-9a-f]+)", self.text)
+        return int(found[1], 16) if found else None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The main loop of a kernel."""
+
+    body: list[Instruction]
+
+    def count(self, pattern: str) -> int:
+        """Returns how many instructions of the body match."""
+        return sum(bool(re.search(pattern, line.text)) for line in self.body)
+
+    def in_shadow(self) -> tuple[int, int]:
+        """Returns exponentials between the last product and the wait for it, round the loop, and all exponentials."""
+        last = max(i for i, line in enumerate(self.body) if "HGMMA" in line.text)
+        order = self.body[last + 1 :] + self.body[: last + 1]
+        waits = [i for i, line in enumerate(order) if re.search(r"DEPBAR\.LE gsb0, 0x0", line.text)]
+        end = waits[0] if waits else len(order)
+        exponentials = [i for i, line in enumerate(order) if re.search(r"^MUFU\.EX2", line.text)]
+        return sum(i < end for i in exponentials), len(exponentials)
+
+
+def listing(cubin: Path) -> list[Instruction]:
+    """Disassembles a cubin."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        raise SystemExit("cuobjdump is not on PATH")
+    text = subprocess.run([tool, "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    return [Instruction(int(address, 16), body.strip()) for address, body in found]
+
+
+def main_loop(code: list[Instruction]) -> Loop:
+    """Returns the innermost loop with both products: the shortest span of a backward branch that has HGMMA with .tnspB."""
+    best: list[Instruction] | None = None
+    for line in code:
+        if line.target is None or line.target >= line.address:
+            continue
+        body = [other for other in code if line.target <= other.address <= line.address]
+        text = [other.text for other in body]
+        both = any("tnspB" in t for t in text) and any("HGMMA" in t and "tnspB" not in t for t in text)
+        if both and (best is None or len(body) < len(best)):
+            best = body
+    if best is None:
+        raise ValueError("no loop holds both products")
+    return Loop(best)
+
+
+def describe(cubin: Path) -> tuple[str, list[str]]:
+    """Returns one line of figures and the faults."""
+    loop = main_loop(listing(cubin))
+    products = loop.count("HGMMA")
+    shadow, exponentials = loop.in_shadow()
+    waits = loop.count(r"WARPGROUP\.DEPBAR")
+    faults = []
+    shape = re.search(r"_d(\d+)x\d+_tile\d+x(\d+)_", cubin.name)
+    if shape and products != int(shape[1]) // 16 + int(shape[2]) // 16:
+        faults.append(f"{products} products, should be {int(shape[1]) // 16 + int(shape[2]) // 16}")
+    if waits > 3:
+        faults.append(f"{waits} waits: serialised")
+    if loop.count(r"\b(LDL|STL)\b"):
+        faults.append("local memory in the loop")
+    masked = loop.count(r"^(@!?U?P\d )?(FSEL|ISETP)")
+    figures = f"{products} products, {len(loop.body)} instructions ({masked} FSEL/ISETP), {waits} waits, "
+    return figures + f"{shadow}/{exponentials} exponentials under the output product", faults
+
+
+def main() -> int:
+    """Prints a line per cubin; returns 1 if any has a fault."""
+    failed = False
+    for argument in sys.argv[1:]:
+        cubin = Path(argument)
+        figures, faults = describe(cubin)
+        print(f"{cubin.stem:72s} {figures}" + "".join(f"; FAULT {fault}" for fault in faults))
+        failed = failed or bool(faults)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

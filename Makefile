@@ -32,9 +32,15 @@ $(BIN)/python:
 	  echo "make: no C++ compiler: apt-get install g++ (or set CXX)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Editable, so that the tests run the sources of this checkout; built again only when something native changed.
+# Editable, so that the tests run the sources of this checkout; built again only when something native changed. Kernels
+# are compiled ahead of time only where there is a GPU to run them or where a target asks for it.
 $(VENV)/.installed: $(NATIVE_SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@echo "make: installing jattn and its tools into $(VENV); the first time this takes some minutes"
+	JATTN_CUDA=$(if $(shell command -v nvidia-smi),AUTO,OFF) $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-kernels: $(VENV)/.installed
+	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 setup: $(VENV)/.installed  ## virtual environment, build, git hooks
@@ -61,10 +67,10 @@ check: $(VENV)/.installed  ## format check, ruff, types, import layers: about a 
 test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
 	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
 
-test-compile: $(VENV)/.installed  ## tier compile: nvcc or NVRTC, no GPU
+test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 	$(PYTEST) tests/compile $(ARGS)
 
-test-gpu: $(VENV)/.installed  ## tier gpu: on a machine that has one
+test-gpu: $(VENV)/.installed-kernels  ## tier gpu: on a machine that has one
 	$(PYTEST) tests/gpu $(ARGS)
 
 ci: check test test-compile  ## what CI runs
@@ -74,7 +80,7 @@ ci: check test test-compile  ## what CI runs
 demo: $(VENV)/.installed  ## train a small language model, compare with other attention, draw the curves
 	$(BIN)/python examples/train_lm.py --out out/demo $(ARGS)
 
-bench: $(VENV)/.installed  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
+bench: $(VENV)/.installed-kernels  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn

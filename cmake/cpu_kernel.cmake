@@ -19,7 +19,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
         -mavx512dq
         -mprefer-vector-width=512
     )
-    list(APPEND cpu_sources cc/cpu/avx2.cc cc/cpu/avx512.cc)
+    set(amx_flags ${avx512_flags} -mamx-tile -mamx-bf16)
+    list(APPEND cpu_sources cc/cpu/avx2.cc cc/cpu/avx512.cc cc/cpu/amx.cc)
     set_source_files_properties(
         cc/cpu/avx2.cc
         PROPERTIES COMPILE_OPTIONS "${avx2_flags}"
@@ -27,6 +28,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
     set_source_files_properties(
         cc/cpu/avx512.cc
         PROPERTIES COMPILE_OPTIONS "${avx512_flags}"
+    )
+    set_source_files_properties(
+        cc/cpu/amx.cc
+        PROPERTIES COMPILE_OPTIONS "${amx_flags}"
     )
 endif()
 

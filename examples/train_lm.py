@@ -208,18 +208,17 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: Config, attention: Attention, rngs: nnx.Rngs):
         self.mask = attention.mask
         dtype = jnp.dtype(config.dtype)
-        small = nnx.initializers.normal(0.02)
-        embed = functools.partial(
-            nnx.Embed, features=config.features, dtype=dtype, embedding_init=small
-        )
-        self.embed_byte = embed(num_embeddings=VOCABULARY, rngs=rngs)
-        self.embed_position = embed(num_embeddings=config.seq_len, rngs=rngs)
+        # Bytes begin as large as what attention adds to them, or the first steps would only go into growing them.
+        embed = functools.partial(nnx.Embed, features=config.features, dtype=dtype, rngs=rngs)
+        normal = nnx.initializers.normal
+        self.embed_byte = embed(VOCABULARY, embedding_init=normal(1.0))
+        self.embed_position = embed(config.seq_len, embedding_init=normal(0.1))
         self.blocks = nnx.List(
             [Block(config, attention.function, rngs) for _ in range(config.layers)]
         )
         self.norm = nnx.LayerNorm(config.features, dtype=dtype, rngs=rngs)
         self.logits = nnx.Linear(
-            config.features, VOCABULARY, dtype=dtype, kernel_init=small, rngs=rngs
+            config.features, VOCABULARY, dtype=dtype, kernel_init=normal(0.02), rngs=rngs
         )
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -480,17 +479,15 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = functools.partial(parser.add_argument, metavar="")
-    add("--steps", type=int, default=400 if on_gpu else 240, help="training steps (%(default)s)")
+    add("--steps", type=int, default=400 if on_gpu else 200, help="training steps (%(default)s)")
     add(
         "--compare-steps",
         type=int,
         default=50 if on_gpu else 20,
         help="steps of the two runs compared with (%(default)s)",
     )
-    add("--batch", type=int, default=8 if on_gpu else 4, help="rows in a batch (%(default)s)")
-    add(
-        "--seq-len", type=int, default=2048 if on_gpu else 1024, help="bytes in a row (%(default)s)"
-    )
+    add("--batch", type=int, default=8, help="rows in a batch (%(default)s)")
+    add("--seq-len", type=int, default=2048 if on_gpu else 512, help="bytes in a row (%(default)s)")
     add("--layers", type=int, default=8 if on_gpu else 3, help="(%(default)s)")
     add("--heads", type=int, default=8 if on_gpu else 4, help="(%(default)s)")
     add(

@@ -8,6 +8,7 @@ Environment variables (all read here):
   JATTN_CACHE_DIR      folder of the CUDA kernel cache (default: $XDG_CACHE_HOME/jattn or ~/.cache/jattn)
   JATTN_KERNEL_CACHE   off: no kernel cache on disk
   JATTN_NVRTC          path of the NVRTC library to open instead of the one that JAX's CUDA packages bring
+  XLA_FLAGS            if it asks XLA for deterministic GPU operations, ``jattn.deterministic("strict")`` is the default
 """
 
 from __future__ import annotations
@@ -47,7 +48,21 @@ class Options:
     fused: bool = True
 
 
-_DEFAULT = Options(fused=os.environ.get("JATTN_DISABLE", "") in ("", "0"))
+def _starting_options() -> Options:
+    """The options of a process: what the environment says, else the defaults of ``Options``."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    asks_determinism = any(
+        flag.removesuffix("=true")
+        in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+        for flag in flags
+    )
+    return Options(
+        fused=os.environ.get("JATTN_DISABLE", "") in ("", "0"),
+        determinism="strict" if asks_determinism else "off",
+    )
+
+
+_DEFAULT = _starting_options()
 
 # Part of jit's cache key: entering another value retraces, an equal value hits. Making it starts no backend.
 _context = jax.make_user_context(_DEFAULT)

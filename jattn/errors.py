@@ -46,6 +46,7 @@ REASON_CODES: Mapping[str, str] = {
     "ARCH": "only supports gpu architectures in the range it was written for",
     "DTYPE": "Expected query, key and value to all be of dtype: {listed above}",
     "HEAD_DIM": "requires q,k,v to have a last dimension less than or equal to its limit",
+    "MASK": "does not support non-null attn_mask",
     "FEATURE": "does not support this feature",
     "DETERMINISTIC": "is not deterministic",
     "SYMBOLIC": "needs lengths and head counts that are known numbers",

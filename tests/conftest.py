@@ -29,7 +29,8 @@ def tier_of(path: Path) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives the argument `backend` every backend of the tier; `pytest.mark.backends(...)` narrows the list."""
-    if "backend" not in metafunc.fixturenames:
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "backend" not in metafunc.fixturenames or any("backend" in mark.args[0] for mark in marks):
         return
     backends = GPU_BACKENDS if tier_of(metafunc.definition.path) == "gpu" else CPU_BACKENDS
     if marker := metafunc.definition.get_closest_marker("backends"):

@@ -49,6 +49,7 @@ class Variant:
     schedule: int = 0
     loop_order: int = 0
     cluster_size: int = 1
+    chain_items: int = 0
     scale_first: int = 0
     q_in_registers: int = 0
     integer_max: int = 0
@@ -56,7 +57,7 @@ class Variant:
 
     def config(self) -> dict[str, str]:
         """Returns the members of Config as device code."""
-        flags = "band lengths segments softcap scale_first q_in_registers integer_max".split()
+        flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
         values = {
             "element": "Element::k" + self.element.upper(),
             "head_dim": str(self.head_dim),
@@ -72,13 +73,13 @@ class Variant:
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in flags}
         order = (
             "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule loop_order "
-            "cluster_size scale_first q_in_registers integer_max"
+            "cluster_size chain_items scale_first q_in_registers integer_max"
         ).split()
         return {name: values[name] for name in order}
 
     def cubin(self) -> str:
         """Returns the file name: equal for variants that differ in the order of items only."""
-        flags = "band lengths segments softcap scale_first q_in_registers integer_max".split()
+        flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
         shape = f"{self.element}_d{self.head_dim}x{self.head_dim_v or self.head_dim}_tile{self.tile_q}x{self.tile_kv}"
         tags = [shape, f"stages{self.stages}", f"schedule{self.schedule}", f"order{self.loop_order}"]
         tags += [f"cluster{self.cluster_size}"] if self.cluster_size > 1 else []
@@ -122,6 +123,16 @@ def variants() -> list[Variant]:
         add("mid_kv96", head_dim=192, tile_kv=96)
         add("mid_kv112", head_dim=192, tile_kv=112)
         add("mid", head_dim=192, head_dim_v=128)
+        add("last_st3_chain", **d64, stages=3, chain_items=1)
+        add("last_st3_chain_imax", **d64, stages=3, chain_items=1, integer_max=1)
+        add("mid_chain", chain_items=1)
+        add("mid_chain_imax", chain_items=1, integer_max=1)
+        add("mid_chain", head_dim=96, chain_items=1)
+        pair: dict[str, Any] = {"cluster_size": 2, "schedule": 0 if band else 1}
+        add("mid_pair", **pair)
+        add("mid_qreg_pair", **pair, q_in_registers=1)
+        add("mid_pair", head_dim=256, tile_kv=64, **pair)
+        add("last_st3_pair", **d64, stages=3, **pair)
         if band:
             add("last_st3_4mib", **d64, stages=3, section_mib=4.0)
             add("last_st3_40mib", **d64, stages=3, section_mib=40.0)
@@ -140,6 +151,13 @@ def variants() -> list[Variant]:
     found.append(replace(checked, name="check_segments", segments=1))
     found.append(replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192, loop_order=1))
     found.append(replace(checked, name="check_serial", tile_q=192, loop_order=2, integer_max=1))
+    found.append(replace(checked, name="check_chain", chain_items=1))
+    found.append(replace(checked, name="check_chain_stride", chain_items=1, schedule=1, head_dim=96))
+    found.append(
+        replace(checked, name="check_chain64", chain_items=1, head_dim=64, tile_q=192, loop_order=1, segments=1)
+    )
+    found.append(replace(checked, name="check_pair", cluster_size=2, schedule=0))
+    found.append(replace(checked, name="check_pair_stride", cluster_size=2, schedule=1, head_dim=96))
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
     found.append(replace(checked, name="check_softcap", softcap=1))
     found.append(replace(checked, name="check_scale_first", scale_first=1))
@@ -153,7 +171,7 @@ namespace jattn {{
 constexpr Config kConfig{{{config}}};
 }}
 
-extern "C" __global__ void __launch_bounds__(jattn::sm90::forward_threads(jattn::kConfig), 1)
+extern "C" __global__ void {cluster}__launch_bounds__(jattn::sm90::forward_threads(jattn::kConfig), 1)
 jattn_kernel(const __grid_constant__ jattn::sm90::ForwardParams params) {{
   jattn::sm90::forward<jattn::kConfig>(params);
 }}
@@ -193,7 +211,8 @@ def write_units(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cubins = {variant.cubin(): variant for variant in variants()}
     for name, variant in cubins.items():
-        text = UNIT.format(config=config_text(variant))
+        cluster = f"__cluster_dims__({variant.cluster_size}, 1, 1) " if variant.cluster_size > 1 else ""
+        text = UNIT.format(config=config_text(variant), cluster=cluster)
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -536,7 +555,7 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
         return extra[name].data_ptr() if name in extra else None
 
     scale = case.scale if case.scale is not None else case.head_dim**-0.5
-    tiles = -(-case.q_len // variant.tile_q)
+    tiles = -(-case.q_len // (variant.tile_q * variant.cluster_size))
     unbounded = 2**29
     problem = Problem(
         **{name: pointer(name) for name in INDICES},
@@ -565,8 +584,8 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
         problem.q_ranges, problem.kv_ranges = keep[0].data_ptr(), keep[1].data_ptr()
     params = Params(
         driver.tensor_map(data.q, variant.tile_q),
-        driver.tensor_map(data.k, variant.tile_kv),
-        driver.tensor_map(data.v, variant.tile_kv),
+        driver.tensor_map(data.k, variant.tile_kv // variant.cluster_size),
+        driver.tensor_map(data.v, variant.tile_kv // variant.cluster_size),
         driver.tensor_map(data.out, 64),
         problem,
         lse=data.lse.data_ptr(),
@@ -577,7 +596,8 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
     )
     keep.append(params)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    grid = params.items if variant.schedule == 0 else min(params.items, num_sms)
+    clusters = params.items if variant.schedule == 0 else min(params.items, num_sms // variant.cluster_size)
+    grid = clusters * variant.cluster_size
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     counter = ctypes.c_uint64(data.counter.data_ptr())
@@ -626,6 +646,7 @@ def check_cases(variant: Variant) -> list[Case]:
         cases += [
             causal,
             replace(causal, name="causal square", q_len=777, kv_len=777),
+            replace(causal, name="causal small", q_len=300, kv_len=300),
             replace(causal, name="lower right", lower_right=True),
             replace(causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333),
             replace(base, name="window", left=100, right=30),
@@ -951,7 +972,11 @@ def main() -> int:
         check_here(folder, facts, arguments.check_here.split(","))
         return 0
 
-    names = [variant.name for variant in variants() if re.search(arguments.variants, variant.name)]
+    wanted = [variant for variant in variants() if re.search(arguments.variants, variant.name)]
+    names = [variant.name for variant in wanted if variant.cubin() in facts["variants"]]
+    for variant in wanted:
+        if variant.name not in names:
+            print(f"{variant.name:34s}not built")
     right = names if arguments.no_check else check_apart(folder, names)
     records = []
     if not arguments.no_time:

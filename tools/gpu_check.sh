@@ -101,7 +101,7 @@ for name in "${stages[@]}"; do
       stage build "$limit_build" version_note \
         "$python" -m pip install --no-build-isolation --no-deps --editable . || build_failed=true
       ;;
-    tests) stage tests "$limit_tests" pytest_note "$python" -m pytest -q -n 4 tests/gpu ;;
+    tests) stage tests "$limit_tests" pytest_note "$python" -m pytest -q -n 8 tests/gpu ;;
     memcheck) sanitize memcheck "$limit_memcheck" ;;
     racecheck) sanitize racecheck "$limit_racecheck" ;;
     bench)

@@ -3,7 +3,7 @@
     python3 tools/sm90_listing.py build/sm90/*.cubin
 
 One line per cubin: products per loop body, instructions per body without the masking part, exponentials in the shadow of
-the output product, and faults: a wait after every product, local memory in the loop, a missing product. Needs cuobjdump.
+the output product, and faults: a producer with more registers than it keeps, a wait after every product, local memory in the loop, a missing product. Needs cuobjdump.
 ptxas gives no warning when it moves a wait so that nothing overlaps; this does.
 """
 
@@ -77,9 +77,35 @@ def main_loop(code: list[Instruction]) -> Loop:
     return Loop(best)
 
 
+def producer_registers(code: list[Instruction]) -> tuple[int, int]:
+    """Returns how many registers the producer keeps, and how many the code that it can reach uses."""
+    place = {line.address: i for i, line in enumerate(code)}
+    start = next(i for i, line in enumerate(code) if "USETMAXREG.DEALLOC" in line.text)
+    kept = int(re.search(r"0x([0-9a-f]+)", code[start].text)[1], 16)
+    seen: set[int] = set()
+    waiting = [start]
+    used = 0
+    while waiting:
+        i = waiting.pop()
+        if i in seen or i >= len(code):
+            continue
+        seen.add(i)
+        line = code[i]
+        wide = 4 if ".128" in line.text else 2 if re.search(r"\.64|WIDE", line.text) else 1
+        for register in re.findall(r"\bR(\d+)", line.text):
+            used = max(used, int(register) + wide)
+        if line.target is not None:
+            waiting.append(place[line.target])
+        ends = re.match(r"(BRA|EXIT|RET)\b", line.text) is not None
+        if not ends:
+            waiting.append(i + 1)
+    return kept, used
+
+
 def describe(cubin: Path) -> tuple[str, list[str]]:
     """Returns one line of figures and the faults."""
-    loop = main_loop(listing(cubin))
+    code = listing(cubin)
+    loop = main_loop(code)
     products = loop.count("HGMMA")
     shadow, exponentials = loop.in_shadow()
     waits = loop.count(r"WARPGROUP\.DEPBAR")
@@ -91,8 +117,12 @@ def describe(cubin: Path) -> tuple[str, list[str]]:
         faults.append(f"{waits} waits: serialised")
     if loop.count(r"\b(LDL|STL)\b"):
         faults.append("local memory in the loop")
+    kept, used = producer_registers(code)
+    if used > kept:
+        faults.append(f"the producer keeps {kept} registers and uses {used}")
     masked = loop.count(r"^(@!?U?P\d )?(FSEL|ISETP)")
     figures = f"{products} products, {len(loop.body)} instructions ({masked} FSEL/ISETP), {waits} waits, "
+    figures += f"producer {used} of {kept}, "
     return figures + f"{shadow}/{exponentials} exponentials under the output product", faults
 
 

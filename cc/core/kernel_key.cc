@@ -56,9 +56,11 @@ constexpr Member kMembers[] = {
     {"schedule", &Config::schedule, {0, 2, 1}},
     {"loop_order", &Config::loop_order, {0, 2, 1}},
     {"cluster_size", &Config::cluster_size, {1, 2, 1}},
+    {"chain_items", &Config::chain_items},
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
     {"integer_max", &Config::integer_max},
+    {"bulk_reduce", &Config::bulk_reduce},
 };
 
 struct AnyValue {

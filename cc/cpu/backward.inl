@@ -109,7 +109,7 @@ class BackwardPass {
     const auto out_row = query_rows(buffers_.out, tile, head_dim_v);
     const auto dout_row = query_rows(buffers_.dout, tile, head_dim_v);
     const Acc* dlse = static_cast<const Acc*>(buffers_.dlse);
-    Workspace workspace(2 * Workspace::bytes<Acc>(plan_.row_len_v));
+    Workspace workspace(Products::pack_bytes(plan_) + 2 * Workspace::bytes<Acc>(plan_.row_len_v));
     Acc* out = workspace.take<Acc>(plan_.row_len_v);
     Acc* dout = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -124,8 +124,8 @@ class BackwardPass {
     not_finite_[index] =
         Products::pack_queries(plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
                                packed_queries_ + index * kTile * plan_.row_len,
-                               packed_douts_ + index * kTile * plan_.row_len_v);
-    clear(dq_sums_ + tile.first_lse * plan_.row_len, tile.count * plan_.row_len);
+                               packed_douts_ + index * kTile * plan_.row_len_v, workspace);
+    clear(dq_sums_ + index * kTile * plan_.row_len, kTile * plan_.row_len);
   }
 
   Task decode(int64_t index) const {
@@ -188,6 +188,7 @@ class BackwardPass {
       }
     }
     convoy_.finish(index);
+    products.finish(max_of(keys.count, 0));
     write_dk_dv(task, products);
   }
 
@@ -206,7 +207,7 @@ class BackwardPass {
 
     if (problem_.bias.data != nullptr) load_bias(problem_, sequence, rows, keys, tiles.bias);
     if (has_score_rule(problem_)) {
-      apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap),
+      apply_score_rule<kTile, Acc>(scale_, static_cast<Acc>(problem_.softcap),
                             problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
                             tiles.slope);
     }
@@ -230,7 +231,7 @@ class BackwardPass {
       differentiate_softmax<false>(rows.count, row_values, is_masked ? tiles.visible : nullptr, tiles);
     }
 
-    Acc* dq = dq_sums_ + tile.first_lse * plan_.row_len;
+    Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
     if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, tiles.s, bad_queries);
     if (dbias_.is_wanted()) {
       if (dbias_.sums_over_queries()) {
@@ -360,7 +361,7 @@ class BackwardPass {
     const QueryTile tile = query_tile(index);
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t row = (tile.batch * problem_.q_len + tile.first + i) * problem_.num_heads + tile.head;
-      write_row(dq_sums_ + (tile.first_lse + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
+      write_row(dq_sums_ + (index * kTile + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
     }
   }
 

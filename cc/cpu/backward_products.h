@@ -19,10 +19,12 @@ class BackwardProducts {
   // Layout of packed tiles: rows of the accumulator type. Returns a bit for each row where either is not finite.
   template <typename QueryRow, typename DoutRow>
   static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
-                               const QueryRow& query_row, const DoutRow& dout_row, Acc* queries, Acc* douts) {
+                               const QueryRow& query_row, const DoutRow& dout_row, Acc* queries, Acc* douts, Workspace) {
     return widen_rows<Element>(count, query_row, problem.head_dim, queries, plan.row_len) |
            widen_rows<Element>(count, dout_row, problem.head_dim_v, douts, plan.row_len_v);
   }
+
+  static int64_t pack_bytes(const BackwardPlan&) { return 0; }
 
   static int64_t workspace_bytes(const BackwardPlan& plan) {
     return 3 * Workspace::bytes<Acc>(kTile * plan.row_len) + 2 * Workspace::bytes<Acc>(kTile * plan.row_len_v);
@@ -88,6 +90,8 @@ class BackwardProducts {
     });
   }
 
+  // dk and dv are complete after this; 0 from key `keys` on.
+  void finish(int64_t) {}
   Acc* dk() { return dk_; }  // [kTile][row_len]
   Acc* dv() { return dv_; }  // [kTile][row_len_v]
 

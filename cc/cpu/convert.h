@@ -1,6 +1,7 @@
 // Rows of stored elements to and from rows of the accumulator type (float; double for double).
 #pragma once
 
+#include "core/problem.h"
 #include "cpu/vec.h"
 
 namespace jattn::cpu {
@@ -14,6 +15,15 @@ struct BFloat16 {
 };
 
 template <typename Element>
+constexpr DType kDType = DType::kF32;
+template <>
+constexpr DType kDType<Float16> = DType::kF16;
+template <>
+constexpr DType kDType<BFloat16> = DType::kBF16;
+template <>
+constexpr DType kDType<double> = DType::kF64;
+
+template <typename Element>
 struct AccumulatorOf {
   using Type = float;
 };
@@ -25,11 +35,6 @@ template <typename Element>
 using Accumulator = typename AccumulatorOf<Element>::Type;
 
 using HalfBits = VectorOf<uint16_t, kVectorBytes / 2>;  // as many 16-bit elements as a vector has floats
-
-#if defined(__AVX512F__)
-// The unmasked conversions start from an undefined register in GCC's headers, which its own -Wuninitialized rejects.
-constexpr __mmask16 kAllLanes = 0xffff;
-#endif
 
 inline Vec<float> widen(const float* from) { return load(from); }
 inline Vec<double> widen(const double* from) { return load(from); }
@@ -46,7 +51,7 @@ inline Vec<float> widen(const BFloat16* from) { return reinterpret_cast<Vec<floa
 
 inline Vec<float> widen(const Float16* from) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kAllLanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__)
   return reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
@@ -73,7 +78,7 @@ inline void narrow(BFloat16* to, Vec<float> value) {
 inline void narrow(Float16* to, Vec<float> value) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                      _mm512_maskz_cvtps_ph(kAllLanes, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+                      _mm512_maskz_cvtps_ph(kEveryLane, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                    _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));

@@ -12,6 +12,7 @@ template <typename Element, typename Products>
 class ForwardPass {
  public:
   using Acc = Accumulator<Element>;
+  static constexpr int64_t kPanel = Products::kPanel;
 
   ForwardPass(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch)
       : problem_(problem),
@@ -57,9 +58,14 @@ class ForwardPass {
   // The query rows of a task and what has been accumulated for them.
   struct Panel {
     QueryRows rows;
-    SoftmaxState<Acc> softmax;
+    SoftmaxState<Acc, kPanel> softmax;
     int64_t lanes;
-    Acc* out;  // [head_dim_v][kTile]: not yet normalised
+    Acc* out;  // [head_dim_v][kPanel]: not yet normalised
+  };
+
+  // [key][query lane] each, except by_query, which is [query][key].
+  struct Tiles {
+    Acc *scores, *visible, *bias, *by_query;
   };
 
   template <typename T>
@@ -88,19 +94,21 @@ class ForwardPass {
     const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
     const Sequence sequence(problem_, batch);
     if (tile * kTile >= sequence.kv_length) return;
-    not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index)).not_finite;
+    Workspace workspace(Products::pack_bytes(plan_));
+    not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
   }
 
   KvTile packed_tile(int64_t index) const {
     return {packed_keys_ + index * kTile * plan_.row_len, packed_values_ + index * kTile * plan_.row_len_v, 0};
   }
 
-  KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to) const {
+  KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to, Workspace workspace) const {
     const int64_t first = tile * kTile, count = min_of(kTile, sequence.kv_length - first);
     Products::pack_keys(plan_, problem_, count,
                         kv_rows(problem_.k, sequence.batch, kv_head, first, problem_.head_dim), to.keys);
     to.not_finite = Products::pack_values(
-        plan_, problem_, count, kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v), to.values);
+        plan_, problem_, count, kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v), to.values,
+        workspace);
     return to;
   }
 
@@ -129,17 +137,19 @@ class ForwardPass {
   void attend(int64_t index) const {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    Workspace workspace(Products::workspace_bytes(plan_) + 4 * Workspace::bytes<Acc>(kTile * kTile) +
-                        Workspace::bytes<Acc>(kTile * plan_.row_len) +
-                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
+    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
+                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
+                        3 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
     Products products(problem_, plan_, workspace);
-    const Tiles tiles{workspace.take<Acc>(kTile * kTile), workspace.take<Acc>(kTile * kTile),
-                      workspace.take<Acc>(kTile * kTile), workspace.take<Acc>(kTile * kTile)};
-    const KvTile own_tile{workspace.take<Acc>(kTile * plan_.row_len), workspace.take<Acc>(kTile * plan_.row_len_v), 0};
+    const auto take_tile = [&](int64_t row_len = kTile) { return workspace.take<Acc>(kTile * row_len); };
+    Acc* const scores[] = {take_tile(), take_tile()};
+    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile()};
+    const KvTile own_tiles[] = {{take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0},
+                                {take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0}};
 
     Panel panel{};
     panel.out = workspace.take<Acc>(kTile * plan_.row_len_v);
-    clear(panel.out, kTile * plan_.row_len_v);
+    clear(panel.out, kPanel * plan_.row_len_v);
     panel.softmax.reset();
     for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
       panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
@@ -152,35 +162,15 @@ class ForwardPass {
 
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
-    for (int64_t key = first_key; key < end_key; key += kTile) {
-      const KeyRange keys{key, min_of(kTile, sequence.kv_length - key)};
-      const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
-      if (covered == Coverage::kNone) continue;
-      const int64_t tile_index =
-          (task.batch * problem_.num_kv_heads + task.kv_head) * plan_.kv_tiles + key / kTile;
-      KvTile kv_tile = packed_tile(tile_index);
-      if (plan_.packs_first) {
-        kv_tile.not_finite = not_finite_[tile_index];
-      } else {
-        kv_tile = pack_rows(sequence, task.kv_head, key / kTile, own_tile);
-      }
-      products.multiply_keys(keys.count, kv_tile.keys, panel.lanes, tiles.scores);
-      if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
-      if (covered == Coverage::kPartial) {
-        find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
-        transpose(tiles.by_query, kTile, kTile, kTile, tiles.visible, kTile);
-        hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
-      } else {
-        kv_tile.not_finite = 0;  // every query sees every key: a NaN reaches them all by itself
-      }
-      const bool rescales = update_softmax<Acc>(keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E),
-                                                tiles.scores, panel.softmax);
-      if (rescales) rescale(panel);
-      products.add_values(keys.count, kv_tile.values, panel.lanes, tiles.scores, kv_tile.not_finite, panel.out);
-      if (kv_tile.not_finite != 0) {
-        add_where_visible(kv_tile.not_finite,
-                          kv_rows(problem_.v, task.batch, task.kv_head, key, problem_.head_dim_v), tiles, panel);
-      }
+    Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
+    if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
+    for (int i = 1; step.keys.count > 0; i ^= 1) {
+      const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
+      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
+      if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
+      tiles.scores = scores[i ^ 1];
+      add_step(task, sequence, step, tiles, products, panel);
+      step = next;
     }
     if (plan_.num_splits == 1) {
       finish(task, panel, tiles.by_query);
@@ -189,25 +179,74 @@ class ForwardPass {
     }
   }
 
-  // [key][query lane] each, except by_query, which is [query][key].
-  struct Tiles {
-    Acc *scores, *visible, *bias, *by_query;
+  // One tile of keys that the queries of a task see.
+  struct Step {
+    KeyRange keys;  // none left: count = 0
+    Coverage covered;
+    KvTile kv_tile;
   };
+  struct KeyBounds {
+    int64_t first, end;
+  };
+
+  // The first tile in `bounds` that is not wholly invisible.
+  Step next_step(const Task& task, const Sequence& sequence, const Panel& panel, KeyBounds bounds, KvTile own_tile,
+                 const Workspace& workspace) const {
+    for (int64_t key = bounds.first; key < bounds.end; key += kTile) {
+      const KeyRange keys{key, min_of(kTile, sequence.kv_length - key)};
+      const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
+      if (covered == Coverage::kNone) continue;
+      if (!plan_.packs_first) {
+        return {keys, covered, pack_rows(sequence, task.kv_head, key / kTile, own_tile, workspace)};
+      }
+      const int64_t index = (task.batch * problem_.num_kv_heads + task.kv_head) * plan_.kv_tiles + key / kTile;
+      KvTile packed = packed_tile(index);
+      packed.not_finite = not_finite_[index];
+      return {keys, covered, packed};
+    }
+    return {{0, 0}, Coverage::kNone, own_tile};
+  }
+
+  // From the dot products of a tile to what it adds to the output.
+  void add_step(const Task& task, const Sequence& sequence, const Step& step, const Tiles& tiles, Products& products,
+                Panel& panel) const {
+    const KeyRange keys = step.keys;
+    // If every query sees every key, a NaN reaches them all by itself.
+    const uint64_t excluded = step.covered == Coverage::kPartial ? step.kv_tile.not_finite : 0;
+    if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
+    if (step.covered == Coverage::kPartial) {
+      find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
+      transpose(tiles.by_query, kTile, kPanel, kTile, tiles.visible, kPanel);
+      hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
+    }
+    products.start_probabilities(keys.count);
+    const bool rescales =
+        update_softmax<Acc, kPanel>(keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E), tiles.scores,
+                            panel.softmax, [&](int64_t key, int64_t lane, Vec<Acc> even, Vec<Acc> odd) {
+                              products.take_probabilities(key, lane, even, odd);
+                            });
+    if (rescales) rescale(panel);
+    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, excluded, panel.out);
+    if (excluded != 0) {
+      add_where_visible(excluded, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
+                        tiles, panel);
+    }
+  }
 
   void add_score_rule(const Sequence& sequence, KeyRange keys, const Panel& panel, const Tiles& tiles) const {
     const bool has_bias = problem_.bias.data != nullptr;
     if (has_bias) {
       load_bias(problem_, sequence, panel.rows, keys, tiles.by_query);
-      transpose(tiles.by_query, kTile, kTile, kTile, tiles.bias, kTile);
+      transpose(tiles.by_query, kTile, kPanel, kTile, tiles.bias, kPanel);
     }
-    apply_score_rule<Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, keys.count,
+    apply_score_rule<kPanel, Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, keys.count,
                           panel.lanes, tiles.scores, nullptr);
   }
 
   static void hide(const Acc* visible, int64_t keys, int64_t lanes, Acc* scores) {
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
     for (int64_t key = 0; key < keys; ++key) {
-      for (int64_t at = key * kTile; at < key * kTile + lanes; at += kWidth<Acc>) {
+      for (int64_t at = key * kPanel; at < key * kPanel + lanes; at += kWidth<Acc>) {
         store(scores + at, load(visible + at) != 0 ? load(scores + at) : broadcast(kMinusInfinity));
       }
     }
@@ -216,7 +255,7 @@ class ForwardPass {
   void rescale(Panel& panel) const {
     for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
       for (int64_t lane = 0; lane < panel.lanes; lane += kWidth<Acc>) {
-        Acc* at = panel.out + d * kTile + lane;
+        Acc* at = panel.out + d * kPanel + lane;
         store(at, load(at) * load(panel.softmax.rescale + lane));
       }
     }
@@ -231,15 +270,15 @@ class ForwardPass {
         Acc value[kWidth<Acc>];
         widen_row<Element>(value_row(key) + d, 1, value, kWidth<Acc>);
         for (int64_t lane = 0; lane < panel.lanes; ++lane) {
-          const int64_t at = key * kTile + lane;
-          if (tiles.visible[at] != 0) panel.out[d * kTile + lane] += tiles.scores[at] * value[0];
+          const int64_t at = key * kPanel + lane;
+          if (tiles.visible[at] != 0) panel.out[d * kPanel + lane] += tiles.scores[at] * value[0];
         }
       }
     }
   }
 
   void finish(const Task& task, const Panel& panel, Acc* rows) const {
-    Acc inverse[kTile];
+    Acc inverse[kPanel];
     for (int64_t row = 0; row < panel.rows.count; ++row) {
       const Acc sum = panel.softmax.row_sum[row];
       inverse[row] = 1 / sum;
@@ -262,7 +301,7 @@ class ForwardPass {
   void for_output_pieces(const Panel& panel, Acc* rows, const Use& use) const {
     for (int64_t d = 0; d < problem_.head_dim_v; d += kTile) {
       const int64_t count = min_of(kTile, problem_.head_dim_v - d);
-      transpose(panel.out + d * kTile, kTile, round_up(count, kWidth<Acc>), panel.lanes, rows, kTile);
+      transpose(panel.out + d * kPanel, kPanel, round_up(count, kWidth<Acc>), panel.lanes, rows, kTile);
       for (int64_t row = 0; row < panel.rows.count; ++row) use(row, d, count);
     }
   }

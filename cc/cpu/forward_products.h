@@ -15,6 +15,7 @@ template <typename Element>
 class ForwardProducts {
  public:
   using Acc = Accumulator<Element>;
+  static constexpr int64_t kPanel = kPanelRows[static_cast<int>(kDType<Element>)];
 
   // Layout of packed tiles: rows of the accumulator type.
   template <typename Row>
@@ -24,9 +25,11 @@ class ForwardProducts {
   // Returns a bit for each row that is not finite.
   template <typename Row>
   static uint64_t pack_values(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row,
-                              Acc* values) {
+                              Acc* values, Workspace) {
     return widen_rows<Element>(count, row, problem.head_dim_v, values, plan.row_len_v);
   }
+
+  static int64_t pack_bytes(const ForwardPlan&) { return 0; }
 
   static int64_t workspace_bytes(const ForwardPlan& plan) { return 2 * Workspace::bytes<Acc>(kTile * plan.row_len); }
 
@@ -42,28 +45,32 @@ class ForwardProducts {
   template <typename Row>
   void set_queries(int64_t count, Acc sign, const Row& row) {
     widen_rows<Element>(count, row, head_dim_, q_rows_, row_len_);
-    clear(q_rows_ + count * row_len_, (kTile - count) * row_len_);
+    clear(q_rows_ + count * row_len_, (kPanel - count) * row_len_);
     for (int64_t i = 0; i < count * row_len_; ++i) q_rows_[i] *= sign;
-    transpose(q_rows_, row_len_, kTile, row_len_, q_lanes_, kTile);
+    transpose(q_rows_, row_len_, kPanel, row_len_, q_lanes_, kPanel);
   }
 
-  // scores[key * kTile + lane] = k . q
+  // scores[key * kPanel + lane] = k . q
   void multiply_keys(int64_t count, const Acc* keys, int64_t lanes, Acc* scores) const {
-    multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kTile}, {scores, kTile});
+    multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
   }
 
-  // out[d * kTile + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
+  // Probabilities are read where the softmax leaves them.
+  void start_probabilities(int64_t) {}
+  void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}
+
+  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
   void add_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
     for_runs(count, excluded, [&](int64_t first, int64_t length) {
       multiply<true, Acc>(head_dim_v_, lanes, length, {values + first * row_len_v_, 1, row_len_v_},
-                          {p + first * kTile, kTile}, {out, kTile});
+                          {p + first * kPanel, kPanel}, {out, kPanel});
     });
   }
 
  private:
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
-  Acc* q_rows_;   // [kTile][row_len]
-  Acc* q_lanes_;  // [row_len][kTile]
+  Acc* q_rows_;   // [kPanel][row_len]
+  Acc* q_lanes_;  // [row_len][kPanel]
 };
 
 }  // namespace

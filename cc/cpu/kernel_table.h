@@ -26,11 +26,17 @@ struct KernelTable {
   BackwardKernel backward[4];
 };
 
+// Of an instruction set that is made for one type and leaves the others to another set.
+struct Bfloat16Kernels {
+  ForwardKernel forward;
+  BackwardKernel backward;
+};
+
 extern const KernelTable kBaselineKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
-extern const KernelTable kAmxKernels;  // bfloat16 on the matrix unit, the others as AVX-512
+extern const Bfloat16Kernels kAmxKernels;
 #endif
 
 // 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.

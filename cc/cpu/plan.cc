@@ -41,15 +41,16 @@ ForwardPlan plan_forward(const Problem& problem) {
   const int64_t group = problem.num_kv_heads > 0 ? problem.group_size() : 0;
   const int64_t groups = problem.batch * problem.num_kv_heads;
 
-  plan.queries = std::min(problem.q_len, kTile);
-  plan.heads = plan.queries > 0 ? std::clamp<int64_t>(kTile / plan.queries, 1, std::max<int64_t>(1, group)) : 1;
+  const int64_t panel_rows = kPanelRows[static_cast<int>(problem.dtype)];
+  plan.queries = std::min(problem.q_len, panel_rows);
+  plan.heads = plan.queries > 0 ? std::clamp<int64_t>(panel_rows / plan.queries, 1, std::max<int64_t>(1, group)) : 1;
   plan.query_blocks = plan.queries > 0 ? ceil_div(problem.q_len, plan.queries) : 0;
   plan.head_blocks = ceil_div(group, plan.heads);
   plan.last_queries_first = problem.band_right != kUnbounded;
 
   const int64_t tasks = groups * plan.query_blocks * plan.head_blocks;
   plan.num_splits = 1;
-  if (tasks > 0 && tasks < kWantedTasks) {
+  if (tasks > 0 && tasks < kWantedTasks / 2) {
     plan.num_splits =
         std::clamp<int64_t>(ceil_div(kWantedTasks, tasks), 1, std::max<int64_t>(1, problem.kv_len / kLeastSplitLen));
   }
@@ -126,7 +127,7 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   plan.not_finite_offset = arena.take(query_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   plan.progress_offset = arena.take(plan.num_tasks * static_cast<int64_t>(sizeof(int64_t)));
   plan.delta_offset = arena.take(query_rows * unit_bytes);
-  plan.dq_offset = arena.take(query_rows * plan.row_len * unit_bytes);
+  plan.dq_offset = arena.take(query_tiles * kTile * plan.row_len * unit_bytes);
   if (plan.num_chunks > 1) {
     const int64_t kv_rows = plan.num_chunks * groups * problem.kv_len;
     plan.dk_offset = arena.take(kv_rows * plan.row_len * unit_bytes);

@@ -11,16 +11,20 @@
 
 namespace jattn::cpu {
 
-// Queries, or keys, that are processed together. One panel of 64 float32 lanes is four AVX-512 vectors.
+// Keys that are processed together; in the backward pass queries too.
 inline constexpr int64_t kTile = 64;
+
+// Queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
+// the matrix unit that was worth a third of the time.
+inline constexpr int64_t kPanelRows[] = {64, 32, 32, 64};
 
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;
 
-// One forward task: up to kTile query rows that share a key/value head, against one range of keys. The rows are the
+// One forward task: up to kPanelRows query rows that share a key/value head, against one range of keys. The rows are the
 // same `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
 struct ForwardPlan {
-  int64_t queries, heads;             // of one task; queries * heads <= kTile
+  int64_t queries, heads;             // of one task; queries * heads <= kPanelRows
   int64_t query_blocks, head_blocks;  // tasks along T, and along the heads of a group
   int64_t num_splits, split_len;  // ranges of keys; each split_len is a multiple of kTile
   int64_t num_tasks;
@@ -58,7 +62,7 @@ struct BackwardPlan {
   int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;
   int64_t progress_offset;  // int64_t [num_tasks]
   int64_t delta_offset;     // [B, N, T]
-  int64_t dq_offset;        // [B, N, T, row_len]
+  int64_t dq_offset;        // [B, N, query_tiles, kTile, row_len]
   int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]
   int64_t dbias_offset;     // unless written once or summed in place: the shape of dbias
   int64_t scratch_bytes;

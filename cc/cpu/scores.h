@@ -57,12 +57,12 @@ inline bool has_score_rule(const Problem& problem) { return problem.softcap > 0 
 
 // scores = softcap(dot * scale) + bias over a tile of `rows` x `columns`. bias, or softcap, may be absent (null, 0).
 // With `slope` not null it receives the derivative of the softcap.
-template <typename Acc>
+template <int64_t kStride, typename Acc>
 inline void apply_score_rule(Acc scale, Acc softcap, const Acc* bias, int64_t rows, int64_t columns, Acc* scores,
                              Acc* slope) {
   const Acc inverse_softcap = softcap > 0 ? 1 / softcap : 0;
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = row * kTile; column < row * kTile + columns; column += kWidth<Acc>) {
+    for (int64_t column = row * kStride; column < row * kStride + columns; column += kWidth<Acc>) {
       Vec<Acc> score = rounded(load(scores + column) * scale);
       if (softcap > 0) {
         const Vec<Acc> ratio = tanh<Acc>(score * inverse_softcap);

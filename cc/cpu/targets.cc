@@ -8,6 +8,13 @@
 //   avx2.cc                           -mavx2 -mfma -mf16c                                                     [x86-64]
 //   avx512.cc                         -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx2
 //                                     -mprefer-vector-width=512                                               [x86-64]
+//   amx.cc                            the flags of avx512.cc, and -mamx-tile -mamx-bf16                       [x86-64]
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <string>
 #include <vector>
@@ -18,26 +25,43 @@
 namespace jattn::cpu {
 namespace {
 
+#if defined(__x86_64__)
+bool can_run_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool can_run_avx512() {
+  return can_run_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+// The tile registers are large state, which the kernel grants on request, once per process (Linux, "Using XSTATE
+// features in user space applications"). Threads that exist already get the permission too.
+bool can_run_amx() {
+  constexpr unsigned kAmxBf16Bit = 1u << 22, kAmxTileBit = 1u << 24;  // CPUID.(7,0).EDX
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!can_run_avx512() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kAmxBf16Bit) == 0 || (edx & kAmxTileBit) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 struct Target {
   const char* name;
   const KernelTable* kernels;
+  const Bfloat16Kernels* bfloat16_kernels;  // used instead where present
   bool (*can_run)();
 };
 
 // Best first.
 const Target kTargets[] = {
 #if defined(__x86_64__)
-    {"avx512", &kAvx512Kernels,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
-    {"avx2", &kAvx2Kernels,
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-     }},
+    {"amx", &kAvx512Kernels, &kAmxKernels, can_run_amx},
+    {"avx512", &kAvx512Kernels, nullptr, can_run_avx512},
+    {"avx2", &kAvx2Kernels, nullptr, can_run_avx2},
 #endif
-    {"baseline", &kBaselineKernels, [] { return true; }},
+    {"baseline", &kBaselineKernels, nullptr, [] { return true; }},
 };
 
 const Target* best_target() {
@@ -52,7 +76,17 @@ std::atomic<const Target*>& active_target() {
   return active;
 }
 
-const KernelTable& kernels() { return *active_target().load(std::memory_order_relaxed)->kernels; }
+ForwardKernel forward_kernel(DType dtype) {
+  const Target& target = *active_target().load(std::memory_order_relaxed);
+  if (dtype == DType::kBF16 && target.bfloat16_kernels != nullptr) return target.bfloat16_kernels->forward;
+  return target.kernels->forward[static_cast<int>(dtype)];
+}
+
+BackwardKernel backward_kernel(DType dtype) {
+  const Target& target = *active_target().load(std::memory_order_relaxed);
+  if (dtype == DType::kBF16 && target.bfloat16_kernels != nullptr) return target.bfloat16_kernels->backward;
+  return target.kernels->backward[static_cast<int>(dtype)];
+}
 
 TaskRunner runner_of(const ParallelFor& parallel_for) {
   return {const_cast<ParallelFor*>(&parallel_for),
@@ -72,14 +106,14 @@ int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias) {
 void forward(const Problem& problem, const ForwardResults& results, void* scratch, const ParallelFor& parallel_for) {
   const ForwardPlan plan = plan_forward(problem);
   if (plan.num_tasks == 0) return;
-  kernels().forward[static_cast<int>(problem.dtype)](problem, plan, results, scratch, runner_of(parallel_for));
+  forward_kernel(problem.dtype)(problem, plan, results, scratch, runner_of(parallel_for));
 }
 
 void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch,
               const ParallelFor& parallel_for) {
   if (problem.num_kv_heads == 0) return;
   const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr);
-  kernels().backward[static_cast<int>(problem.dtype)](problem, plan, buffers, scratch, runner_of(parallel_for));
+  backward_kernel(problem.dtype)(problem, plan, buffers, scratch, runner_of(parallel_for));
 }
 
 std::vector<std::string> instruction_sets() {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -76,7 +77,8 @@ inline Vec<T> from_bits(Vec<Bits<T>> bits) {
   return reinterpret_cast<Vec<T>>(bits);
 }
 
-// Both keep a NaN in `value`, and a NaN in `bound` is never taken.
+// Both keep a NaN in `value`, and a NaN in `bound` is never taken. On x86 the instructions do exactly that: they return
+// the second operand if either is a NaN.
 template <typename V>
 inline V at_least(V value, V bound) {
   return value < bound ? bound : value;
@@ -85,6 +87,20 @@ template <typename V>
 inline V at_most(V value, V bound) {
   return value > bound ? bound : value;
 }
+#if defined(__AVX512F__)
+// GCC's headers start the unmasked forms of some operations from an undefined register, which its own
+// -Wmaybe-uninitialized rejects. With a constant full mask the instruction is the same.
+constexpr __mmask16 kEveryLane = 0xffff;
+inline Vec<float> at_least(Vec<float> value, Vec<float> bound) { return _mm512_maskz_max_ps(kEveryLane, bound, value); }
+inline Vec<float> at_most(Vec<float> value, Vec<float> bound) { return _mm512_maskz_min_ps(kEveryLane, bound, value); }
+inline Vec<double> at_least(Vec<double> value, Vec<double> bound) { return _mm512_maskz_max_pd(static_cast<__mmask8>(kEveryLane), bound, value); }
+inline Vec<double> at_most(Vec<double> value, Vec<double> bound) { return _mm512_maskz_min_pd(static_cast<__mmask8>(kEveryLane), bound, value); }
+#elif defined(__AVX2__)
+inline Vec<float> at_least(Vec<float> value, Vec<float> bound) { return _mm256_max_ps(bound, value); }
+inline Vec<float> at_most(Vec<float> value, Vec<float> bound) { return _mm256_min_ps(bound, value); }
+inline Vec<double> at_least(Vec<double> value, Vec<double> bound) { return _mm256_max_pd(bound, value); }
+inline Vec<double> at_most(Vec<double> value, Vec<double> bound) { return _mm256_min_pd(bound, value); }
+#endif
 
 constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -112,7 +128,6 @@ struct Exp2Fit<float> {
   static constexpr float kCoefficients[] = {0.693147188026f,   0.240226507606f,   0.0555035711422f,
                                             0.00961808255728f, 0.00133908633647f, 0.000154531629451f};
   static constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
-  static constexpr float kLargest = 128, kSmallest = -127;
   static constexpr int kMantissaBits = 23, kExponentBias = 127;
 };
 template <>
@@ -122,11 +137,10 @@ struct Exp2Fit<double> {
       0.001333355814641693531,  0.00015403530441736050155, 0.000015252733829836118394, 1.3215442587921689653e-6,
       1.0178062445845773521e-7, 7.0725859492692236999e-9, 4.4549605981865183938e-10};
   static constexpr double kRoundToInteger = 6755399441055744.0;  // 1.5 * 2^52
-  static constexpr double kLargest = 1024, kSmallest = -1023;
   static constexpr int kMantissaBits = 52, kExponentBias = 1023;
 };
 
-// 2^x = power * (1 + excess), |excess| <= 0.42.
+// 2^x = power * (1 + excess), |excess| <= 0.42; x is at most one above the bias. Below the smallest normal number power is 0.
 template <typename T>
 struct Exp2Parts {
   Vec<T> power, excess;
@@ -136,21 +150,30 @@ template <typename T>
 inline Exp2Parts<T> exp2_parts(Vec<T> x) {
   using Fit = Exp2Fit<T>;
   constexpr int kTerms = sizeof(Fit::kCoefficients) / sizeof(T);
-  x = at_most(at_least(x, broadcast<T>(Fit::kSmallest)), broadcast<T>(Fit::kLargest));
-  const Vec<T> shifted = x + Fit::kRoundToInteger;
-  const Vec<T> fraction = x - (shifted - Fit::kRoundToInteger);
+  // The low bits of `shifted` are the rounded integer plus the exponent bias, which gives 0 at -bias; shifted into
+  // the exponent field they are the power, and the bits above them drop out.
+  constexpr T kRoundToInteger = Fit::kRoundToInteger + Fit::kExponentBias;
+  x = at_least(x, broadcast<T>(-Fit::kExponentBias));
+  const Vec<T> shifted = x + kRoundToInteger;
+  const Vec<T> fraction = x - (shifted - kRoundToInteger);
   Vec<T> excess = broadcast<T>(Fit::kCoefficients[kTerms - 1]);
 #pragma GCC unroll 16
   for (int term = kTerms - 2; term >= 0; --term) excess = excess * fraction + Fit::kCoefficients[term];
-  // The exponent field becomes 0 at kSmallest, so that the power is exactly 0 there and below.
-  const Vec<Bits<T>> power =
-      (as_bits<T>(shifted) << Fit::kMantissaBits) + (static_cast<Bits<T>>(Fit::kExponentBias) << Fit::kMantissaBits);
-  return {from_bits<T>(power), excess * fraction};
+  return {from_bits<T>(as_bits<T>(shifted) << Fit::kMantissaBits), excess * fraction};
 }
 
 // 2^x within about 1 ulp; results below the smallest normal number are 0; NaN stays NaN.
 template <typename T>
 inline Vec<T> exp2(Vec<T> x) {
+  const Exp2Parts<T> parts = exp2_parts<T>(at_most(x, broadcast<T>(Exp2Fit<T>::kExponentBias + 1)));
+  return parts.power * parts.excess + parts.power;
+}
+
+// The same where x <= kBound is known.
+template <int kBound, typename V>
+inline V exp2_of_at_most(V x) {
+  using T = std::remove_cvref_t<decltype(x[0])>;
+  static_assert(kBound <= Exp2Fit<T>::kExponentBias);
   const Exp2Parts<T> parts = exp2_parts<T>(x);
   return parts.power * parts.excess + parts.power;
 }

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kMaxLength = int64_t{1} << 28;  // band arithmetic in kernels is 32-bit
 constexpr int64_t kUnboundedBand = int64_t{1} << 29;
+constexpr int64_t kMaxHeads = int64_t{1} << 30;
 constexpr int64_t kMaxRowBytes = int64_t{1} << 24;  // row * bytes of a tile stays in 32 bits
 
 Element element_of(DType dtype) {
@@ -81,6 +82,8 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
                 problem.kv_len, " are too long: at most ", kMaxLength);
   JATTN_REQUIRE(problem.num_kv_heads > 0 && problem.num_heads % problem.num_kv_heads == 0, "num_heads ", problem.num_heads,
                 " must be a multiple of num_kv_heads ", problem.num_kv_heads);
+  JATTN_REQUIRE(problem.batch * problem.num_heads <= kMaxHeads, "batch * num_heads is ", problem.batch * problem.num_heads,
+                ", at most ", kMaxHeads);
   JATTN_REQUIRE(problem.head_dim > 0 && problem.head_dim_v > 0, "head dims must be positive");
   JATTN_REQUIRE(element_of(problem.dtype) == config.element, "kernel ", kernel.text, " has another element type");
   JATTN_REQUIRE(problem.head_dim <= config.head_dim, "head_dim ", problem.head_dim, " exceeds that of kernel ", kernel.text);

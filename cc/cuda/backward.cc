@@ -74,7 +74,6 @@ struct Scratch {
   int64_t rows_padded = 0;
   float* lse_log2 = nullptr;
   float* delta = nullptr;
-  uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
@@ -87,10 +86,9 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   Carver carver(base);
   Scratch scratch;
   const int64_t heads = problem.batch * problem.num_heads;
-  scratch.rows_padded = round_up(problem.q_len, kRowFlagRows);
+  scratch.rows_padded = round_up(problem.q_len, kRowPadding);
   scratch.lse_log2 = carver.take<float>(heads * scratch.rows_padded);
   scratch.delta = carver.take<float>(heads * scratch.rows_padded);
-  scratch.row_flags = carver.take<uint8_t>(heads * scratch.rows_padded / kRowFlagRows);
   if (kernels.fused != nullptr) {
     scratch.dq_accumulator = carver.take<float>(heads * scratch.rows_padded * kernels.fused->config().head_dim);
   }
@@ -116,12 +114,11 @@ BackwardParams backward_params(const Problem& problem, const BackwardBuffers& bu
   params.dout = buffers.dout;
   params.lse_log2 = scratch.lse_log2;
   params.delta = scratch.delta;
-  params.row_flags = scratch.row_flags;
   params.dq = buffers.dq;
   params.dk = buffers.dk;
   params.dv = buffers.dv;
   params.dq_accumulator = scratch.dq_accumulator;
-  params.rows_padded = scratch.rows_padded;
+  params.rows_padded = static_cast<int32_t>(scratch.rows_padded);
   params.slices = kernel.config().grad_slices;
   return params;
 }
@@ -137,15 +134,14 @@ void launch_row_delta(const Problem& problem, const BackwardBuffers& buffers, co
   params.q_lengths = problem.q_lengths;
   params.lse_log2 = scratch.lse_log2;
   params.delta = scratch.delta;
-  params.row_flags = scratch.row_flags;
   params.dq_accumulator = scratch.dq_accumulator;
-  params.rows_padded = scratch.rows_padded;
+  params.rows_padded = static_cast<int32_t>(scratch.rows_padded);
   params.accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0;
   params.q_len = static_cast<int32_t>(problem.q_len);
   params.num_heads = static_cast<int32_t>(problem.num_heads);
   params.head_dim_v = static_cast<int32_t>(problem.head_dim_v);
   launch(kernel,
-         {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / kRowFlagRows)},
+         {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / kRowPadding)},
           .num_threads = row_delta_threads(kernel.config())},
          &params, stream);
 }
@@ -177,7 +173,7 @@ void launch_cast_grad(const Problem& problem, const BackwardBuffers& buffers, co
   params.dq_accumulator = scratch.dq_accumulator;
   params.q_lengths = problem.q_lengths;
   params.dq = buffers.dq;
-  params.rows_padded = scratch.rows_padded;
+  params.rows_padded = static_cast<int32_t>(scratch.rows_padded);
   params.q_len = static_cast<int32_t>(problem.q_len);
   params.num_heads = static_cast<int32_t>(problem.num_heads);
   params.head_dim = static_cast<int32_t>(problem.head_dim);

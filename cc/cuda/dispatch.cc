@@ -1,6 +1,7 @@
 #include "cuda/dispatch.h"
 
 #include "cuda/attention_params.h"
+#include "cuda/backward.h"
 #include "cuda/forward.h"
 #include "cuda/forward_sm90.h"
 
@@ -22,6 +23,15 @@ void planned_forward(const Problem& problem, const ForwardResults& results, cons
   } else {
     forward(problem, results, plan, scratch, stream);
   }
+}
+
+int64_t planned_backward_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
+  return backward_scratch_bytes(problem, buffers, plan);
+}
+
+void planned_backward(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch,
+                      CUstream stream) {
+  backward(problem, buffers, plan, scratch, stream);
 }
 
 }  // namespace jattn::cuda

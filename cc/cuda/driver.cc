@@ -116,6 +116,20 @@ void check(CUresult result, const std::string& what) {
   if (result != 0) fail(Fault::kMachine, concat(what, ": ", describe(result)));
 }
 
+int current_device() {
+  CUdevice device = 0;  // ordinals and handles are the same numbers, but nothing promises that: look it up
+  const Driver& functions = driver();
+  check(functions.cuCtxGetDevice(&device), "cuCtxGetDevice");
+  int count = 0;
+  check(functions.cuDeviceGetCount(&count), "cuDeviceGetCount");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CUdevice candidate = 0;
+    check(functions.cuDeviceGet(&candidate, ordinal), "cuDeviceGet");
+    if (candidate == device) return ordinal;
+  }
+  fail(Fault::kMachine, "the current device has no ordinal");
+}
+
 const DeviceFacts& device_facts(int device_ordinal) {
   static std::mutex mutex;
   static std::map<int, DeviceFacts> known;

@@ -101,6 +101,9 @@ std::string describe(CUresult result);
 // Throws Error (Fault::kMachine) "<what>: <description of the result>" unless the result is success.
 void check(CUresult result, const std::string& what);
 
+// Ordinal of the device whose context is current on this thread.
+int current_device();
+
 // Facts of one device that do not change, asked once.
 struct DeviceFacts {
   int sm_count = 0;

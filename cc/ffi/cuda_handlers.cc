@@ -9,7 +9,6 @@
 
 #include "core/kernel_key.h"
 #include "core/require.h"
-#include "cuda/backward.h"
 #include "cuda/dispatch.h"
 #include "cuda/kernel_store.h"
 #include "cuda/plan.h"
@@ -49,6 +48,7 @@ std::string_view plan_text(const ffi::Dictionary& plan, const char* name) {
 }
 
 cuda::Plan find_plan(const ffi::Dictionary& attributes, int device_ordinal) {
+  if (device_ordinal < 0) device_ordinal = cuda::current_device();  // XLA did not say
   cuda::Plan plan{.backend = plan_text(attributes, "backend"), .kernels = {}, .device_ordinal = device_ordinal};
   for (std::string_view key : split_kernel_keys(plan_text(attributes, "kernels"))) {
     plan.kernels.push_back(&cuda::find_kernel(key, device_ordinal));
@@ -101,8 +101,8 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
   if (problem.has_error()) return problem.error();
   return guarded([&] {
     const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    check_scratch(scratch, cuda::backward_scratch_bytes(*problem, buffers, plan));
-    cuda::backward(*problem, buffers, plan, scratch.untyped_data(), stream);
+    check_scratch(scratch, cuda::planned_backward_scratch_bytes(*problem, buffers, plan));
+    cuda::planned_backward(*problem, buffers, plan, scratch.untyped_data(), stream);
     return ffi::Error::Success();
   });
 }

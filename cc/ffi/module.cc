@@ -16,7 +16,6 @@
 #include "core/kernel_unit.h"
 #include "core/require.h"
 #include "cpu/attention.h"
-#include "cuda/backward.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/dispatch.h"
 #include "cuda/driver.h"
@@ -179,7 +178,7 @@ int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std:
   buffers.dk = present_if<char>(wants[1]);
   buffers.dv = present_if<char>(wants[2]);
   buffers.dbias = present_if<char>(wants[3]);
-  return cuda::backward_scratch_bytes(problem, buffers, plan);
+  return cuda::planned_backward_scratch_bytes(problem, buffers, plan);
 }
 
 }  // namespace

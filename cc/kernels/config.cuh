@@ -30,9 +30,11 @@ struct Config {
   int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
   int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
   int cluster_size = 1;         // blocks that share the copies of k and v, each with its own tile of queries
+  bool chain_items = false;     // start the next item before the last output product of this one
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product
   bool integer_max = false;     // row maximum by three-input integer instructions
+  bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
 };
 
 }  // namespace jattn

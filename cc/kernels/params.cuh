@@ -55,18 +55,19 @@ struct ForwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
 };
 
-// Row statistics of the backward, padded to rows_padded rows per head so that a tile never reads past the end.
+inline constexpr int kRowPadding = 128;
+
+// Row statistics of the backward, padded to rows_padded (a multiple of kRowPadding) rows per head so that a tile never reads past the end.
 struct BackwardParams {
   ProblemParams problem;
   const void* dout;        // [B, T, N, Dv]
   const float* lse_log2;   // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
   const float* delta;      // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
-  const uint8_t* row_flags;  // [B, N, rows_padded / kRowFlagRows]: 1 if one of the rows inside T sees no key
   void* dq;                // [B, T, N, D]; read by backward_dq
   void* dk;                // [B, S, K, D]
   void* dv;                // [B, S, K, Dv]
   float* dq_accumulator;   // [B, N, rows_padded, head_dim of the tile] in fragment order, zeroed; fused form only
-  int64_t rows_padded;
+  int32_t rows_padded;
   int32_t tiles;           // tiles of one head along the axis that a CTA owns
   int32_t slices;          // parts of the head dim of the results, each by its own CTA
   int32_t section_heads;
@@ -91,9 +92,8 @@ struct RowDeltaParams {
   const int32_t* q_lengths;  // [B] or null
   float* lse_log2;         // [B, N, rows_padded]
   float* delta;            // [B, N, rows_padded]
-  uint8_t* row_flags;      // [B, N, rows_padded / kRowFlagRows]
   float* dq_accumulator;   // [B, N, rows_padded, accumulator_width], zeroed here; or null
-  int64_t rows_padded;
+  int32_t rows_padded;
   int32_t accumulator_width;
   int32_t q_len, num_heads, head_dim_v;
 };
@@ -103,7 +103,7 @@ struct CastGradParams {
   const float* dq_accumulator;  // [B, N, rows_padded, accumulator_width] in fragment order
   const int32_t* q_lengths;     // [B] or null
   void* dq;                     // [B, T, N, D]
-  int64_t rows_padded;
+  int32_t rows_padded;
   int32_t q_len, num_heads, head_dim;
   float scale;
 };
@@ -126,7 +126,5 @@ struct SumPartialsParams {
   int64_t elements;
   int32_t splits;
 };
-
-inline constexpr int kRowFlagRows = 128;
 
 }  // namespace jattn

@@ -96,7 +96,7 @@ def missing_features(backend: Backend, spec: Spec) -> tuple[Reason, ...]:
     return tuple(
         Reason(
             backend.name,
-            "FEATURE",
+            "MASK" if feature in ("mask", "bias") else "FEATURE",
             "feature",
             feature,
             f"must be one of {', '.join(sorted(backend.understands)) or 'none'}",

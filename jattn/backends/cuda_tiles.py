@@ -88,14 +88,26 @@ def forward_shared_bytes(tile: Tile, dtype: str) -> int:
     loop = tile.tile_q * tile.head_dim + tile.stages * tile.tile_kv * (
         tile.head_dim + tile.head_dim_v
     )
-    return max(loop, tile.tile_q * tile.head_dim_v) * _element_bytes(dtype)
+    return max(loop, tile.tile_q * tile.head_dim_v) * _element_bytes(dtype) + 48
 
 
-def _forward_candidates(dtype: str, head_dim_v: int) -> Sequence[tuple[int, int, int, int]]:
-    """(tile_q, tile_kv, num_warps, stages), best first; the first that fits into shared memory is taken.
+# (tile_q, tile_kv, num_warps, stages), best first; the first that fits into shared memory is taken.
+_Candidates = Sequence[tuple[int, int, int, int]]
 
-    A warp of 32 rows reads each key and value fragment for twice the products of one of 16 rows, but its accumulators of
-    32 x head_dim_v leave registers only up to 128 columns. Two blocks of four warps share a multiprocessor.
+
+def _too_wide(problem: Problem, limit: int) -> ValueError:
+    return ValueError(
+        f"head_dim {problem.head_dim} and {problem.head_dim_v} in {problem.dtype} do not fit into the "
+        f"{limit} bytes of shared memory of the device"
+    )
+
+
+def _forward_candidates(dtype: str, head_dim_v: int) -> _Candidates:
+    """Tiles of the forward kernel.
+
+    A warp of 32 rows reads each key and value fragment for twice the products of one of 16 rows, but its
+    accumulators of 32 x head_dim_v leave registers only up to 128 columns. Two blocks of four warps share a
+    multiprocessor.
     """
     if dtype == "float32":
         if head_dim_v <= 64:
@@ -126,9 +138,7 @@ def forward_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
         if forward_shared_bytes(tile, problem.dtype) <= limit:
             return tile
-    raise ValueError(
-        f"head_dim {problem.head_dim} and {problem.head_dim_v} do not fit into {limit} bytes of shared memory"
-    )
+    raise _too_wide(problem, limit)
 
 
 def _key(family: str, arch: tuple[int, int], members: dict[str, str | int]) -> str:
@@ -137,7 +147,7 @@ def _key(family: str, arch: tuple[int, int], members: dict[str, str | int]) -> s
 
 
 def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile) -> str:
-    """Composes the key of an attention kernel, in the order of ``Config``; members that stay at their default are left out."""
+    """Composes the key of an attention kernel; members of ``Config`` that stay at their default are left out."""
     wide = 16 // _element_bytes(problem.dtype)
     members: dict[str, str | int] = {
         "element": _ELEMENTS[problem.dtype],
@@ -208,7 +218,7 @@ def keys_shared_bytes(tile: Tile, dtype: str, *, fused: bool) -> int:
     elements = (tile.tile_kv + tile.stages * tile.tile_q) * width + (
         tile.tile_kv * tile.tile_q if fused else 0
     )
-    return elements * _element_bytes(dtype) + tile.stages * 2 * tile.tile_q * 4
+    return elements * _element_bytes(dtype) + tile.stages * 2 * tile.tile_q * 4 + 64
 
 
 def queries_shared_bytes(tile: Tile, dtype: str) -> int:
@@ -227,122 +237,100 @@ def dbias_shared_bytes(tile: Tile, dtype: str) -> int:
 
 
 def _backward_width(head_dim: int, slices: int) -> int:
-    """Width of a tile whose gradient columns are cut into ``slices`` parts, each a tile of its own when it is stored."""
+    """Width of a tile whose gradient columns are cut into ``slices`` parts, each stored as a tile of its own."""
     return _round_up(head_dim, 32 * slices)
 
 
-class _BytesOf(Protocol):
-    def __call__(self, tile: Tile, /) -> int: ...
-
-
-def _pick(
-    candidates: Sequence[tuple[int, int, int, int]],
-    head_dim: int,
-    head_dim_v: int,
-    slices: int,
-    limit: int,
-    bytes_of: _BytesOf,
-) -> Tile:
-    for tile_q, tile_kv, num_warps, stages in candidates:
-        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
-        if bytes_of(tile) <= limit:
-            return tile
-    raise ValueError(
-        f"head dims {head_dim} and {head_dim_v} do not fit into {limit} bytes of shared memory"
+def _dq_warps_fit(tile: Tile) -> bool:
+    """Whether the warps of the fused kernel can share out dq in whole fragments (``sm80/backward_shape.cuh``)."""
+    width = tile.head_dim // tile.grad_slices
+    return any(
+        tile.num_warps % rows == 0
+        and tile.tile_q % (16 * rows) == 0
+        and width % (16 * (tile.num_warps // rows)) == 0
+        for rows in range(1, tile.num_warps + 1)
     )
+
+
+def _keys_candidates(dtype: str, widest: int, slices: int) -> _Candidates:
+    if slices > 1:
+        last = ((32, 16, 1, 1), (16, 16, 1, 1)) if dtype == "float32" else ((32, 16, 1, 1),)
+        return ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1), *last)
+    if dtype == "float32":
+        rest = ((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+        if widest <= 64:
+            return ((64, 128, 8, 2), *rest)
+        return ((32, 128, 8, 2), (64, 128, 8, 1), *rest)
+    rest = ((64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 2, 1))
+    return ((128, 128, 8, 2), *rest) if widest <= 64 else rest
 
 
 def keys_tile(problem: Problem, arch: tuple[int, int], *, fused: bool) -> Tile:
     """Picks the tile of the backward kernel that owns keys (dk, dv, and dq if fused).
 
-    A warp of 16 keys holds dk and dv of up to 128 columns each in registers; wider heads are cut into slices, each of which
-    computes the scores again.
+    A warp of 16 keys holds dk and dv of up to 128 columns each in registers; wider heads are cut into slices, each of
+    which computes the scores again.
     """
     dtype = problem.dtype
     widest = max(problem.head_dim, problem.head_dim_v)
     slices = -(-widest // 128)
-    head_dim, head_dim_v = (
-        _backward_width(d, slices) for d in (problem.head_dim, problem.head_dim_v)
-    )
-    if slices > 1:
-        candidates = (
-            (64, 64, 4, 2),
-            (64, 64, 4, 1),
-            (32, 64, 4, 1),
-            (32, 32, 2, 1),
-            (32, 16, 1, 1),
-        )
-        if dtype == "float32":
-            candidates = (*candidates, (16, 16, 1, 1))
-    elif dtype == "float32":
-        wide = ((64, 128, 8, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1))
-        candidates = wide if widest <= 64 else ((32, 128, 8, 2), *wide[1:], (16, 16, 1, 1))
-    elif widest <= 64:
-        candidates = (
-            (128, 128, 8, 2),
-            (64, 128, 8, 2),
-            (64, 128, 8, 1),
-            (64, 64, 4, 1),
-            (32, 32, 2, 1),
-        )
-    else:
-        candidates = ((64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 2, 1))
-    if problem.softcap > 0:  # the derivative of the softcap takes as many registers as the scores
-        candidates = tuple(
-            (min(q, 64 if widest <= 64 else 32), kv, warps, stages)
-            for q, kv, warps, stages in candidates
-        )
-    return _pick(
-        candidates,
-        head_dim,
-        head_dim_v,
-        slices,
-        shared_limit_bytes(arch),
-        lambda t: keys_shared_bytes(t, dtype, fused=fused),
-    )
+    head_dim = _backward_width(problem.head_dim, slices)
+    head_dim_v = _backward_width(problem.head_dim_v, slices)
+    limit = shared_limit_bytes(arch)
+    # The derivative of the softcap takes as many registers as the scores.
+    most_queries = 128 if problem.softcap <= 0 else 64 if widest <= 64 else 32
+    for tile_q, tile_kv, num_warps, stages in _keys_candidates(dtype, widest, slices):
+        queries = min(tile_q, most_queries)
+        tile = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices)
+        fits = keys_shared_bytes(tile, dtype, fused=fused) <= limit
+        if fits and (not fused or _dq_warps_fit(tile)):
+            return tile
+    raise _too_wide(problem, limit)
 
 
 def queries_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     """Picks the tile of the backward kernel that owns queries (dq of the deterministic form)."""
-    dtype = problem.dtype
     slices = -(-problem.head_dim // 256)
     head_dim = _backward_width(problem.head_dim, slices)
     head_dim_v = _round_up(problem.head_dim_v, 32)
-    narrow = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
-    if dtype == "float32":
-        candidates = ((128, 32, 4, 1), *narrow) if head_dim <= 64 else narrow
+    candidates: _Candidates = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+    if problem.dtype == "float32":
+        if head_dim <= 64:
+            candidates = ((128, 32, 4, 1), *candidates)
     elif head_dim <= 64:
-        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *narrow)
+        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *candidates)
     elif head_dim <= 128:
-        candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *narrow)
+        candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *candidates)
     else:
-        candidates = ((64, 32, 4, 2), *narrow)
-    return _pick(
-        candidates,
-        head_dim,
-        head_dim_v,
-        slices,
-        shared_limit_bytes(arch),
-        lambda t: queries_shared_bytes(t, dtype),
-    )
+        candidates = ((64, 32, 4, 2), *candidates)
+    limit = shared_limit_bytes(arch)
+    for tile_q, tile_kv, num_warps, stages in candidates:
+        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
+        if queries_shared_bytes(tile, problem.dtype) <= limit:
+            return tile
+    raise _too_wide(problem, limit)
 
 
 def dbias_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     """Picks the tile of the dbias kernel."""
-    dtype = problem.dtype
-    candidates = ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
-    return _pick(
-        candidates if dtype != "float32" else candidates[1:],
-        _round_up(problem.head_dim, 32),
-        _round_up(problem.head_dim_v, 32),
-        1,
-        shared_limit_bytes(arch),
-        lambda t: dbias_shared_bytes(t, dtype),
-    )
+    head_dim, head_dim_v = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
+    candidates: _Candidates = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+    if problem.dtype != "float32":
+        candidates = ((64, 64, 4, 1), *candidates)
+    limit = shared_limit_bytes(arch)
+    for tile_q, tile_kv, num_warps, stages in candidates:
+        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
+        if dbias_shared_bytes(tile, problem.dtype) <= limit:
+            return tile
+    raise _too_wide(problem, limit)
 
 
 # Blocks that the dbias kernel is given at least, if there is enough work (``cc/cuda/backward.cc``).
 _WANTED_DBIAS_BLOCKS = 512
+
+
+def _is_number(extent: object) -> bool:
+    return isinstance(extent, int)
 
 
 def _dbias_partials_bytes(problem: Problem, batch: int, tile: Tile) -> int:
@@ -352,9 +340,7 @@ def _dbias_partials_bytes(problem: Problem, batch: int, tile: Tile) -> int:
     q_tiles, kv_tiles = -(-problem.q_len // tile.tile_q), -(-problem.kv_len // tile.tile_kv)
     tiles_query, tiles_key = (1 if queries == 1 else q_tiles), (1 if keys == 1 else kv_tiles)
     tiles = bias_batch * bias_heads * tiles_query * tiles_key
-    if not isinstance(tiles, int) or not isinstance(
-        batch, int
-    ):  # a symbolic batch: the most that any batch can need
+    if not (_is_number(tiles) and _is_number(batch)):  # the most that any batch can need
         return 2 * _WANTED_DBIAS_BLOCKS * tile.tile_q * tile.tile_kv * 4
     if tiles == 0:
         return 0
@@ -397,7 +383,7 @@ def plan_backward(
     element = _ELEMENTS[problem.dtype]
 
     heads_rows = batch * problem.num_heads * _round_up(problem.q_len, 128)
-    scratch = 2 * (heads_rows * 4 + _SCRATCH_ALIGNMENT) + heads_rows // 128 + _SCRATCH_ALIGNMENT
+    scratch = 2 * (heads_rows * 4 + _SCRATCH_ALIGNMENT)
     row_delta: dict[str, str | int] = {
         "element": element,
         "head_dim_v": _round_up(problem.head_dim_v, 32),
@@ -412,7 +398,7 @@ def plan_backward(
         )
         scratch += _segment_ranges_bytes(problem, batch, tile)
         if fused:
-            cast = {
+            cast: dict[str, str | int] = {
                 "element": element,
                 "head_dim": tile.head_dim,
                 "tile_q": tile.tile_q,
@@ -470,7 +456,7 @@ class _HotProblem:
 def hot_keys() -> tuple[str, ...]:
     """Returns the kernel keys of the common problems, in the order and spelling of ``cc/core/hot_set.txt``.
 
-    Self-attention in 16 bits at head dims 64 and 128, full and causal, forward and both forms of the backward, on sm_90.
+    Self-attention in 16 bits at head dims 64 and 128, full and causal, forward and both forms of the backward, sm_90.
     """
     arch = (9, 0)
     wants = (True, True, True, False)
@@ -480,7 +466,10 @@ def hot_keys() -> tuple[str, ...]:
             for unbounded in (True, False):
                 problem = _HotProblem(dtype, head_dim, _HotBand(unbounded))
                 plans = [plan_forward(problem, 1, arch)]
-                plans += [plan_backward(problem, 1, arch, wants=wants, deterministic=d) for d in (False, True)]
+                plans += [
+                    plan_backward(problem, 1, arch, wants=wants, deterministic=d)
+                    for d in (False, True)
+                ]
                 for plan in plans:
                     keys |= dict.fromkeys(plan.kernels.split(";"))
     return tuple(keys)

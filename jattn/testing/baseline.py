@@ -22,6 +22,19 @@ def round_to_tf32(array: Array) -> Array:
     return np.where(finite, rounded, array).astype(np.float32)
 
 
+def _cut_to_tf32(array: Array) -> Array:
+    """Drops the 13 bits that a tf32 product does not read."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _three_products(a: Array, b: Array) -> Array:
+    """a @ b as three tf32 products: each operand is a tf32 number and a rest, and rest @ rest is left out."""
+    big_a, big_b = round_to_tf32(a), round_to_tf32(b)
+    rest_a, rest_b = _cut_to_tf32(a - big_a), _cut_to_tf32(b - big_b)
+    return np.asarray(rest_a @ big_b + big_a @ rest_b + big_a @ big_b)
+
+
 def solve(case: Case, operands: Operands, solution: Solution, precision: str = "ieee") -> dict[str, Array]:
     """Computes out, lse, dq, dk, dv and dbias the textbook way in the precision of the case.
 
@@ -32,6 +45,7 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
     wide: Any = np.float64 if case.dtype == "float64" else np.float32
     dtype = inputs.numpy_dtype(case.dtype)
     tf32 = precision == "tf32" and case.dtype == "float32"
+    product = _three_products if precision == "tf32x3" and case.dtype == "float32" else np.matmul
 
     def rounded(array: Array) -> Array:
         array = np.asarray(array, wide)
@@ -45,7 +59,7 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
     q, k, v, dout = (rounded(x) for x in (solution.q, solution.k, solution.v, solution.dout))
     dlse = solution.dlse.astype(wide)
     with np.errstate(over="ignore", invalid="ignore"):
-        s = scale * (q @ k.swapaxes(2, 3))
+        s = scale * product(q, k.swapaxes(2, 3))
         slope = np.ones_like(s)
         if case.softcap is not None:
             capped = np.tanh(s / wide(case.softcap))
@@ -59,12 +73,12 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
         row_sum = np.where(live, weights.sum(axis=3, keepdims=True), 1)
         p = weights / row_sum
         lse = np.where(live, np.where(live, row_max, 0) + np.log(row_sum), -np.inf)[..., 0]
-        out = stored(rounded(p) @ v)
+        out = stored(product(rounded(p), v))
         # The residual format is part of the problem: backward has lse, rounded to the wide type, and not row_max and
         # row_sum. At |lse| = 25 that alone moves P by 12 units of float32.
         kept = np.where(np.isneginf(lse), 0, lse).astype(wide)[..., None]
         p = np.where(visible & live, np.exp(np.where(visible & live, s - kept, 0)), 0)
-        dp = np.where(visible, rounded(dout @ v.swapaxes(2, 3)), 0)
+        dp = np.where(visible, rounded(product(dout, v.swapaxes(2, 3))), 0)
         delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[..., None]
         ds_wide = p * (dp - delta)
         dx = rounded(ds_wide * slope)
@@ -72,9 +86,9 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
         results = {
             "out": out.transpose(0, 2, 1, 3),
             "lse": lse.transpose(0, 2, 1).astype(wide),
-            "dq": stored(scale * (dx @ k)).transpose(0, 2, 1, 3),
-            "dk": stored(sum_groups(scale * (dx.swapaxes(2, 3) @ q), group)).transpose(0, 2, 1, 3),
-            "dv": stored(sum_groups(rounded(p).swapaxes(2, 3) @ dout, group)).transpose(0, 2, 1, 3),
+            "dq": stored(scale * product(dx, k)).transpose(0, 2, 1, 3),
+            "dk": stored(sum_groups(scale * product(dx.swapaxes(2, 3), q), group)).transpose(0, 2, 1, 3),
+            "dv": stored(sum_groups(product(rounded(p).swapaxes(2, 3), dout), group)).transpose(0, 2, 1, 3),
         }
         if operands.bias is not None:
             results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(operands.bias.dtype)

@@ -2,7 +2,7 @@
 
 A-priori rounding-error bounds of attention: every term is a rounding that an implementation may do, times how much it
 moves the result. Letters follow the error analysis: u_in rounds P and dS before the second product, u_out rounds a
-result, u_acc accumulates, u_qk rounds the operands of the products (tf32 only).
+result, u_acc accumulates, u_qk rounds the operands of the products (tf32 and tf32x3 only).
 """
 
 import dataclasses
@@ -36,13 +36,22 @@ class Units:
         return self.u_acc * (4.0 + 2.0 * math.sqrt(count))
 
 
+# How float32 products may be computed -> (u_qk, u_in): "ieee"; "tf32", operands rounded to 11 bits; "tf32x3", operands cut in
+# a tf32 number and a rest of which the unit reads 11 bits, and all products but rest * rest summed.
+PRECISIONS = {"ieee": (0.0, 2.0**-24), "tf32": (2.0**-11, 2.0**-11), "tf32x3": (2.0**-21, 2.0**-21)}
+
+
 def units(dtype: str, precision: str = "ieee") -> Units:
-    """The units of a data type; precision "tf32" declares that float32 products round their operands to tf32."""
-    if precision not in ("ieee", "tf32"):
-        raise ValueError(f"precision is {precision!r}, must be 'ieee' or 'tf32'")
+    """The units of a data type; `precision` is what a backend declares about its float32 products.
+
+    Raises:
+      ValueError: an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}, must be one of {', '.join(PRECISIONS)}")
     if dtype == "float32":
-        tf32 = precision == "tf32"
-        return Units(u_in=2.0**-11 if tf32 else 2.0**-24, u_out=2.0**-24, u_acc=2.0**-24, u_qk=2.0**-11 if tf32 else 0.0)
+        u_qk, u_in = PRECISIONS[precision]
+        return Units(u_in=u_in, u_out=2.0**-24, u_acc=2.0**-24, u_qk=u_qk)
     return {
         "bfloat16": Units(u_in=2.0**-8, u_out=2.0**-8, u_acc=2.0**-24),
         "float16": Units(u_in=2.0**-11, u_out=2.0**-11, u_acc=2.0**-24, a_in=2.0**-25, a_out=2.0**-24),

@@ -334,6 +334,55 @@ def _float64_cases() -> list[Case]:
     ]
 
 
+def _row_cases() -> list[Case]:
+    """Problems of the acceptance rows that both tiers run; the tag is the row's id."""
+    variants = Case(
+        name="T058", batch=8, q_len=64, kv_len=32, num_heads=8, num_kv_heads=8, dtype="float16", tags=frozenset({"T058"})
+    )
+    padded = dataclasses.replace(variants, name="T059", batch=2, num_heads=2, num_kv_heads=2, tags=frozenset({"T059"}))
+    t072 = ((4, 4), (8, 64), (64, 8), (128, 128), (256, 1024), (1024, 256), (2048, 2048))
+    t073 = ((4, 4), (64, 65), (152, 37), (312, 408), (1024, 128), (2048, 2048))
+    return [
+        *(variants.but(f"bias-{form}", bias_form=form) for form in ("s", "ts", "nts", "bnts")),
+        *(variants.but(f"mask-{form}", mask_form=form) for form in ("s", "ts", "nts", "bnts")),
+        *(
+            padded.but(f"S{kv_len}-{_short(dtype)}", kv_len=kv_len, dtype=dtype, bias_form="bnts")
+            for kv_len in (1, 15, 17)
+            for dtype in ("float32", "float16")
+        ),
+        *_gradient_rows("T072", t072, bias_forms=(None,)),
+        *_gradient_rows("T073", t073, bias_forms=("ts", "bnts", "1nts")),
+    ]
+
+
+def _gradient_rows(row: str, lengths: tuple[tuple[int, int], ...], bias_forms: tuple[str | None, ...]) -> list[Case]:
+    """Covers lengths x head dims of a gradient row; types, causality, scale, batch and bias forms take turns."""
+    cases = []
+    for i, (q_len, kv_len) in enumerate(lengths):
+        for j, head_dim in enumerate(((64, 8), (128, 72))[i % 2] if q_len < 2048 else (64,)):
+            dtype = DTYPES[(i + j) % 3]
+            is_causal = bias_forms == (None,) and (i // 2 + j) % 2 == 1
+            cases.append(
+                Case(
+                    name=f"{row}-T{q_len}-S{kv_len}-D{head_dim}-{_short(dtype)}{'-causal' if is_causal else ''}",
+                    batch=8 if max(q_len, kv_len) <= 128 else 1,
+                    q_len=q_len,
+                    kv_len=kv_len,
+                    num_heads=4,
+                    num_kv_heads=4,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    dtype=dtype,
+                    scale=None if head_dim == 64 else 1 / head_dim,
+                    is_causal=is_causal,
+                    bias_form=bias_forms[(i + j) % len(bias_forms)],
+                    distribution="uniform",
+                    tags=frozenset({row}),
+                )
+            )
+    return cases
+
+
 def _benchmark_cases() -> list[Case]:
     """The shapes of published comparisons: 16 384 tokens, heads * head_dim = 2048, bfloat16."""
     cases = []
@@ -402,6 +451,7 @@ TABLE: tuple[Case, ...] = (
     *_tagged("scale", _scale_cases()),
     *_tagged("values", _distribution_cases()),
     *_tagged("float64", _float64_cases()),
+    *_tagged("rows", _row_cases()),
     *_tagged("bench", _benchmark_cases()),
 )
 
@@ -420,8 +470,8 @@ def tagged(*tags: str) -> tuple[Case, ...]:
 
 
 def sweep() -> tuple[Case, ...]:
-    """Every case small enough for the oracle: all of the table but the benchmarks."""
-    return tuple(case for case in TABLE if "bench" not in case.tags)
+    """The general problems, small enough for the oracle: all of the table but single rows and benchmarks."""
+    return tuple(case for case in TABLE if not case.tags & {"rows", "bench"})
 
 
 def named(name: str) -> Case:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn import backends
 from jattn.testing import compare, inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
@@ -22,12 +23,33 @@ PLAIN_BACKENDS = frozenset({"reference", "xla"})
 TARGET_PREFIX = "jattn_"
 
 
+# What a backend's float32 products are made of, where that is not IEEE float32: sums of three TF32 products.
+PRECISION = {("mem_efficient", "float32"): "tf32x3"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a run produced: tensors by the names of `compare.TENSORS`, and the lowered program."""
 
     results: dict[str, Array]
     lowered: str
+
+
+def backward_backend(backend: str) -> str:
+    """The name of the backend that runs the backward pass of problems that `backend` runs forward."""
+    for group in backends.ORDER.values():
+        for candidate in group:
+            if candidate.name == backend:
+                return candidate.for_backward().name
+    raise LookupError(f"there is no backend {backend!r}")
+
+
+def serves(case: Case, backend: str, device: jattn.Device) -> bool:
+    """Whether the rules of a backend admit a case, forward and backward, on a device; needs no such device."""
+    with jax.enable_x64(case.dtype == "float64"):
+        (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
+        found = jattn.explain(q, k, v, implementation=backend, device=device, needs_grad=True, **keywords)
+    return found.chosen == backend
 
 
 def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:
@@ -90,7 +112,9 @@ def assert_ran(
         for pass_name, count in by_pass.items()
     }
     ran = {key for key, count in counted.items() if count > 0}
-    wanted = {(backend, pass_name) for pass_name in passes}
+    wanted = {
+        (backward_backend(backend) if pass_name == "backward" else backend, pass_name) for pass_name in passes
+    }
     if ran != wanted:
         raise AssertionError(f"lowered {sorted(ran)}, must be {sorted(wanted)}")
     has_custom_call = TARGET_PREFIX in lowered
@@ -99,7 +123,7 @@ def assert_ran(
         raise AssertionError(f"backend {backend} was asked for, but the lowered program {found} custom call of jattn")
 
 
-def verify(case: Case, backend: str, *, backward: bool = True, precision: str = "ieee") -> compare.Report:
+def verify(case: Case, backend: str, *, backward: bool = True) -> compare.Report:
     """Runs a case, poisoned, through a forced backend and compares it with the oracle.
 
     Raises:
@@ -107,4 +131,5 @@ def verify(case: Case, backend: str, *, backward: bool = True, precision: str = 
     """
     operands, solution = compare.solved(case)
     outcome = run(case, operands, backend, backward=backward)
+    precision = PRECISION.get((backend, case.dtype), "ieee")
     return compare.assert_close(case, operands, outcome.results, precision=precision, solution=solution)

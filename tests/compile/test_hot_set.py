@@ -31,14 +31,14 @@ def test_size() -> None:
     assert sum(len(row["cubin"]) for row in HOT_SET.values()) < 14_000_000
 
 
-@pytest.mark.parametrize("key", HOT_SET)
+@pytest.mark.parametrize("key", HOT_SET, ids=toolchain.short_name)
 def test_resources(key: str) -> None:
     """No register spills, no stack, nothing that serialises the tensor cores."""
     row = HOT_SET[key]
     assert resources.read_log(key, row["log"]).faults == ()
 
 
-@pytest.mark.parametrize("key", HOT_SET)
+@pytest.mark.parametrize("key", HOT_SET, ids=toolchain.short_name)
 def test_nvrtc_agrees(key: str) -> None:
     """The same unit, compiled at run time, is as good: a user without the hot set loses only compile time."""
     toolchain.require_nvrtc()
@@ -47,7 +47,7 @@ def test_nvrtc_agrees(key: str) -> None:
     assert ".text.jattn_kernel" in toolchain.sections(code)
 
 
-@pytest.mark.parametrize("key", HOT_SET)
+@pytest.mark.parametrize("key", HOT_SET, ids=toolchain.short_name)
 def test_instructions(key: str, tmp_path: Path) -> None:
     """Tensor kernels use the tensor cores; nobody touches local memory."""
     text = toolchain.disassemble(HOT_SET[key]["cubin"], tmp_path)

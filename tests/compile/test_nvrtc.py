@@ -28,6 +28,10 @@ def compile_key(key: str) -> resources.Resources:
     return resources.read_log(key, log, len(code))
 
 
+def test_every_family_has_a_sample() -> None:
+    assert sorted(KEYS) == sorted(_core.kernel_families())
+
+
 @pytest.mark.parametrize("family", KEYS)
 def test_other_element(family: str) -> None:
     key = KEYS[family]

@@ -1,5 +1,6 @@
 """The compilers of this tier, and what they make of a kernel key."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from jattn import _core, ffi
+from jattn.backends import cuda_tiles, flash_tiles
+from jattn.spec import Spec
 
 MIN_NVCC = (12, 8)
 HOT_SET_FILE = Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt"
@@ -24,13 +27,43 @@ def hot_set_lines() -> list[str]:
     ]
 
 
-def one_key_per_family() -> dict[str, str]:
-    """The first listed key of each family: a sample to vary."""
+def listed_key_per_family() -> dict[str, str]:
+    """The first listed key of each family that has one."""
     keys: dict[str, str] = {}
     for line in hot_set_lines():
         key = _core.canonical_kernel_key(line)
         keys.setdefault(word(key, "family"), key)
     return keys
+
+
+def one_key_per_family() -> dict[str, str]:
+    """A key of every family: a listed one, else one that Python plans for a problem that needs the family."""
+    plain = Spec(1, 256, 256, 2, 2, 64, 64, "bfloat16", 0.125, segments=True)
+    biased = dataclasses.replace(plain, bias=(1, 1, 256, 256), bias_dtype="bfloat16")
+    hopper = (9, 0)
+    plans = [
+        flash_tiles.plan_forward(plain, 1).kernels,
+        cuda_tiles.plan_forward(biased, 1, hopper).kernels,
+    ]
+    for deterministic in (False, True):
+        plan = cuda_tiles.plan_backward(
+            biased, 1, hopper, wants=(True,) * 4, deterministic=deterministic
+        )
+        plans.append(plan.kernels)
+    keys = listed_key_per_family()
+    for planned in ";".join(plans).split(";"):
+        key = _core.canonical_kernel_key(planned)
+        keys.setdefault(word(key, "family"), key)
+    return keys
+
+
+def short_name(key: str) -> str:
+    """The words of a canonical key that are not Config's defaults: a name for a test."""
+    default = _core.canonical_kernel_key(
+        f"family={word(key, 'family')} arch={word(key, 'arch')}"
+    ).split(" ")
+    words = [part for part in key.split(" ") if part not in default]
+    return " ".join([word(key, "family"), word(key, "arch"), *words])
 
 
 def vary(key: str, **words: object) -> str:

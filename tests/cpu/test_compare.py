@@ -86,6 +86,19 @@ def test_undeclared_tf32_fails_and_declared_tf32_passes() -> None:
     results = emulated(case, operands, "tf32")
     assert broken(compare.check(case, operands, results, solution=solution)) == set(results)
     compare.assert_close(case, operands, results, precision="tf32", solution=solution)
+    with pytest.raises(ValueError, match="'tf64', must be one of ieee, tf32, tf32x3"):
+        compare.check(case, operands, results, precision="tf64")
+
+
+def test_three_tf32_products_are_close_to_ieee() -> None:
+    """What a GPU kernel declares for float32 passes as declared, and plain tf32 does not pass for it."""
+    case = TAILED.but("tf32x3", bias_form="bnts")
+    operands, solution = compare.solved(case)
+    thrice = emulated(case, operands, "tf32x3")
+    report = compare.assert_close(case, operands, thrice, precision="tf32x3", solution=solution)
+    assert max(tensor.bound_ratio for tensor in report.tensors) < WELL_BELOW_BOUND
+    once = emulated(case, operands, "tf32")
+    assert broken(compare.check(case, operands, once, precision="tf32x3", solution=solution)) == set(once)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

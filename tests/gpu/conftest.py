@@ -1,6 +1,10 @@
 """Tier gpu: skips, and says so, where there is no CUDA device; skips the backends this build does not have."""
 
 import functools
+import os
+
+# Several worker processes share one device, which JAX would otherwise give to the first.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import pytest
@@ -35,5 +39,7 @@ def device(request: pytest.FixtureRequest) -> None:
     """Skips a test whose device or backend is missing."""
     if reason := missing():
         pytest.skip(reason)
-    if "backend" in request.fixturenames and (reason := backend_missing(request.getfixturevalue("backend"))):
+    if "backend" in request.fixturenames and (
+        reason := backend_missing(request.getfixturevalue("backend"))
+    ):
         pytest.skip(reason)

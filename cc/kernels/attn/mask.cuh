@@ -3,6 +3,7 @@
 
 #include "attn/score.cuh"
 #include "attn/sequence.cuh"
+#include "base/ptx.cuh"
 
 namespace jattn {
 
@@ -12,7 +13,7 @@ namespace jattn {
 template <Config kConfig, bool kMaskRows, int kM, int kN>
 __device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, int row_length, int column_length, int row0,
                                             int column0) {
-  const int lane = threadIdx.x & 31;
+  const int lane = ptx::thread_index_anew() & 31;  // off the path of full tiles: nothing to keep in registers
   const int lane_column = column0 + 2 * (lane & 3);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

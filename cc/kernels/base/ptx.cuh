@@ -50,6 +50,14 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint2 load_shared_u32x2(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float load_shared_f32(uint32_t address) { return __uint_as_float(load_shared_u32(address)); }
+
 __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
@@ -128,6 +136,12 @@ __device__ __forceinline__ void reduce_add(float* address, const float (&x)[4]) 
 __device__ __forceinline__ int block_index_anew() {
   int x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
+__device__ __forceinline__ int thread_index_anew() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 

@@ -1,5 +1,5 @@
-// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
-// with rows that see no key; and zeros in the accumulator of dq.
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; and zeros in the
+// accumulator of dq.
 //
 // Unit of the family row_delta: entry row_delta<kConfig>, parameters RowDeltaParams. Reads element, head_dim_v (to size the
 // part of a warp that shares a row) and narrow_rows.
@@ -40,17 +40,16 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
                          : kConfig.head_dim_v >= 16 * kChunkElements ? 16
                          : kConfig.head_dim_v >= 8 * kChunkElements  ? 8
                                                                      : 4;
-  const int blocks = int(params.rows_padded / kRowFlagRows);
+  const int blocks = params.rows_padded / kRowPadding;
   const int64_t flat_head = blockIdx.x / blocks;
   const int block = int(blockIdx.x - flat_head * blocks);
   const int entry = int(flat_head / params.num_heads);
   const int head = int(flat_head - int64_t(entry) * params.num_heads);
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
-  const int first = block * kRowFlagRows;
+  const int first = block * kRowPadding;
   const int lane = threadIdx.x % kLanes;
 
-  bool empty_rows = false;
-  for (int i = threadIdx.x / kLanes; i < kRowFlagRows; i += kThreads / kLanes) {
+  for (int i = threadIdx.x / kLanes; i < kRowPadding; i += kThreads / kLanes) {
     const int row = first + i;
     float lse = -infinity();
     if (row < length) lse = params.lse[flat_head * params.q_len + row];
@@ -76,15 +75,11 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
       params.lse_log2[flat_head * params.rows_padded + row] = sees_keys ? lse * kLog2E : infinity();
       params.delta[flat_head * params.rows_padded + row] = sum;
     }
-    empty_rows |= !sees_keys && row < params.q_len;
   }
-  if (__syncthreads_or(empty_rows)) empty_rows = true;
-  if (threadIdx.x == 0) params.row_flags[flat_head * blocks + block] = empty_rows;
-
   if (params.dq_accumulator) {
     const int64_t width = params.accumulator_width;
     float4* target = reinterpret_cast<float4*>(params.dq_accumulator + (flat_head * params.rows_padded + first) * width);
-    for (int i = threadIdx.x; i < kRowFlagRows * width / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = threadIdx.x; i < kRowPadding * width / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 

@@ -10,7 +10,7 @@ namespace jattn {
 JATTN_HOST_DEVICE constexpr int segment_ranges_threads(const Config&) { return 128; }
 JATTN_HOST_DEVICE constexpr int segment_ranges_min_blocks(const Config&) { return 1; }
 
-// One block per kRowFlagRows rows of a head.
+// One block per kRowPadding rows of a head.
 JATTN_HOST_DEVICE constexpr int row_delta_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int row_delta_min_blocks(const Config&) { return 1; }
 

@@ -34,9 +34,9 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr int kM = kWarpRows / 16, kN = kTileQ / 8;
   constexpr bool kAnyColumn = kConfig.grad_slices > 1;
   constexpr bool kNarrow = kConfig.narrow_rows;
-  // Rows that see no key may hold anything in q and dout; without these features there are none.
+  // Without these features every row sees a key.
   constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;
-  static_assert(kWarpRows % 16 == 0 && kTileQ % 16 == 0 && kTileQ <= kRowFlagRows && kRowFlagRows % kTileQ == 0);
+  static_assert(kWarpRows % 16 == 0 && kTileQ % 16 == 0 && kRowPadding % kTileQ == 0);
   static_assert(kSliceD % 16 == 0 && kSliceDv % 16 == 0 && kStages <= 2);
   using KeyTile = Tile<kElement, kD>;      // of k and q
   using ValueTile = Tile<kElement, kDv>;   // of v and dout
@@ -50,10 +50,11 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const uint32_t dout_base = q_base + kStages * KeyTile::bytes(kTileQ);
   const ScoreTile ds_tile{dout_base + kStages * ValueTile::bytes(kTileQ)};
   const uint32_t statistics_base = ds_tile.address + (kFused ? ScoreTile::bytes(kTileKv) : 0);
+  const uint32_t saved = statistics_base + kStages * backward_statistics_bytes(kConfig);
 
   const ProblemParams& problem = params.problem;
   const auto item_of = [&](int block) {
-    return work_item<Heaviest::kFirst>(block, problem.num_kv_heads, problem.batch, params.tiles, params.slices,
+    return work_item<Heaviest::kFirst>(block, problem.num_kv_heads, problem.batch, params.tiles, kConfig.grad_slices,
                                        params.section_heads);
   };
   const WorkItem item = item_of(blockIdx.x);
@@ -61,7 +62,6 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const Sequence sequence = sequence_of<kConfig>(problem, item.batch);
   const Band band = transposed(sequence.band);
   const int first_head = item.head * problem.group_size;
-  const int head_end = first_head + problem.group_size;
 
   TileRange range{0, 0, 0, 0};
   const int row_end = min(row_begin + kTileKv, sequence.kv_length);
@@ -78,43 +78,51 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   }
 
-  // The (head, query tile) pairs in the order of the loop.
+  if (threadIdx.x == 0) {
+    save_rows(saved, head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch, first_head,
+                                         0, problem.copy_bytes));
+    save_rows(saved + kSavedBytes, head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v,
+                                                       item.batch, first_head, 0, problem.copy_bytes_v));
+    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, range.begin, range.end));
+    ptx::store_shared_u32x2(saved + 3 * kSavedBytes, row_begin, item.batch * problem.num_heads + first_head);
+  }
+  __syncthreads();
+
+  // The (head of the group, query tile) pairs in the order of the loop.
   struct Step {
-    int head, tile;
+    int member, tile;
   };
   const auto following = [&](Step step) {
+    const uint2 limits = ptx::load_shared_u32x2(saved + 2 * kSavedBytes + 8);
+    walk.begin = limits.x;
     step.tile = walk.at_or_below(step.tile - 1);
-    if (step.tile < 0 && step.head + 1 < head_end) {
-      ++step.head;
-      step.tile = walk.at_or_below(range.end - 1);
+    if (step.tile < 0 && step.member + 1 < problem.group_size) {
+      ++step.member;
+      step.tile = walk.at_or_below(int(limits.y) - 1);
     }
     return step;
   };
-  const auto statistics_row = [&](int head) { return (int64_t(item.batch) * problem.num_heads + head) * params.rows_padded; };
-  const auto has_empty_rows = [&](Step step) {
-    if constexpr (!kEmptyRows) return false;
-    return step.tile >= 0 && params.row_flags[(statistics_row(step.head) + step.tile * kTileQ) / kRowFlagRows] != 0;
+  const auto statistics_row = [&](Step step) {
+    const int first_flat_head = ptx::load_shared_u32(saved + 3 * kSavedBytes + 4);
+    return int64_t(first_flat_head + step.member) * params.rows_padded;
   };
-  const auto copy_queries = [&](Step step, int stage, bool ask) {
+  const auto head_of = [&](Step step) { return first_head + step.member; };
+  const auto copy_queries = [&](Step step, int stage) {
     const int row0 = step.tile * kTileQ;
-    const float* lse = params.lse_log2 + statistics_row(step.head);
-    const auto sees_keys = [&](int row) { return lse[row] != infinity(); };
-    load_tile<kElement, kD, kTileQ, kThreads, kNarrow, kEmptyRows>(
-        KeyTile{q_base + stage * KeyTile::bytes(kTileQ)},
-        head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch, step.head, 0,
-                            problem.copy_bytes),
-        row0, sequence.q_length, ask, sees_keys);
-    load_tile<kElement, kDv, kTileQ, kThreads, kNarrow, kEmptyRows>(
-        ValueTile{dout_base + stage * ValueTile::bytes(kTileQ)},
-        head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v, item.batch, step.head, 0,
-                            problem.copy_bytes_v),
-        row0, sequence.q_length, ask, sees_keys);
+    GlobalRows q_rows = saved_rows(saved, problem.copy_bytes);
+    q_rows.data += int64_t(step.member) * (problem.head_dim * element_bytes(kElement));
+    load_tile<kElement, kD, kTileQ, kThreads, kNarrow, false>(KeyTile{q_base + stage * KeyTile::bytes(kTileQ)}, q_rows, row0,
+                                                              sequence.q_length, false, EveryRow{});
+    GlobalRows dout_rows = saved_rows(saved + kSavedBytes, problem.copy_bytes_v);
+    dout_rows.data += int64_t(step.member) * (problem.head_dim_v * element_bytes(kElement));
+    load_tile<kElement, kDv, kTileQ, kThreads, kNarrow, false>(ValueTile{dout_base + stage * ValueTile::bytes(kTileQ)},
+                                                               dout_rows, row0, sequence.q_length, false, EveryRow{});
     constexpr int kChunks = kTileQ / 4;  // 16 bytes each, of lse and of delta
 #pragma unroll
     for (int first = 0; first < 2 * kChunks; first += kThreads) {
       const int chunk = first + threadIdx.x;
       if (2 * kChunks % kThreads == 0 || chunk < 2 * kChunks) {
-        const float* source = (chunk < kChunks ? lse : params.delta + statistics_row(step.head)) + row0;
+        const float* source = (chunk < kChunks ? params.lse_log2 : params.delta) + statistics_row(step) + row0;
         ptx::copy_async<16>(statistics_base + stage * backward_statistics_bytes(kConfig) + chunk * 16,
                             source + chunk % kChunks * 4, true);
       }
@@ -123,15 +131,13 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int warp_row = warp * kWarpRows;
-  const auto k_operand = RowOperand<kElement, kD>::a(k_tile, warp_row);
-  const auto v_operand = RowOperand<kElement, kDv>::a(v_tile, warp_row);
   const float factor = score_factor<kConfig>(problem);
 
   float dk[kM][kSliceD / 8][4], dv[kM][kSliceDv / 8][4];
   clear(dk);
   clear(dv);
 
-  Step step{first_head, walk.at_or_below(range.end - 1)};
+  Step step{0, walk.at_or_below(range.end - 1)};
   if (step.tile >= 0) {
     const bool padded = kConfig.segments && holds_padding(walk.own);
     const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
@@ -145,49 +151,67 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, item.batch, item.head, 0,
                             problem.copy_bytes_v),
         row_begin, sequence.kv_length, padded, sees_queries);
-    if constexpr (kStages > 1) copy_queries(step, 0, has_empty_rows(step));
+    if constexpr (kStages > 1) copy_queries(step, 0);
     ptx::copy_commit();
   }
   int stage = 0;
-  Step next = following(step);
-  bool next_ask = has_empty_rows(next);  // read one step before it is needed
   while (step.tile >= 0) {
-    const Step after = following(next);
+    const Step next = following(step);
     if constexpr (kStages > 1) {
       ptx::copy_wait<0>();
       __syncthreads();  // this tile has landed; everyone is done with the stage that is filled next
-      if (next.tile >= 0) copy_queries(next, stage ^ 1, next_ask);
+      if (next.tile >= 0) copy_queries(next, stage ^ 1);
       ptx::copy_commit();
     } else {
       __syncthreads();
-      copy_queries(step, 0, has_empty_rows(step));
+      copy_queries(step, 0);
       ptx::copy_commit();
       ptx::copy_wait<0>();
       __syncthreads();
     }
-    next_ask = has_empty_rows(after);
     const KeyTile q_tile{q_base + stage * KeyTile::bytes(kTileQ)};
     const ValueTile dout_tile{dout_base + stage * ValueTile::bytes(kTileQ)};
     const uint32_t lse_address = statistics_base + stage * backward_statistics_bytes(kConfig) + (lane & 3) * 8;
     const uint32_t delta_address = lse_address + kTileQ * 4;
 
+    if constexpr (kEmptyRows) {
+      // Rows that see no key (lse is +inf) and may hold anything: every warp finds the same answer.
+      const uint32_t lse_base = lse_address - (lane & 3) * 8;
+      bool any_empty = false;
+#pragma unroll
+      for (int first = 0; first < kTileQ; first += 64) {
+        if (kTileQ % 64 == 0 || first + 2 * lane < kTileQ) {
+          const float2 lse = ptx::load_shared_f32x2(lse_base + (first + 2 * lane) * 4);
+          any_empty |= lse.x == infinity() || lse.y == infinity();
+        }
+      }
+      if (__any_sync(0xffffffffu, any_empty)) {
+        const auto empty = [&](int row) { return ptx::load_shared_f32(lse_base + row * 4) == infinity(); };
+        clear_rows<kElement, kD, kTileQ, kThreads>(q_tile, 0, empty);
+        clear_rows<kElement, kDv, kTileQ, kThreads>(dout_tile, 0, empty);
+        __syncthreads();
+      }
+    }
+
     float s[kM][kN][4];  // rows: keys, columns: queries
     clear(s);
-    multiply_rows(s, k_operand, RowOperand<kElement, kD>::b(q_tile, 0));
+    multiply_rows(s, RowOperand<kElement, kD>::a(k_tile, warp_row), RowOperand<kElement, kD>::b(q_tile, 0));
     const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ;
     scale_scores<kConfig>(s, problem);
     SoftcapDerivative<kConfig, kM, kN> derivative;
     derivative.keep(s, problem);
-    if constexpr (kConfig.bias) add_bias<kConfig, true>(s, problem, item.batch, step.head, row0, column0);
-    if (!range.full(step.tile)) {
-      mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, row0, column0);
+    if constexpr (kConfig.bias) add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
+    const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
+    if (step.tile < int(full.x) || step.tile >= int(full.y)) {
+      const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + ptx::thread_index_anew() / 32 * kWarpRows;
+      mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, mask_row, column0);
     }
     if constexpr (kConfig.segments) {
       if (!segments_equal(walk.own, walk.others[step.tile])) {
         mask_segments(s, kv_segments, q_segments, problem.kv_len, problem.q_len, row0, column0);
       }
     }
-    if constexpr (kConfig.mask) mask_dense<true>(s, problem, item.batch, step.head, row0, column0);
+    if constexpr (kConfig.mask) mask_dense<true>(s, problem, item.batch, head_of(step), row0, column0);
 
     // lse is +inf in rows that see no key: their probabilities are 0.
 #pragma unroll
@@ -205,18 +229,24 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
     multiply_accumulator(dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
 
-    float dp[kM][kN][4];
-    clear(dp);
-    multiply_rows(dp, v_operand, RowOperand<kElement, kDv>::b(dout_tile, 0));
+    // dp in parts of at most 64 queries: all of it beside s would not fit into registers at 128.
+    constexpr int kPartN = kN < 8 ? kN : 8;
+    static_assert(kN % kPartN == 0);
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 delta = ptx::load_shared_f32x2(delta_address + n * 32);
+    for (int first = 0; first < kN; first += kPartN) {
+      float dp[kM][kPartN][4];
+      clear(dp);
+      multiply_rows(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row), RowOperand<kElement, kDv>::b(dout_tile, first * 8));
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+      for (int n = 0; n < kPartN; ++n) {
+        const float2 delta = ptx::load_shared_f32x2(delta_address + (first + n) * 32);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          s[m][n][2 * h] *= dp[m][n][2 * h] - delta.x;
-          s[m][n][2 * h + 1] *= dp[m][n][2 * h + 1] - delta.y;
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            s[m][first + n][2 * h] *= dp[m][n][2 * h] - delta.x;
+            s[m][first + n][2 * h + 1] *= dp[m][n][2 * h + 1] - delta.y;
+          }
         }
       }
     }
@@ -236,15 +266,17 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       constexpr int kPartRows = kTileQ / kGrid.rows, kPartColumns = kSliceD / kGrid.columns;
       constexpr int kMq = kPartRows / 16, kNq = kPartColumns / 8;
       __syncthreads();  // all of ds is there
+      const int thread = ptx::thread_index_anew();
+      const int part = thread / 32;
       float dq[kMq][kNq][4];
       clear(dq);
-      const int part_row = warp / kGrid.columns * kPartRows;
-      const int part_column = item.slice * kSliceD + warp % kGrid.columns * kPartColumns;
+      const int part_row = part / kGrid.columns * kPartRows;
+      const int part_column = item.slice * kSliceD + part % kGrid.columns * kPartColumns;
       multiply_columns<kElement, kTileKv>(dq, ColumnOperand<kElement, kTileQ, true>(ds_tile, 0, part_row, true),
                                           ColumnOperand<kElement, kD, true>(k_tile, 0, part_column, false));
       // Fragment order: a warp's instruction covers 512 contiguous bytes. cast_grad puts it straight.
-      float* target = params.dq_accumulator + statistics_row(step.head) * kD + int64_t(step.tile) * (kTileQ * kD) +
-                      item.slice * (kTileQ * kSliceD) + warp * (kPartRows * kPartColumns) + lane * 4;
+      float* target = params.dq_accumulator + statistics_row(step) * kD + int64_t(step.tile) * (kTileQ * kD) +
+                      item.slice * (kTileQ * kSliceD) + part * (kPartRows * kPartColumns) + thread % 32 * 4;
 #pragma unroll
       for (int m = 0; m < kMq; ++m) {
 #pragma unroll
@@ -253,7 +285,6 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     }
     if constexpr (kStages > 1) stage ^= 1;
     step = next;
-    next = after;
   }
 
   ptx::copy_wait<0>();

@@ -123,6 +123,9 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     rows.load(params, batch, head, row_begin + warp_row);
     ptx::copy_wait<0>();
     __syncthreads();
+    if (!same_queries) {
+      clear_empty_queries<kConfig>(params, rows, q_tile, dout_tile, batch, head, row_begin, warp_row);
+    }
 
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,

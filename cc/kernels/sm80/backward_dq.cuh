@@ -89,6 +89,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     ptx::copy_commit();
   }
   int stage = 0;
+  bool first = true;
   while (tile >= 0) {
     const int next = walk.at_or_below(tile - 1);
     if constexpr (kStages > 1) {
@@ -102,6 +103,10 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
       ptx::copy_commit();
       ptx::copy_wait<0>();
       __syncthreads();
+    }
+    if (first) {
+      clear_empty_queries<kConfig>(params, rows, q_tile, dout_tile, item.batch, item.head, row_begin, warp_row);
+      first = false;
     }
     const KeyTile k_tile{k_base + stage * KeyTile::bytes(kTileKv)};
     const ValueTile v_tile{v_base + stage * ValueTile::bytes(kTileKv)};

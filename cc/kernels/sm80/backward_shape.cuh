@@ -12,13 +12,17 @@ JATTN_HOST_DEVICE constexpr int backward_min_blocks(const Config&) { return 1; }
 // lse and delta of the queries of one stage
 JATTN_HOST_DEVICE constexpr int backward_statistics_bytes(const Config& config) { return 2 * config.tile_q * 4; }
 
+// Rows of q and dout of the first head, limits of the tiles, first key and first head.
+JATTN_HOST_DEVICE constexpr int backward_saved_bytes() { return 4 * 16; }
+
 // fused: with the tile of score gradients that the product for dq reads
 JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool fused) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
   const int keys = config.tile_kv * (config.head_dim + config.head_dim_v);
   const int queries = config.tile_q * (config.head_dim + config.head_dim_v);
   const int gradients = fused ? config.tile_kv * config.tile_q : 0;
-  return (keys + config.stages * queries + gradients) * bytes + config.stages * backward_statistics_bytes(config);
+  return (keys + config.stages * queries + gradients) * bytes + config.stages * backward_statistics_bytes(config) +
+         backward_saved_bytes();
 }
 
 // How the warps of the fused kernel share the product dq = ds k, of tile_q x head_dim / grad_slices: rows x columns.

@@ -74,14 +74,22 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   }
 
+  const uint32_t saved = base + forward_shared_bytes(kConfig) - forward_saved_bytes();
+  if (threadIdx.x == 0) {
+    save_rows(saved, k_rows);
+    save_rows(saved + kSavedBytes, v_rows);
+    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, row_begin, 0));
+  }
+  __syncthreads();
+
   const auto copy_keys = [&](int tile, int stage, bool padded) {
     load_tile<kElement, kD, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
-        KeyTile{k_base + stage * kKeyBytes}, k_rows, tile * kTileKv,
+        KeyTile{k_base + stage * kKeyBytes}, saved_rows(saved, problem.copy_bytes), tile * kTileKv,
                                                sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
   };
   const auto copy_values = [&](int tile, int stage, bool padded) {
     load_tile<kElement, kDv, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
-        ValueTile{v_base + stage * kValueBytes}, v_rows, tile * kTileKv,
+        ValueTile{v_base + stage * kValueBytes}, saved_rows(saved + kSavedBytes, problem.copy_bytes_v), tile * kTileKv,
                                                 sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
   };
   const auto padded = [&](int tile) {
@@ -90,7 +98,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   };
 
   const int warp_row = (threadIdx.x / 32) * kWarpRows;
-  const auto q_operand = RowOperand<kElement, kD>::a(q_tile, warp_row);
 
   float out[kM][kNOut][4];
   clear(out);
@@ -125,7 +132,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 
     float s[kM][kN][4];
     clear(s);
-    multiply_rows(s, q_operand, RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
+    multiply_rows(s, RowOperand<kElement, kD>::a(q_tile, warp_row), RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
 
     if constexpr (kConfig.stages == 1) {
       ptx::copy_wait<0>();
@@ -138,8 +145,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const int row0 = row_begin + warp_row;
     scale_scores<kConfig>(s, problem);
     if constexpr (kConfig.bias) add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
-    if (!range.full(tile)) {
-      mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
+    const uint4 full = ptx::load_shared_u32x4(saved + 2 * kSavedBytes);
+    if (tile < int(full.x) || tile >= int(full.y)) {
+      mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length,
+                                  int(full.z) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
     }
     if constexpr (kConfig.segments) {
       if (!segments_equal(walk.own, walk.others[tile])) {

@@ -11,11 +11,14 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) { return c
 // Two blocks per SM where 128 threads leave each the full 255 registers.
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config& config) { return config.num_warps <= 4 ? 2 : 1; }
 
+// Rows of k and v, and the tiles that need no mask.
+JATTN_HOST_DEVICE constexpr int forward_saved_bytes() { return 3 * 16; }
+
 JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
   const int loop = config.tile_q * config.head_dim + config.stages * config.tile_kv * (config.head_dim + config.head_dim_v);
   const int result = config.tile_q * config.head_dim_v;
-  return (loop > result ? loop : result) * bytes;
+  return (loop > result ? loop : result) * bytes + forward_saved_bytes();
 }
 
 }  // namespace jattn::sm80

@@ -106,12 +106,12 @@ struct RowOperand {  // rows along the result, columns along the sum
 
   // A operand: 16 rows from `row`
   static __device__ __forceinline__ RowOperand a(Tile<kElement, kWidth> tile, int row) {
-    const int lane = threadIdx.x & 31;
+    const int lane = ptx::thread_index_anew() & 31;
     return {tile.address + row * kRowBytes + Layout::offset(lane & 15, lane >> 4)};
   }
   // B operand: 16 result columns from `row`
   static __device__ __forceinline__ RowOperand b(Tile<kElement, kWidth> tile, int row) {
-    const int lane = threadIdx.x & 31;
+    const int lane = ptx::thread_index_anew() & 31;  // made per tile: nothing to keep in registers
     return {tile.address + row * kRowBytes + Layout::offset((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1)};
   }
   // 16 `block` rows further on, step `k` along the sum
@@ -136,7 +136,7 @@ struct ColumnOperand {
 
   // The fragment of an A (is_a) or B operand that starts at `row` and `column`.
   __device__ __forceinline__ ColumnOperand(Tile<kElement, kWidth> tile, int row, int column, bool is_a) {
-    const int lane = threadIdx.x & 31;
+    const int lane = ptx::thread_index_anew() & 31;  // made per tile: nothing to keep in registers
     const uint32_t base = tile.address + row * kRowBytes;
     if constexpr (kWide) {
       chunk = column / 4 + (lane >> 4);
@@ -269,7 +269,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[kM][kN][4], ColumnOp
                                                  ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
   using Fragment = Fragments<kElement>;
   static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);
-#pragma unroll
+#pragma unroll 4
   for (int k = 0; k < kSum / Fragment::kStep; ++k) {
     typename Fragment::A a[kM];
 #pragma unroll

@@ -17,7 +17,7 @@ struct RowGradientStatistics {
 
   __device__ __forceinline__ void load(const BackwardParams& params, int batch, int head, int row0) {
     const int lane = threadIdx.x & 31;
-    const int64_t base = (int64_t(batch) * params.problem.num_heads + head) * params.rows_padded + row0 + (lane >> 2);
+    const int64_t base = int64_t(batch * params.problem.num_heads + head) * params.rows_padded + row0 + (lane >> 2);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -29,26 +29,39 @@ struct RowGradientStatistics {
   }
 };
 
-// Starts the copies of a tile of q and dout. Rows that see no key become zeros: they may hold anything.
+// Starts the copies of a tile of q and dout.
 template <Config kConfig, int kThreads>
 __device__ __forceinline__ void load_query_tiles(const BackwardParams& params, Tile<kConfig.element, kConfig.head_dim> q_tile,
                                                  Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch, int head,
                                                  int row0, int q_length) {
   constexpr Element kElement = kConfig.element;
   const ProblemParams& problem = params.problem;
-  const int64_t statistics = (int64_t(batch) * problem.num_heads + head) * params.rows_padded;
-  const float* lse = params.lse_log2 + statistics;
-  const bool ask = params.row_flags[(statistics + row0) / kRowFlagRows] != 0;
-  const auto sees_keys = [&](int row) { return lse[row] != infinity(); };
-  load_tile<kElement, kConfig.head_dim, kConfig.tile_q, kThreads, kConfig.narrow_rows, true>(
+  load_tile<kElement, kConfig.head_dim, kConfig.tile_q, kThreads, kConfig.narrow_rows, false>(
       q_tile,
       head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, batch, head, 0, problem.copy_bytes),
-      row0, q_length, ask, sees_keys);
-  load_tile<kElement, kConfig.head_dim_v, kConfig.tile_q, kThreads, kConfig.narrow_rows, true>(
+      row0, q_length, false, EveryRow{});
+  load_tile<kElement, kConfig.head_dim_v, kConfig.tile_q, kThreads, kConfig.narrow_rows, false>(
       dout_tile,
       head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v, batch, head, 0,
                           problem.copy_bytes_v),
-      row0, q_length, ask, sees_keys);
+      row0, q_length, false, EveryRow{});
+}
+
+// Clears a warp's own rows of q and dout that see no key: they may hold anything. For copies that have landed.
+template <Config kConfig, int kM>
+__device__ __forceinline__ void clear_empty_queries(const BackwardParams& params, const RowGradientStatistics<kM>& rows,
+                                                    Tile<kConfig.element, kConfig.head_dim> q_tile,
+                                                    Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch, int head,
+                                                    int row_begin, int warp_row) {
+  bool any_empty = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) any_empty |= rows.lse_log2[m][0] == infinity() || rows.lse_log2[m][1] == infinity();
+  if (!__any_sync(0xffffffffu, any_empty)) return;
+  const float* lse = params.lse_log2 + int64_t(batch * params.problem.num_heads + head) * params.rows_padded + row_begin;
+  const auto empty = [&](int row) { return lse[row] == infinity(); };
+  clear_rows<kConfig.element, kConfig.head_dim, 16 * kM, 32>(q_tile, warp_row, empty);
+  clear_rows<kConfig.element, kConfig.head_dim_v, 16 * kM, 32>(dout_tile, warp_row, empty);
+  __syncwarp();
 }
 
 // to_products: the gradient of q.k * scale (through the softcap), otherwise that of the score that the bias was added to.

@@ -29,6 +29,20 @@ __device__ __forceinline__ GlobalRows head_rows(const void* data, int rows, int 
           width - first_column, copy_bytes};
 }
 
+// Facts of a block that are read once per tile are kept in shared memory: registers are full of accumulators, and the
+// compiler would put them into local memory instead. One thread saves, everyone reads after a barrier.
+inline constexpr int kSavedBytes = 16;
+
+__device__ __forceinline__ void save_rows(uint32_t address, const GlobalRows& rows) {
+  const uint64_t data = reinterpret_cast<uint64_t>(rows.data);
+  ptx::store_shared_u32x4(address, make_uint4(uint32_t(data), uint32_t(data >> 32), rows.stride_bytes, rows.width));
+}
+
+__device__ __forceinline__ GlobalRows saved_rows(uint32_t address, int copy_bytes) {
+  const uint4 x = ptx::load_shared_u32x4(address);
+  return {reinterpret_cast<const unsigned char*>(uint64_t(x.y) << 32 | x.x), int(x.z), int(x.w), copy_bytes};
+}
+
 // Threads that share a row: a power of two, so that each thread keeps its columns.
 JATTN_HOST_DEVICE constexpr int threads_per_row(int chunks, int threads) {
   int n = 1;
@@ -46,8 +60,10 @@ __device__ __forceinline__ void load_wide_rows(Tile<kElement, kWidth> tile, cons
   constexpr int kSharing = threads_per_row(kChunks, kThreads);
   constexpr int kRowStep = kThreads / kSharing;
   constexpr int kColumns = kChunks / kSharing;
-  const int first_row = threadIdx.x / kSharing;
-  const int first_chunk = threadIdx.x % kSharing;
+  // Read anew, so that the addresses made of it are not kept in registers from tile to tile.
+  const unsigned thread = ptx::thread_index_anew();
+  const int first_row = thread / kSharing;
+  const int first_chunk = thread % kSharing;
   // Uniform base plus a 32-bit lane offset: the bases stay in uniform registers.
   const unsigned char* line = source.row(row0);
   const int line_step = source.stride_bytes * kRowStep;
@@ -127,6 +143,23 @@ __device__ __forceinline__ void load_tile(Tile<kElement, kWidth> tile, const Glo
     }
   }
   if constexpr (!kNarrow) load_wide_rows<kElement, kWidth, kRows, kThreads>(tile, source, row0, row_limit);
+}
+
+// Sets the rows [first, first + kRows) for which empty(row) to zero, by kThreads threads.
+template <Element kElement, int kWidth, int kRows, int kThreads, class Empty>
+__device__ __forceinline__ void clear_rows(Tile<kElement, kWidth> tile, int first, Empty empty) {
+  using Layout = typename Tile<kElement, kWidth>::Layout;
+  constexpr int kChunks = Tile<kElement, kWidth>::kRowBytes / 16;
+  constexpr int kSharing = threads_per_row(kChunks, kThreads);
+  const int thread = threadIdx.x % kThreads;
+#pragma unroll 1
+  for (int row = first + thread / kSharing; row < first + kRows; row += kThreads / kSharing) {
+    if (!empty(row)) continue;
+#pragma unroll 1
+    for (int chunk = thread % kSharing; chunk < kChunks; chunk += kSharing) {
+      ptx::store_shared_u32x4(tile.address + Layout::offset(row, chunk), make_uint4(0, 0, 0, 0));
+    }
+  }
 }
 
 // Writes one warp's accumulator rows, times factor[m][h], into rows row0.. of a staging tile of the element type.

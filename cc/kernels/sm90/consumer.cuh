@@ -31,8 +31,7 @@ struct Consumer {
   unsigned tiles;  // shared address of the first tile
   int warpgroup;   // among the consumers
   Ring ring;       // of the tile whose scores are computed next
-  unsigned q_parity = 0;
-  int slot = 0;
+  unsigned items = 0;  // begun before the present one
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -43,17 +42,22 @@ struct Consumer {
     return {first_row() + warp_row() + lane() / 4, lane() % 4 * 2};
   }
 
-  // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup).
+  // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup). In a
+  // cluster the buffers of all blocks are filled together, so each producer hears of every reader.
   __device__ __forceinline__ static void release(Barrier* empty) {
     if constexpr (S::kReleases == 4) {
       __syncwarp();
       if (lane() == 0) arrive(empty);
+    } else if constexpr (C.cluster_size > 1) {
+      if (lane() == 0 && thread() / 32 < C.cluster_size) arrive_at_block(empty, thread() / 32);
     } else {
       if (thread() == 0) arrive(empty);
     }
   }
 
-  __device__ __forceinline__ unsigned q_address() const { return tiles + first_row() * kChunkRowBytes; }
+  __device__ __forceinline__ unsigned q_address() const {
+    return tiles + items % S::kQBuffers * S::kQBytes + first_row() * kChunkRowBytes;
+  }
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
   __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
 
@@ -100,7 +104,7 @@ struct Consumer {
     if constexpr (!C.segments) release(&control.k_empty[ring.index]);
     ScoreStage<C>::apply(s, params);
     if (header.flags & (kMaskUpper | kMaskLower | kMaskSegments)) {
-      apply_masks<C>(s, header, ring.index, slot, control, place());
+      apply_masks<C>(s, header, ring.index, items % S::kItemSlots, control, place());
     }
     if constexpr (C.segments) release(&control.k_empty[ring.index]);
     softmax.update(s);
@@ -118,7 +122,10 @@ struct Consumer {
       finish_scores(s, header, softmax);
       pack_fragment<C.element>(p, s);
     }
-    while (!(header.flags & kLastTile)) {
+    for (;;) {
+      const bool ends = header.flags & kLastTile;  // its item ends with the tile whose p is ready
+      if (ends && !next_item_follows()) break;
+      if (ends) begin_next_item(q);
       const Ring before = ring;
       ring.advance();
       header = wait_k();
@@ -126,6 +133,11 @@ struct Consumer {
       start_scores_of_stage(s, q);
       wait(&control.v_full[before.index], before.parity);
       start_output<C>(out, p, v_address(before.index));
+      RowFactors factors;
+      if (ends) {
+        factors = finish_rows(softmax, items - 1);
+        reset(softmax);
+      }
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, header, softmax);
@@ -133,16 +145,14 @@ struct Consumer {
       pin_registers(out);
       release(&control.v_empty[before.index]);
       pack_fragment<C.element>(p, s);
-      softmax.rescale_output(out);
+      if (ends) {
+        write(out, factors, items - 1);
+        clear(out);
+      } else {
+        softmax.rescale_output(out);
+      }
     }
-    if constexpr (kReleasesQAtLastTile) release_q();
-    wait(&control.v_full[ring.index], ring.parity);
-    start_output<C>(out, p, v_address(ring.index));
-    softmax.finish();
-    wait_products<0>();
-    pin_registers(out);
-    release(&control.v_empty[ring.index]);
-    ring.advance();
+    finish_last_tile(p, out, softmax);
   }
 
   // Softmax at the end of the loop body: the wait for the output product lies behind the back edge, where ptxas cannot
@@ -154,8 +164,12 @@ struct Consumer {
     wait_products<0>();
     pin_registers(s);
     finish_scores(s, header, softmax);
-    int v_read = -1;  // stage of the v tile that the running output product reads
-    while (!(header.flags & kLastTile)) {
+    int v_read = -1;      // stage of the v tile that the running output product reads
+    bool starts = false;  // out holds the item before the one of s
+    RowFactors factors;
+    for (;;) {
+      const bool ends = header.flags & kLastTile;
+      if (ends && !next_item_follows()) break;
       Probabilities p;
       const Ring before = ring;
       ring.advance();
@@ -164,11 +178,21 @@ struct Consumer {
       pin_registers(out);
       if (v_read >= 0) release(&control.v_empty[v_read]);
       v_read = before.index;
+      if (C.chain_items && starts) {
+        write(out, factors, items - 1);
+        clear(out);
+      }
+      if (ends) begin_next_item(q);
       pack_fragment<C.element>(p, s);
       start_scores_of_stage(s, q);
       softmax.rescale_output(out);
       wait(&control.v_full[before.index], before.parity);
       start_output<C>(out, p, v_address(before.index));
+      if (ends) {
+        factors = finish_rows(softmax, items - 1);
+        reset(softmax);
+      }
+      starts = ends;
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, header, softmax);
@@ -176,17 +200,27 @@ struct Consumer {
     wait_products<0>();
     pin_registers(out);
     if (v_read >= 0) release(&control.v_empty[v_read]);
-    if constexpr (kReleasesQAtLastTile) release_q();
+    if (C.chain_items && starts) {
+      write(out, factors, items - 1);
+      clear(out);
+    }
     Probabilities p;
     pack_fragment<C.element>(p, s);
     softmax.rescale_output(out);
+    finish_last_tile(p, out, softmax);
+  }
+
+  // The output product of the last tile when nothing follows at once, and the end of its item.
+  __device__ __forceinline__ void finish_last_tile(Probabilities& p, Output& out, const Softmax& softmax) {
+    if constexpr (kReleasesQAtLastTile) release_q();
     wait(&control.v_full[ring.index], ring.parity);
     start_output<C>(out, p, v_address(ring.index));
-    softmax.finish();
+    const RowFactors factors = finish_rows(softmax, items);
     wait_products<0>();
     pin_registers(out);
     release(&control.v_empty[ring.index]);
     ring.advance();
+    write(out, factors, items);
   }
 
   // One product after the other: fewest registers, so that three warpgroups can hold 128 columns of output. Only the other
@@ -210,22 +244,27 @@ struct Consumer {
       pin_registers(out);
       release(&control.v_empty[ring.index]);
     }
-    softmax.finish();
+    write(out, finish_rows(softmax, items), items);
   }
 
   __device__ __forceinline__ void release_q() const {
-    if (thread() == 0) arrive(&control.q_empty);
+    if (thread() == 0) arrive(&control.q_empty[items % S::kQBuffers]);
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { sync_named(1 + warpgroup, kWarpgroupThreads); }
+
+  // One past the last key that some query of this warpgroup sees.
+  __device__ __forceinline__ int end_of_keys(const ItemRecord& item) const {
+    const int first = item.q_begin + first_row();
+    const int end = first < item.q_length ? item.kv_length : 0;
+    return C.band ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
+  }
 
   // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there is
   // one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
   // 192 x 128 every fourth product.
   __device__ __forceinline__ bool skip_tiles(const ItemRecord& item) {
-    const int first = item.q_begin + first_row();
-    int end = first < item.q_length ? item.kv_length : 0;
-    if constexpr (C.band) end = min(end, first + kWarpgroupRows - 1 + item.upper_offset);
+    const int end = end_of_keys(item);
     for (;;) {
       const TileHeader header = wait_k();
       if (header.kv_tile * C.tile_kv < end) return true;
@@ -241,23 +280,67 @@ struct Consumer {
     return false;
   }
 
-  // Normalises and writes the rows of this warpgroup; rows without keys and beyond q_length become 0 and -inf.
-  __device__ __forceinline__ void write(Output& out, const Softmax& softmax) const {
-    const ItemRecord item = control.items[slot];  // read again: registers are short in the loop
-    const int first = item.q_begin + first_row();
-    const unsigned out_tile = tiles + S::kOutOffset + first_row() * kChunkRowBytes;
-    const int row = warp_row() + lane() / 4;
-    float factor[2];
+  // Whether the next item's first tile can be computed beside the last output product of this one: the item runs, and
+  // this warpgroup sees its first tile.
+  __device__ __forceinline__ bool next_item_follows() const {
+    if constexpr (C.chain_items) {
+      const unsigned next = items + 1;
+      wait(&control.q_full[next % S::kQBuffers], next / S::kQBuffers % 2);
+      const ItemRecord& item = control.items[next % S::kItemSlots];
+      if (item.status != kItemRuns) return false;
+      Ring ahead = ring;
+      ahead.advance();
+      wait(&control.k_full[ahead.index], ahead.parity);
+      return control.headers[ahead.index].kv_tile * C.tile_kv < end_of_keys(item);
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ void begin_next_item(Queries& q) {
+    if constexpr (kReleasesQAtLastTile) release_q();
+    ++items;
+    load_queries(q);
+  }
+
+  // Starts the statistics of the present item.
+  __device__ __forceinline__ void reset(Softmax& softmax) const {
+    const ItemRecord& item = control.items[items % S::kItemSlots];
+    const int row = item.q_begin + place().row;
+    softmax.reset(row < item.q_length, row + 8 < item.q_length);
+  }
+
+  __device__ __forceinline__ static void clear(Output& out) {
+#pragma unroll
+    for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
+  }
+
+  // What the two rows of a thread are multiplied by at the end; 0 for rows without keys and beyond q_length.
+  struct RowFactors {
+    float row[2];
+  };
+
+  // Writes lse: -inf for rows without keys and beyond q_length.
+  __device__ __forceinline__ RowFactors finish_rows(Softmax softmax, unsigned number) const {
+    const ItemRecord& item = control.items[number % S::kItemSlots];
+    softmax.finish();
+    RowFactors factors;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int t = first + row + 8 * r;
+      const int t = item.q_begin + place().row + 8 * r;
       const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
-      factor[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
+      factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       if (lane() % 4 == 0 && t < params.problem.q_len) {
         const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head;
         params.lse[head * params.problem.q_len + t] = sees_keys ? softmax.lse(r) : -infinity();
       }
     }
+    return factors;
+  }
+
+  // Writes the output rows of this warpgroup.
+  __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
+    const ItemRecord& item = control.items[number % S::kItemSlots];
+    const unsigned out_tile = tiles + S::kOutOffset + first_row() * kChunkRowBytes;
     if (thread() == 0) wait_stores_read();
     sync_warpgroup();  // the previous output tile has left
 #pragma unroll
@@ -265,20 +348,20 @@ struct Consumer {
       unsigned words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float f = factor[i % 2];
+        const float f = factors.row[i % 2];
         const float low = f == 0.0f ? 0.0f : out[8 * step + 2 * i] * f;  // selected: out may hold NaN there
         const float high = f == 0.0f ? 0.0f : out[8 * step + 2 * i + 1] * f;
         words[i] = ElementTraits<C.element>::pack(low, high);
       }
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       fragment_address(out_tile, step)),
-                   "r"(words[0]),
-                   "r"(words[1]), "r"(words[2]), "r"(words[3])
-                   : "memory");
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(fragment_address(out_tile, step)),
+          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+          : "memory");
     }
     fence_async_proxy();
     sync_warpgroup();
     if (thread() == 0) {
+      const int first = item.q_begin + first_row();
       if (first < params.problem.q_len) {
 #pragma unroll
         for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
@@ -289,26 +372,24 @@ struct Consumer {
       }
       if constexpr (S::kOutAliasesQ) {
         wait_stores_read();
-        arrive(&control.q_empty);
+        arrive(&control.q_empty[number % S::kQBuffers]);
       }
     }
   }
 
   __device__ __forceinline__ void run() {
-    for (;;) {
-      wait(&control.q_full, q_parity);
-      q_parity ^= 1;
-      const ItemRecord& item = control.items[slot];
+    Softmax softmax;
+    softmax.scale_log2 = params.problem.scale_log2;
+    for (;; ++items) {
+      wait(&control.q_full[items % S::kQBuffers], items / S::kQBuffers % 2);
+      const ItemRecord& item = control.items[items % S::kItemSlots];
       if (item.status == kItemsEnd) break;
+      reset(softmax);
       Output out;
-#pragma unroll
-      for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
-      Softmax softmax;
-      softmax.scale_log2 = params.problem.scale_log2;
-      const int row = item.q_begin + place().row;
-      softmax.reset(row < item.q_length, row + 8 < item.q_length);
+      clear(out);
       if (item.status == kItemEmpty) {
         if constexpr (!S::kOutAliasesQ) release_q();
+        write(out, finish_rows(softmax, items), items);
       } else if (skip_tiles(item)) {
         Queries q;
         load_queries(q);
@@ -319,9 +400,9 @@ struct Consumer {
         } else {
           visit_tiles_serially(q, out, softmax);
         }
+      } else {
+        write(out, finish_rows(softmax, items), items);
       }
-      write(out, softmax);
-      slot ^= 1;
       if constexpr (C.schedule == 0) break;
     }
     if (thread() == 0) wait_stores_read();  // shared memory must outlive the copies that read it

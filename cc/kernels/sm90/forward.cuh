@@ -19,6 +19,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256 && C.tile_kv <= 256);
   static_assert(!C.mask && !C.bias);
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
+  static_assert(C.cluster_size == 1 || (!C.segments && C.schedule != 2 && C.tile_kv % 16 == 0));
+  static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order != 2 && C.schedule != 0));
   static_assert(C.num_warps == forward_threads(C) / 32);
   static_assert(forward_shared_bytes(C) <= kMaxSharedBytes);
   static_assert(sizeof(ForwardControl<C>) <= control_bytes(C));
@@ -28,9 +30,11 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
-    constexpr int kReleases = S::kConsumers * S::kReleases;
-    init_barrier(&control.q_full, 1);
-    init_barrier(&control.q_empty, S::kConsumers);
+    constexpr int kReleases = S::kConsumers * S::kReleases * C.cluster_size;
+    for (int buffer = 0; buffer < S::kQBuffers; ++buffer) {
+      init_barrier(&control.q_full[buffer], 1);
+      init_barrier(&control.q_empty[buffer], S::kConsumers);
+    }
     init_barrier(&control.v_landed, 1);
     for (int stage = 0; stage < C.stages; ++stage) {
       init_barrier(&control.k_full[stage], 1);
@@ -44,17 +48,30 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     prefetch_tensor_map(&params.v);
     prefetch_tensor_map(&params.out);
   }
-  __syncthreads();
+  if constexpr (C.cluster_size > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
 
   // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
     release_registers<producer_registers(C)>();
-    if (threadIdx.x < 32) Producer<C>{params, control, tiles}.run();
+    if (threadIdx.x < 32) {
+      Producer<C> producer{params, control, tiles};
+      if constexpr (C.chain_items) {
+        producer.run_chained();
+      } else {
+        producer.run();
+      }
+    }
   } else {
     acquire_registers<consumer_registers(C)>();
     Consumer<C>{params, control, tiles, warpgroup - 1}.run();
   }
+  // Other blocks may still write to this one's shared memory, or signal its barriers.
+  if constexpr (C.cluster_size > 1) sync_cluster();
 }
 
 }  // namespace jattn::sm90

@@ -13,7 +13,7 @@ struct ItemQueue {
   int item;
   int fetched = 0;
 
-  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x) {}
+  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x / C.cluster_size) {}
 
   __device__ __forceinline__ bool valid() const { return item < params.items; }
 
@@ -30,7 +30,7 @@ struct ItemQueue {
     if constexpr (C.schedule == 0) {
       item = params.items;
     } else if constexpr (C.schedule == 1) {
-      item += gridDim.x;
+      item += gridDim.x / C.cluster_size;
     } else {
       item = gridDim.x + __shfl_sync(~0u, fetched, 0);
     }
@@ -83,13 +83,18 @@ struct Producer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
   unsigned landed_parity = 0;
+  unsigned items = 0;  // published so far
 
   using S = Shape<C>;
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
 
-  __device__ __forceinline__ void load_q(const ItemRecord& record, unsigned parity, int slot) {
-    wait(&control.q_empty, parity);
+  // Publishes the item and copies its q, when the buffer's last user is done with it.
+  __device__ __forceinline__ void load_q(const ItemRecord& record) {
+    const int buffer = items % S::kQBuffers;
+    const int slot = items % S::kItemSlots;
+    wait(&control.q_empty[buffer], items / S::kQBuffers % 2 ^ 1);
+    ++items;
     if constexpr (C.segments) {
       if (record.status == kItemRuns) {
         for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
@@ -102,12 +107,14 @@ struct Producer {
       __syncwarp();
     }
     if (leads()) {
+      Barrier* full = &control.q_full[buffer];
       control.items[slot] = record;
       if (record.status == kItemRuns) {
-        arrive_and_expect_bytes(&control.q_full, S::kQBytes);
-        load_tile<C.tile_q, C.head_dim>(tiles, &params.q, &control.q_full, record.q_begin, record.head, record.batch);
+        arrive_and_expect_bytes(full, S::kQBytes);
+        load_tile<C.tile_q, C.head_dim>(tiles + buffer * S::kQBytes, &params.q, full, record.q_begin, record.head,
+                                        record.batch);
       } else {
-        arrive(&control.q_full);
+        arrive(full);
       }
     }
   }
@@ -118,7 +125,7 @@ struct Producer {
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags};
       expect_bytes(full, S::kKBytes);
-      load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
+      load_tile<C.tile_kv, C.head_dim, C.cluster_size>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        kv_tile * C.tile_kv, record.head / params.problem.group_size, record.batch);
     }
     if constexpr (C.segments) {
@@ -147,7 +154,7 @@ struct Producer {
     wait(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
-      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, kv_tile * C.tile_kv,
+      load_tile<C.tile_kv, C.head_dim_v, C.cluster_size>(v_tile, &params.v, target, kv_tile * C.tile_kv,
                                          record.head / params.problem.group_size, record.batch);
     }
     if (has_padding) {
@@ -182,8 +189,6 @@ struct Producer {
   // Order of the copies: k runs one tile ahead of v, because the product with v(i) is started after the product with
   // k(i + 1). q of the next item waits for the last product of this one, so k comes before it.
   __device__ __forceinline__ void run() {
-    unsigned q_parity = 1;
-    int slot = 0;
     for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
       ItemRecord record = item_record<C>(params, queue.item);
       ItemTiles<C> visit(params, record);
@@ -192,9 +197,7 @@ struct Producer {
       int next = tile < 0 ? -1 : visit.before(tile);
       if (next < 0) queue.prefetch();
       if (tile >= 0) load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
-      load_q(record, q_parity, slot);
-      q_parity ^= 1;
-      slot ^= 1;
+      load_q(record);
       while (tile >= 0) {
         int after = -1;
         if (next >= 0) {
@@ -207,11 +210,46 @@ struct Producer {
         next = after;
       }
     }
-    if constexpr (C.schedule != 0) {
-      ItemRecord end{};
-      end.status = kItemsEnd;
-      load_q(end, q_parity, slot);
+    if constexpr (C.schedule != 0) publish_end();
+  }
+
+  // With chained items k runs ahead across items: k and q of the next item come before the last v of this one.
+  __device__ __forceinline__ void run_chained() {
+    ItemRecord held_record;  // of the v tile that is still to be copied
+    int held_tile = -1;
+    bool held_padding = false;
+    for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
+      ItemRecord record = item_record<C>(params, queue.item);
+      ItemTiles<C> visit(params, record);
+      int tile = visit.last();
+      if (tile < 0) {
+        record.status = kItemEmpty;
+        queue.prefetch();
+        // Nothing is chained to an empty item: the consumers end the item before it first, and need its v for that.
+        if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
+        held_tile = -1;
+        load_q(record);
+      }
+      for (bool first = true; tile >= 0; first = false) {
+        const int next = visit.before(tile);
+        if (next < 0) queue.prefetch();
+        load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
+        if (first) load_q(record);
+        if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
+        held_record = record;
+        held_tile = tile;
+        held_padding = visit.has_padding(tile);
+        tile = next;
+      }
     }
+    publish_end();
+    if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
+  }
+
+  __device__ __forceinline__ void publish_end() {
+    ItemRecord end{};
+    end.status = kItemsEnd;
+    load_q(end);
   }
 };
 

@@ -22,21 +22,35 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) { return (
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
-JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) { return num_consumers(config) == 2 ? 240 : 160; }
-JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) { return num_consumers(config) == 2 ? 24 : 32; }
+// Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers. ptxas
+// does not hold the producer to its share: a producer that uses more than it keeps hangs or worse, so
+// tools/sm90_listing.py compares the two on every build.
+JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) { return num_consumers(config) == 3 ? 32 : 40; }
+JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
+  return num_consumers(config) == 3 ? 160 : 232;
+}
+
+// With chained items the next q arrives while this one is in use.
+JATTN_HOST_DEVICE constexpr int q_buffers(const Config& config) { return config.chain_items ? 2 : 1; }
+
+// Records of items: one is written when q's buffer is free again, while the item before may still be in its last tile.
+JATTN_HOST_DEVICE constexpr int item_slots(const Config& config) { return 2 * q_buffers(config); }
 
 // Barriers, tile headers, item records: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
-  const int barriers = 8 * (3 + 4 * config.stages);
+  const int barriers = 8 * (1 + 2 * q_buffers(config) + 4 * config.stages);
   const int headers = 8 * config.stages;
-  const int records = 2 * 32;
-  const int ids = config.segments ? 4 * (2 * config.tile_q + config.stages * config.tile_kv) : 0;
+  const int records = item_slots(config) * 32;
+  const int ids = config.segments ? 4 * (item_slots(config) * config.tile_q + config.stages * config.tile_kv) : 0;
   return barriers + 8 + headers + records + ids;
 }
 
 JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
   return tile_bytes(config.tile_kv, config.head_dim) + tile_bytes(config.tile_kv, config.head_dim_v);
+}
+
+JATTN_HOST_DEVICE constexpr int q_bytes(const Config& config) {
+  return q_buffers(config) * tile_bytes(config.tile_q, config.head_dim);
 }
 
 JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
@@ -45,20 +59,17 @@ JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
 
 // The output tile has its own buffer where that fits; else it takes q's place, and the next q waits for its store.
 JATTN_HOST_DEVICE constexpr bool out_aliases_q(const Config& config) {
-  return tile_bytes(config.tile_q, config.head_dim) + tile_bytes(config.tile_q, config.head_dim_v) +
-             bytes_without_q(config) >
-         kMaxSharedBytes;
+  return q_bytes(config) + tile_bytes(config.tile_q, config.head_dim_v) + bytes_without_q(config) > kMaxSharedBytes;
 }
 
 JATTN_HOST_DEVICE constexpr int out_offset(const Config& config) {
-  return out_aliases_q(config) ? 0 : tile_bytes(config.tile_q, config.head_dim);
+  return out_aliases_q(config) ? 0 : q_bytes(config);
 }
 
 JATTN_HOST_DEVICE constexpr int k_offset(const Config& config) {
-  const int q_bytes = tile_bytes(config.tile_q, config.head_dim);
   const int out_bytes = tile_bytes(config.tile_q, config.head_dim_v);
-  if (!out_aliases_q(config)) return q_bytes + out_bytes;
-  return q_bytes > out_bytes ? q_bytes : out_bytes;
+  if (!out_aliases_q(config)) return q_bytes(config) + out_bytes;
+  return q_bytes(config) > out_bytes ? q_bytes(config) : out_bytes;
 }
 
 JATTN_HOST_DEVICE constexpr int v_offset(const Config& config) {
@@ -80,6 +91,8 @@ template <Config C>
 struct Shape {
   static constexpr int kConsumers = num_consumers(C);
   static constexpr int kReleases = releases_per_warpgroup(C);
+  static constexpr int kQBuffers = q_buffers(C);
+  static constexpr int kItemSlots = item_slots(C);
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kKBytes = tile_bytes(C.tile_kv, C.head_dim);
   static constexpr int kVBytes = tile_bytes(C.tile_kv, C.head_dim_v);

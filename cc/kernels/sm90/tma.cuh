@@ -22,14 +22,36 @@ __device__ __forceinline__ void load_box(unsigned destination, const TensorMap* 
       : "memory");
 }
 
+// The same into the same place of every block of the cluster, signalling the barrier of each.
+__device__ __forceinline__ void load_box_to_cluster(unsigned destination, const TensorMap* map, Barrier* barrier,
+                                                    int column, int row, int head, int batch, int cluster_size) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch),
+      "h"(static_cast<unsigned short>((1 << cluster_size) - 1))
+      : "memory");
+}
+
 // Copies a tile of kRows rows and kColumns columns, one box per chunk of 64 columns. What lies outside the array
-// arrives as 0 and counts towards the announced bytes.
-template <int kRows, int kColumns>
+// arrives as 0 and counts towards the announced bytes. With kClusterSize blocks that want the same tile, each copies its
+// share of the rows to all.
+template <int kRows, int kColumns, int kClusterSize = 1>
 __device__ __forceinline__ void load_tile(unsigned destination, const TensorMap* map, Barrier* barrier, int row,
                                           int head, int batch) {
+  if constexpr (kClusterSize == 1) {
 #pragma unroll
-  for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-    load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
+    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+      load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
+    }
+  } else {
+    constexpr int kShare = kRows / kClusterSize;
+    const int first = rank_in_cluster() * kShare;
+#pragma unroll
+    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+      load_box_to_cluster(destination + (chunk * kRows + first) * kChunkRowBytes, map, barrier, chunk * kChunkColumns,
+                          row + first, head, batch, kClusterSize);
+    }
   }
 }
 
@@ -42,6 +64,20 @@ __device__ __forceinline__ void store_box(const TensorMap* map, unsigned source,
 }
 
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Copies contiguous bytes, a multiple of 16 at addresses that are, and signals them to the barrier.
+__device__ __forceinline__ void load_bytes(unsigned destination, const void* source, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// Adds contiguous floats in shared memory to floats in global memory; commit_stores() and wait_stores_read() as for stores.
+__device__ __forceinline__ void add_floats(float* destination, unsigned source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source),
+               "r"(bytes)
+               : "memory");
+}
 
 // Returns when the committed stores of this thread have read their shared memory.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -1,0 +1,157 @@
+// The five products of the backward pass on the matrix unit, for bfloat16. P and dS are rounded to bfloat16.
+//
+// dk and dv are summed transposed: their left operands, Q and dout transposed, are packed once for all tasks, and P and
+// dS need only be interleaved.
+#pragma once
+
+#include "cpu/amx_tiles.h"
+#include "cpu/tasks.h"
+
+namespace jattn::cpu {
+namespace {
+
+class AmxBackwardProducts {
+ public:
+  // Layout of packed tiles: rows [kTile][row_len], then transposed [row_len][kTile]. Returns a bit for each row where
+  // either is not finite.
+  template <typename QueryRow, typename DoutRow>
+  static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
+                               const QueryRow& query_row, const DoutRow& dout_row, float* queries, float* douts,
+                               Workspace workspace) {
+    BFloat16* pairs = workspace.take<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v));
+    const auto pack = [&](const auto& row, int64_t row_size, int64_t row_len, float* to) {
+      BFloat16* rows = reinterpret_cast<BFloat16*>(to);
+      const uint64_t not_finite = copy_rows(count, row, row_size, rows, row_len);
+      transpose_rows(rows, row_len, pairs, rows + kTile * row_len);
+      return not_finite;
+    };
+    return pack(query_row, problem.head_dim, plan.row_len, queries) |
+           pack(dout_row, problem.head_dim_v, plan.row_len_v, douts);
+  }
+  static int64_t pack_bytes(const BackwardPlan& plan) {
+    return Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v));
+  }
+
+  static int64_t workspace_bytes(const BackwardPlan& plan) {
+    return 3 * Workspace::bytes<BFloat16>(kTile * plan.row_len) + Workspace::bytes<BFloat16>(kTile * plan.row_len_v) +
+           2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
+           2 * Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v)) +
+           2 * Workspace::bytes<BFloat16>(kTile * kTile);
+  }
+
+  AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
+      : head_dim_(problem.head_dim),
+        head_dim_v_(problem.head_dim_v),
+        row_len_(plan.row_len),
+        row_len_v_(plan.row_len_v),
+        k_rows_(workspace.take<BFloat16>(kTile * row_len_)),
+        k_row_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
+        k_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
+        v_pairs_(workspace.take<BFloat16>(kTile * row_len_v_)),
+        dk_columns_(workspace.take<float>(kTile * row_len_)),
+        dk_(workspace.take<float>(kTile * row_len_)),
+        dv_columns_(workspace.take<float>(kTile * row_len_v_)),
+        dv_(workspace.take<float>(kTile * row_len_v_)),
+        finite_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
+        finite_pairs_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
+        pairs_(workspace.take<BFloat16>(kTile * kTile)),
+        ds_rows_(workspace.take<BFloat16>(kTile * kTile)) {}
+
+  // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
+  template <typename KeyRow, typename ValueRow>
+  uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
+    const uint64_t not_finite = copy_rows(count, key_row, head_dim_, k_rows_, row_len_);
+    interleave_rows(k_rows_, row_len_, k_row_pairs_);
+    transpose_to_pairs(k_rows_, kTile, row_len_, k_pairs_);
+    copy_rows(count, value_row, head_dim_v_, finite_, row_len_v_);
+    transpose_to_pairs(finite_, kTile, row_len_v_, v_pairs_);
+    clear(dk_columns_, kTile * row_len_);
+    clear(dk_, kTile * row_len_);
+    clear(dv_columns_, kTile * row_len_v_);
+    clear(dv_, kTile * row_len_v_);
+    return not_finite;
+  }
+
+  // Takes a packed tile.
+  void set_queries(const float* queries, const float* douts) {
+    q_rows_ = reinterpret_cast<const BFloat16*>(queries);
+    dout_rows_ = reinterpret_cast<const BFloat16*>(douts);
+  }
+
+  // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
+  void multiply_queries(int64_t queries, int64_t keys, float* s) const {
+    amx_multiply<false>(queries, keys, row_len_, {q_rows_, row_len_ * 2}, {k_pairs_, kTile * 4}, {s, kTile});
+  }
+  void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
+    amx_multiply<false>(queries, keys, row_len_v_, {dout_rows_, row_len_v_ * 2}, {v_pairs_, kTile * 4}, {dp, kTile});
+  }
+
+  // The queries, or keys, in `excluded` are left out of the sum.
+  void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
+    add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_columns_);
+  }
+  void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
+    add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
+  }
+  void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
+    round_rows(ds, queries, keys, ds_rows_);
+    const BFloat16* k_row_pairs = k_row_pairs_;
+    if (excluded != 0) {
+      memcpy(finite_, k_rows_, static_cast<size_t>(kTile * row_len_) * sizeof(BFloat16));
+      for (int64_t key = 0; key < keys; ++key) {
+        if (excluded >> key & 1) clear(finite_ + key * row_len_, row_len_);
+      }
+      interleave_rows(finite_, row_len_, finite_pairs_);
+      k_row_pairs = finite_pairs_;
+    }
+    amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile * 2}, {k_row_pairs, row_len_ * 4}, {dq, row_len_});
+  }
+
+  // dk and dv are complete after this; 0 from key `keys` on.
+  void finish(int64_t keys) {
+    add_transposed(dk_columns_, row_len_, keys, dk_);
+    add_transposed(dv_columns_, row_len_v_, keys, dv_);
+  }
+
+  float* dk() { return dk_; }  // [kTile][row_len]
+  float* dv() { return dv_; }  // [kTile][row_len_v]
+
+ private:
+  // columns[d * kTile + key] += sum over queries of left[d][query] * tile[query][key]
+  void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
+                   int64_t row_len, float* columns) const {
+    round_to_pairs(tile, queries, pairs_);
+    if (excluded != 0) {
+      copy_without_columns(left, row_len, excluded, finite_);
+      left = finite_;
+    }
+    amx_multiply<true>(row_len, keys, queries, {left, kTile * 2}, {pairs_, kTile * 4}, {columns, kTile});
+  }
+
+  // rows[key][d] += columns[d][key] for key < keys
+  static void add_transposed(const float* columns, int64_t row_len, int64_t keys, float* rows) {
+    constexpr int64_t kStep = kWidth<float>;
+    for (int64_t d = 0; d < row_len; d += kStep) {
+      for (int64_t key = 0; key < keys; key += kStep) {
+        Vec<float> square[kStep];
+        for (int64_t i = 0; i < kStep; ++i) square[i] = load(columns + (d + i) * kTile + key);
+        transpose_square<float>(square);
+        for (int64_t i = 0; i < min_of(kStep, keys - key); ++i) {
+          float* to = rows + (key + i) * row_len + d;
+          store(to, load(to) + square[i]);
+        }
+      }
+    }
+  }
+
+  AmxSession session_;
+  int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
+  BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, row pairs, and pairs of the transpose
+  const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
+  float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
+  BFloat16 *finite_, *finite_pairs_;
+  BFloat16 *pairs_, *ds_rows_;
+};
+
+}  // namespace
+}  // namespace jattn::cpu

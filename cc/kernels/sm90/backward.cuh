@@ -1,0 +1,67 @@
+// Gradients on Hopper by blocks that own keys: tensor memory accelerator, warpgroup products, one producer warp and two
+// consumer warpgroups.
+//
+// Units of two families with parameters sm90::BackwardParams, backward_threads and backward_min_blocks:
+//   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to 128
+//   sm90_backward_dkv  backward_dkv<C>  dk and dv only: the deterministic form, together with sm90_backward_dq
+// Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
+#pragma once
+
+#include "sm90/backward_keys.cuh"
+#include "sm90/backward_producer.cuh"
+#include "sm90/backward_split.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C, bool kFused>
+__device__ __forceinline__ void backward_keys(const BackwardParams& params) {
+  constexpr KeyLayout kLayout = key_layout(C, kFused);
+  constexpr bool kSplit = splits_gradients(C);
+  static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
+  static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
+  static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 128) && !(kSplit && kFused));
+  static_assert(!C.mask && !C.bias && !C.narrow_rows);
+  static_assert(C.num_warps == backward_threads(C) / 32);
+  static_assert(kLayout.bytes <= kMaxSharedBytes);
+  static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
+
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& control = *reinterpret_cast<BackwardControl<C, false>*>(shared + kLayout.control);
+  const unsigned tiles = shared_address(shared);
+  if (threadIdx.x == 0) {
+    if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
+    constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
+    init_control(control, kSplit ? kWarps : kBackwardConsumers, kSplit ? kWarps / 2 : kWarps);
+    prefetch_tensor_map(&params.q);
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+    prefetch_tensor_map(&params.dout);
+  }
+  __syncthreads();
+
+  // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup == 0) {
+    release_registers<kBackwardProducerRegisters>();
+    if (threadIdx.x < 32) KeyProducer<C, kFused>{params, control, tiles}.run();
+  } else {
+    acquire_registers<kBackwardConsumerRegisters>();
+    if constexpr (kSplit) {
+      SplitConsumer<C>{params, control, tiles}.run(warpgroup - 1);
+    } else {
+      KeyConsumer<C, kFused>{params, control, tiles, warpgroup - 1}.run();
+    }
+  }
+}
+
+template <Config C>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+  backward_keys<C, true>(params);
+}
+
+template <Config C>
+__device__ __forceinline__ void backward_dkv(const BackwardParams& params) {
+  backward_keys<C, false>(params);
+}
+
+}  // namespace jattn::sm90

@@ -1,0 +1,58 @@
+// dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
+//
+// Unit of the family sm90_backward_cast; reads element, head_dim and tile_q. One block per query tile of a head.
+//
+// Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
+// one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
+// dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
+#pragma once
+
+#include "sm90/backward_consumer.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+__device__ __forceinline__ void backward_cast(const CastParams& params) {
+  constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const unsigned tile = shared_address(shared);
+  const int flat_head = blockIdx.x / params.tiles;
+  const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
+  const int entry = flat_head / params.num_heads;
+  const int head = flat_head - entry * params.num_heads;
+  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int part = threadIdx.x / 32, half = part / 4;
+  const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
+  const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
+  const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim +
+                        part * kPartFloats + lane() * 4;
+  float4 x[kColumns / 8];
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) x[i] = __ldcs(reinterpret_cast<const float4*>(source + i * 128));
+  bool inside[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inside[r] = first + row + lane() / 4 + 8 * r < length;
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 value = x[2 * step + i / 2];
+      const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
+      words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
+    }
+    store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2], words[3]);
+  }
+  fence_async_proxy();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int chunk = 0; chunk < num_chunks(C.head_dim); ++chunk) {
+      store_box(&params.dq, tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, head, entry);
+    }
+    commit_stores();
+    wait_stores_read();
+  }
+}
+
+}  // namespace jattn::sm90

@@ -1,0 +1,79 @@
+// What consumer warpgroups of all backward kernels share: where a thread stands, and how 64 rows of a result leave.
+#pragma once
+
+#include "base/numeric.cuh"
+#include "sm90/backward_score.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace jattn::sm90 {
+
+inline constexpr int kConsumersBarrier = 1;       // named barrier of both consumer warpgroups
+inline constexpr int kFirstWarpgroupBarrier = 2;  // one more for each warpgroup
+
+__device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % kWarpgroupThreads; }
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp_row() { return warpgroup_thread() / 32 * 16; }
+
+__device__ __forceinline__ void sync_consumers() {
+  sync_named(kConsumersBarrier, kBackwardConsumers * kWarpgroupThreads);
+}
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  sync_named(kFirstWarpgroupBarrier + warpgroup, kWarpgroupThreads);
+}
+
+// One thread speaks for the warpgroup: a product of all its warps that used what they read before has been waited for.
+__device__ __forceinline__ void release_by_warpgroup(Barrier* empty) {
+  if (warpgroup_thread() == 0) arrive(empty);
+}
+__device__ __forceinline__ void release_by_warp(Barrier* empty) {
+  __syncwarp();
+  if (lane() == 0) arrive(empty);
+}
+
+// Where this lane's part of the 16 x 16 block `step` of a warp's rows lies, for ldmatrix and stmatrix: lanes 0 to 15 give
+// the rows of the left eight columns, the others those of the right. kRows: of the whole tile; row: the warp's first.
+template <int kRows>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step) {
+  const int own_row = row + lane() % 16;
+  const int column16 = step % 4 * 2 + lane() / 16;  // in units of 16 bytes, before the swizzle
+  return tile + (step / 4 * kRows + own_row) * kChunkRowBytes + (column16 ^ own_row % 8) * 16;
+}
+
+__device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows and
+// stores them from row `target_row` of the array on. A row whose factor is 0 becomes 0 whatever was summed.
+template <Element kElement, int kRows, int kColumns>
+__device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2], unsigned tile,
+                                               int first_row, int warpgroup, const TensorMap* map, bool wanted,
+                                               int target_row, int head, int batch) {
+#pragma unroll
+  for (int step = 0; step < kColumns / kStepDepth; ++step) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float f = factor[i % 2];
+      const float low = f == 0.0f ? 0.0f : gradient[8 * step + 2 * i] * f;
+      const float high = f == 0.0f ? 0.0f : gradient[8 * step + 2 * i + 1] * f;
+      words[i] = ElementTraits<kElement>::pack(low, high);
+    }
+    store_matrix(block_address<kRows>(tile, first_row + warp_row(), step), words[0], words[1], words[2], words[3]);
+  }
+  fence_async_proxy();
+  sync_warpgroup(warpgroup);
+  if (warpgroup_thread() == 0 && wanted) {
+#pragma unroll
+    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+      store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head, batch);
+    }
+    commit_stores();
+  }
+}
+
+}  // namespace jattn::sm90

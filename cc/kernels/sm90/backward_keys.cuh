@@ -1,0 +1,328 @@
+// Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
+//
+// Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
+// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups: one barrier between them per step. ds has two
+// buffers, so that one barrier is enough.
+//
+// What may run while what else waits is a compile-time choice (Config::loop_order), because measurements differ by head
+// dim: 0 plain, 1 dv runs under the gradients of the scores, 2 besides, dq is one step late. The rules of consumer.cuh for
+// accumulators apply.
+#pragma once
+
+#include "sm90/backward_consumer.cuh"
+#include "sm90/backward_products.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C, bool kFused>
+struct KeyConsumer {
+  static constexpr KeyLayout kLayout = key_layout(C, kFused);
+  static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
+  static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
+  static constexpr int kDsBytes = C.tile_kv * C.tile_q * 2;
+  static constexpr int kPartColumns = dq_part_columns(C);
+  static constexpr int kPartFloats = 16 * kPartColumns;
+  using Scores = float[C.tile_q / 2];
+  using Fragments = unsigned[C.tile_q / 4];
+  using Dk = float[C.head_dim / 2];
+  using Dv = float[C.head_dim_v / 2];
+  using Dq = float[kFused ? kPartColumns / 2 : 1];
+
+  const BackwardParams& params;
+  BackwardControl<C, false>& control;
+  unsigned tiles;  // shared address of the first tile
+  int warpgroup;   // among the consumers
+  RingPosition<C.stages> ring;
+  int buffer = 0;  // of ds
+
+  __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
+  __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
+  __device__ __forceinline__ unsigned dout_address(int stage) const { return tiles + kLayout.dout + stage * kDoutBytes; }
+  __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
+
+  __device__ __forceinline__ void start_scores(Scores& s) const {
+    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(
+        s, tiles + kLayout.k + first_row() * kChunkRowBytes, q_address(ring.index));
+  }
+  __device__ __forceinline__ void start_dp(Scores& dp) const {
+    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v>(
+        dp, tiles + kLayout.v + first_row() * kChunkRowBytes, dout_address(ring.index));
+  }
+  __device__ __forceinline__ void start_dv(Dv& dv, Fragments& p) const {
+    start_fragment_product<C.element, C.tile_q, C.head_dim_v>(dv, p, dout_address(ring.index));
+  }
+  __device__ __forceinline__ void start_dk(Dk& dk, Fragments& ds) const {
+    start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
+  }
+
+  // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
+  __device__ __forceinline__ void start_dq(Dq& dq) const {
+    constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
+    if constexpr (!kFused) {
+      return;
+    } else if constexpr (C.tile_q == 128) {
+      start_column_product<C.element, C.tile_kv, kPartColumns>(dq, ds_address() + warpgroup * kDsChunk, tiles + kLayout.k);
+    } else {
+      constexpr int kColumnOffset = kPartColumns < kChunkColumns ? kPartColumns * 2 : C.tile_kv * kChunkRowBytes;
+      start_column_product<C.element, C.tile_kv, kPartColumns>(dq, ds_address(),
+                                                               tiles + kLayout.k + warpgroup * kColumnOffset);
+    }
+  }
+
+  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags) const {
+    if constexpr (BackwardScoreStage<C>::kActive) {
+#pragma unroll
+      for (int i = 0; i < C.tile_q / 2; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
+    }
+    const int column = lane() % 4 * 2;
+    if (flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
+      const int row = first_row() + warp_row() + lane() / 4;
+      const int first = control.headers[ring.index].first;
+      mask_scores<C, true>(s, flags, control.item, {control.item.first + row, first + column, row, column}, control.own_ids,
+                           control.ids[C.segments ? ring.index : 0]);
+    }
+    transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
+  }
+
+  // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
+  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) const {
+    transposed_gradients<C>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8);
+    if constexpr (kFused) {
+#pragma unroll
+      for (int step = 0; step < C.tile_q / kStepDepth; ++step) {
+        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), step), ds[4 * step], ds[4 * step + 1],
+                     ds[4 * step + 2], ds[4 * step + 3]);
+      }
+      fence_async_proxy();
+    }
+  }
+
+  __device__ __forceinline__ void sync_gradients() const {
+    if constexpr (kFused) {
+      // The bulk reductions of the step before have read their staging memory when this thread arrives.
+      sync_consumers();
+    }
+  }
+
+  // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
+  __device__ __forceinline__ float* dq_target(int stage) const {
+    if constexpr (!kFused) return nullptr;
+    const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
+    return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
+  }
+
+  __device__ __forceinline__ void add_dq(const Dq& dq, float* target) const {
+    if constexpr (kFused) {
+      if constexpr (C.bulk_reduce) {
+        const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
+        const unsigned staging = tiles + kLayout.staging + part * kPartFloats * 4;
+        if (lane() == 0) wait_stores_read();
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kPartColumns / 8; ++i) {
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
+                       "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                       : "memory");
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane() == 0) {
+          add_floats(target, staging, kPartFloats * 4);
+          commit_stores();
+        }
+      } else {
+        target += lane() * 4;
+#pragma unroll
+        for (int i = 0; i < kPartColumns / 8; ++i) {
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128), "f"(dq[4 * i]),
+                       "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                       : "memory");
+        }
+      }
+    }
+  }
+
+  // Returns the flags of the step.
+  __device__ __forceinline__ int wait_queries() const {
+    wait(&control.first_full[ring.index], ring.parity);
+    return control.headers[ring.index].flags;
+  }
+  __device__ __forceinline__ void wait_dout() const { wait(&control.second_full[ring.index], ring.parity); }
+
+  __device__ __forceinline__ void visit_plainly(Dk& dk, Dv& dv) {
+    for (bool last = false; !last; ring.advance()) {
+      const int flags = wait_queries();
+      last = flags & kLastStep;
+      Scores s, dp;
+      Fragments p, ds;
+      Dq dq;
+      start_scores(s);
+      wait_dout();
+      start_dp(dp);
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, p, flags);
+      wait_products<0>();
+      pin_registers(dp);
+      finish_gradients(ds, s, dp);
+      start_dv(dv, p);
+      sync_gradients();
+      start_dq(dq);
+      if constexpr (kFused) {
+        wait_products<1>();
+        pin_registers(dv);
+        release_by_warpgroup(&control.second_empty[ring.index]);
+      }
+      start_dk(dk, ds);
+      wait_products<1>();
+      if constexpr (kFused) {
+        pin_registers(dq);
+        add_dq(dq, dq_target(ring.index));
+      } else {
+        pin_registers(dv);
+        release_by_warpgroup(&control.second_empty[ring.index]);
+      }
+      wait_products<0>();
+      pin_registers(dk);
+      release_by_warpgroup(&control.first_empty[ring.index]);
+      buffer ^= 1;
+    }
+  }
+
+  // dk of a step runs over the back edge; its q is freed one step later.
+  __device__ __forceinline__ void visit_overlapped(Dk& dk, Dv& dv) {
+    int q_read = -1;  // stage of the q that the running dk product reads
+    pin_registers(dk);
+    pin_registers(dv);
+    for (bool last = false; !last; ring.advance()) {
+      Scores s, dp;
+      Fragments p, ds;
+      Dq dq;
+      wait_products<0>();
+      pin_registers(dk);
+      if (q_read >= 0) release_by_warpgroup(&control.first_empty[q_read]);
+      q_read = ring.index;
+      const int flags = wait_queries();
+      last = flags & kLastStep;
+      start_scores(s);
+      wait_dout();
+      start_dp(dp);
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, p, flags);
+      start_dv(dv, p);
+      wait_products<1>();
+      pin_registers(dp);
+      finish_gradients(ds, s, dp);
+      sync_gradients();
+      start_dq(dq);
+      start_dk(dk, ds);
+      wait_products<1>();
+      pin_registers(dv);
+      release_by_warpgroup(&control.second_empty[ring.index]);
+      if constexpr (kFused) pin_registers(dq);
+      add_dq(dq, dq_target(ring.index));
+      buffer ^= 1;
+    }
+    wait_products<0>();
+    pin_registers(dk);
+  }
+
+  // dq of a step is computed in the next one: neither warpgroup waits for the other's ds at once, the reductions run under
+  // the next scores, and dv and dk run over the back edge. In the first step the product for dq reads stale memory and is
+  // not used: a product must not stand under a condition.
+  __device__ __forceinline__ void visit_deferred(Dk& dk, Dv& dv) {
+    static_assert(kFused);
+    pin_registers(dk);
+    pin_registers(dv);
+    int before = -1;  // stage of the step before
+    unsigned ds_parity = 1;
+    float* target = nullptr;
+    for (bool last = false; !last; ring.advance()) {
+      Scores s, dp;
+      Fragments p, ds;
+      Dq dq;
+      if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
+      start_dq(dq);
+      wait_products<1>();
+      pin_registers(dk);
+      pin_registers(dv);
+      if (before >= 0) {
+        target = dq_target(before);
+        release_by_warpgroup(&control.second_empty[before]);
+        release_by_warpgroup(&control.first_empty[before]);
+      }
+      const int flags = wait_queries();
+      last = flags & kLastStep;
+      start_scores(s);
+      wait_products<1>();
+      pin_registers(dq);
+      if (before >= 0) add_dq(dq, target);
+      before = ring.index;
+      buffer ^= 1;
+      ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
+      wait_dout();
+      start_dp(dp);
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, p, flags);
+      start_dv(dv, p);
+      wait_products<1>();
+      pin_registers(dp);
+      finish_gradients(ds, s, dp);
+      release_by_warp(&control.exchange_full[buffer]);
+      start_dk(dk, ds);
+    }
+    Dq dq;
+    wait(&control.exchange_full[buffer], ds_parity);
+    start_dq(dq);
+    target = dq_target(before);
+    wait_products<0>();
+    pin_registers(dk);
+    pin_registers(dv);
+    pin_registers(dq);
+    add_dq(dq, target);
+  }
+
+  // Keys beyond their length get 0. Both tiles of keys are free when both warpgroups have arrived.
+  __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) const {
+    const BackwardItem item = control.item;  // read again: registers are short in the loop
+    const int first = item.first + first_row();
+    float dk_factor[2], dv_factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool inside = first + warp_row() + lane() / 4 + 8 * r < item.kv_length;
+      dk_factor[r] = inside ? params.problem.scale : 0.0f;
+      dv_factor[r] = inside ? 1.0f : 0.0f;
+    }
+    sync_consumers();
+    const bool exists = first < params.problem.kv_len;
+    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup, &params.dv,
+                                                       exists && params.wants_dv, first, item.head, item.batch);
+    store_gradient<C.element, C.tile_kv, C.head_dim>(dk, dk_factor, tiles + kLayout.k, first_row(), warpgroup, &params.dk,
+                                                     exists && params.wants_dk, first, item.head, item.batch);
+    if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
+  }
+
+  __device__ __forceinline__ void run() {
+    Dk dk;
+    Dv dv;
+#pragma unroll
+    for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
+    wait(&control.own_full, 0);
+    if (control.item.runs) {
+      if constexpr (C.loop_order == 0) {
+        visit_plainly(dk, dv);
+      } else if constexpr (C.loop_order == 1) {
+        visit_overlapped(dk, dv);
+      } else {
+        visit_deferred(dk, dv);
+      }
+    }
+    write(dk, dv);
+  }
+};
+
+}  // namespace jattn::sm90

@@ -1,0 +1,60 @@
+// What the sm90 backward kernels are given. Plain C++20: the host compiler reads it too.
+#pragma once
+
+#include "sm90/forward_params.cuh"
+
+namespace jattn::sm90 {
+
+inline constexpr int kStatisticsRows = 128;  // statistics of a head are padded to a multiple of this
+
+// One struct for the kernels that own keys (sm90_backward, sm90_backward_dkv) and for the one that owns queries
+// (sm90_backward_dq). Boxes of inputs are (64, tile_q, 1, 1) and (64, tile_kv, 1, 1), those of results (64, 64, 1, 1), all
+// with 128-byte swizzle.
+struct BackwardParams {
+  TensorMap q;     // axes (D, T, N, B)
+  TensorMap k;     // axes (D, S, K, B)
+  TensorMap v;     // axes (Dv, S, K, B)
+  TensorMap dout;  // axes (Dv, T, N, B)
+  TensorMap dq;    // axes (D, T, N, B); read by sm90_backward_dq
+  TensorMap dk;    // axes (D, S, K, B); read if wants_dk
+  TensorMap dv;    // axes (Dv, S, K, B); read if wants_dv
+  ProblemParams problem;
+  const float* lse_log2;     // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
+  const float* delta;        // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
+  const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
+  float* dq_accumulator;     // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
+  int64_t rows_padded;       // a multiple of kStatisticsRows
+  int32_t tiles;             // tiles of one head along the axis that a block owns
+  int32_t section_heads;     // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  int32_t rotation;          // key tile n visits its query tiles from the (n * rotation)-th on, round the end
+  bool wants_dk, wants_dv;
+};
+
+// backward_prepare.cuh
+struct PrepareParams {
+  const void* out;           // [B, T, N, Dv]
+  const void* dout;          // [B, T, N, Dv]
+  const float* lse;          // [B, N, T]
+  const float* dlse;         // [B, N, T] or null
+  const int32_t* q_lengths;  // [B] or null
+  float* lse_log2;           // as in BackwardParams
+  float* delta;
+  uint8_t* row_flags;
+  float* dq_accumulator;  // zeroed here; or null
+  int64_t rows_padded;
+  int32_t accumulator_width;  // columns of dq_accumulator
+  int32_t q_len, num_heads, head_dim_v;
+};
+
+// backward_cast.cuh
+struct CastParams {
+  TensorMap dq;  // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
+  const float* dq_accumulator;
+  const int32_t* q_lengths;  // [B] or null
+  int64_t rows_padded;
+  int32_t tiles;  // query tiles of one head
+  int32_t q_len, num_heads;
+  float scale;
+};
+
+}  // namespace jattn::sm90

@@ -1,0 +1,93 @@
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
+// with rows that see no key; and zeros in the accumulator of dq.
+//
+// Unit of the family sm90_backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
+// head, blocks of a head in a row.
+#pragma once
+
+#include "base/numeric.cuh"
+#include "sm90/backward_params.cuh"
+#include "sm90/backward_shape.cuh"
+
+namespace jattn::sm90 {
+
+// Sum of products of eight 16-bit values.
+template <Element kElement>
+__device__ __forceinline__ float dot_eight(uint4 x, uint4 y) {
+  using Traits = ElementTraits<kElement>;
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = fmaf(Traits::low(a[i]), Traits::low(b[i]), sum);
+    sum = fmaf(Traits::high(a[i]), Traits::high(b[i]), sum);
+  }
+  return sum;
+}
+
+template <Config C>
+__device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
+  constexpr int kThreads = prepare_threads(C), kLanes = prepare_row_lanes(C);
+  constexpr int kRowsAtOnce = kThreads / kLanes, kPasses = kStatisticsRows / kRowsAtOnce;
+  constexpr int kUnroll = 4;
+  static_assert(kPasses % kUnroll == 0);
+  const int blocks = int(params.rows_padded / kStatisticsRows);
+  const int flat_head = blockIdx.x / blocks;
+  const int block = blockIdx.x - flat_head * blocks;
+  const int entry = flat_head / params.num_heads;
+  const int head = flat_head - entry * params.num_heads;
+  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int column = threadIdx.x % kLanes * 8;
+  const int first = block * kStatisticsRows + threadIdx.x / kLanes;
+  const int64_t row_stride = int64_t(params.num_heads) * params.head_dim_v;
+  const int64_t offset = (int64_t(entry) * params.q_len * params.num_heads + head) * params.head_dim_v + column;
+  const auto* out = static_cast<const uint16_t*>(params.out) + offset;
+  const auto* dout = static_cast<const uint16_t*>(params.dout) + offset;
+  const float* lse = params.lse + int64_t(flat_head) * params.q_len;
+  const int64_t padded = int64_t(flat_head) * params.rows_padded;
+
+  if (params.dq_accumulator) {
+    const int64_t floats = int64_t(kStatisticsRows) * params.accumulator_width;
+    float4* target = reinterpret_cast<float4*>(params.dq_accumulator + padded * params.accumulator_width + block * floats);
+    for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+
+  bool empty_rows = false;
+#pragma unroll 1
+  for (int pass = 0; pass < kPasses; pass += kUnroll) {
+    uint4 x[kUnroll], y[kUnroll];
+    float row_lse[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int row = first + (pass + i) * kRowsAtOnce;
+      x[i] = y[i] = make_uint4(0, 0, 0, 0);
+      row_lse[i] = -infinity();
+      if (row < length) {
+        row_lse[i] = lse[row];
+        if (column < params.head_dim_v) {
+          x[i] = __ldcs(reinterpret_cast<const uint4*>(out + row * row_stride));
+          y[i] = __ldg(reinterpret_cast<const uint4*>(dout + row * row_stride));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int row = first + (pass + i) * kRowsAtOnce;
+      float sum = dot_eight<C.element>(x[i], y[i]);
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      // Selected: out and dout of a row that sees no key may hold anything.
+      const bool sees_keys = row_lse[i] != -infinity();
+      if (threadIdx.x % kLanes == 0) {
+        if (sees_keys && params.dlse) sum -= params.dlse[int64_t(flat_head) * params.q_len + row];
+        params.lse_log2[padded + row] = sees_keys ? row_lse[i] * kLog2E : infinity();
+        params.delta[padded + row] = sees_keys ? sum : 0.0f;
+      }
+      empty_rows |= !sees_keys && row < params.q_len;
+    }
+  }
+  const bool any = __syncthreads_or(empty_rows);
+  if (threadIdx.x == 0) params.row_flags[int64_t(flat_head) * blocks + block] = any;
+}
+
+}  // namespace jattn::sm90

@@ -1,0 +1,163 @@
+// Consumer warpgroups for head dims above 128: both work on the same 64 keys. The first computes probabilities and dv, the
+// second gradients of the scores and dk, so that each holds one accumulator of up to 64 x 256.
+//
+// The first hands its weights (probabilities times the slope of the score stage) to the second through two buffers in
+// shared memory, thread to thread, rounded to the element type. Neither warpgroup waits for the other but there, so one
+// runs its products while the other works on scores.
+#pragma once
+
+#include "sm90/backward_consumer.cuh"
+#include "sm90/backward_products.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+struct SplitConsumer {
+  static constexpr KeyLayout kLayout = key_layout(C, false);
+  static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
+  static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
+  static constexpr int kExchangeBytes = C.tile_kv * C.tile_q * 2;
+  using Scores = float[C.tile_q / 2];
+  using Fragments = unsigned[C.tile_q / 4];
+
+  const BackwardParams& params;
+  BackwardControl<C, false>& control;
+  unsigned tiles;  // shared address of the first tile
+  RingPosition<C.stages> ring;
+  RingPosition<2> exchange;
+
+  __device__ __forceinline__ unsigned q_address() const { return tiles + kLayout.q + ring.index * kQBytes; }
+  __device__ __forceinline__ unsigned dout_address() const { return tiles + kLayout.dout + ring.index * kDoutBytes; }
+  __device__ __forceinline__ unsigned exchange_address() const {
+    return tiles + kLayout.ds + exchange.index * kExchangeBytes + warpgroup_thread() * 16;
+  }
+
+  __device__ __forceinline__ void give(const Fragments& weights) {
+    wait(&control.exchange_empty[exchange.index], exchange.parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < C.tile_q / 16; ++i) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(exchange_address() + i * kWarpgroupThreads * 16),
+                   "r"(weights[4 * i]), "r"(weights[4 * i + 1]), "r"(weights[4 * i + 2]), "r"(weights[4 * i + 3])
+                   : "memory");
+    }
+    release_by_warp(&control.exchange_full[exchange.index]);
+    exchange.advance();
+  }
+
+  __device__ __forceinline__ void take(Fragments& weights) {
+    wait(&control.exchange_full[exchange.index], exchange.parity);
+#pragma unroll
+    for (int i = 0; i < C.tile_q / 16; ++i) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(weights[4 * i]), "=r"(weights[4 * i + 1]), "=r"(weights[4 * i + 2]), "=r"(weights[4 * i + 3])
+                   : "r"(exchange_address() + i * kWarpgroupThreads * 16)
+                   : "memory");
+    }
+    release_by_warp(&control.exchange_empty[exchange.index]);
+    exchange.advance();
+  }
+
+  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, const StepHeader& header) {
+    if constexpr (BackwardScoreStage<C>::kActive) {
+#pragma unroll
+      for (int i = 0; i < C.tile_q / 2; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
+    }
+    const int column = lane() % 4 * 2;
+    if (header.flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
+      const int row = warp_row() + lane() / 4;
+      mask_scores<C, true>(s, header.flags, control.item, {control.item.first + row, header.first + column, row, column},
+                           control.own_ids, control.ids[C.segments ? ring.index : 0]);
+    }
+    transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
+    if constexpr (C.softcap) {
+      Fragments weights;
+#pragma unroll
+      for (int i = 0; i < C.tile_q / 4; ++i) weights[i] = ElementTraits<C.element>::pack(s[2 * i], s[2 * i + 1]);
+      give(weights);
+    } else {
+      give(p);
+    }
+  }
+
+  __device__ __forceinline__ void visit_for_dv(float (&dv)[C.head_dim_v / 2]) {
+    for (bool last = false; !last; ring.advance()) {
+      wait(&control.first_full[ring.index], ring.parity);
+      const StepHeader header = control.headers[ring.index];
+      last = header.flags & kLastStep;
+      Scores s;
+      Fragments p;
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k, q_address());
+      wait_products<0>();
+      pin_registers(s);
+      finish_scores(s, p, header);
+      release_by_warp(&control.first_empty[ring.index]);
+      wait(&control.second_full[ring.index], ring.parity);
+      start_fragment_product<C.element, C.tile_q, C.head_dim_v>(dv, p, dout_address());
+      wait_products<0>();
+      pin_registers(dv);
+      release_by_warp(&control.second_empty[ring.index]);
+    }
+  }
+
+  __device__ __forceinline__ void visit_for_dk(float (&dk)[C.head_dim / 2]) {
+    for (bool last = false; !last; ring.advance()) {
+      wait(&control.second_full[ring.index], ring.parity);
+      Scores dp;
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v>(dp, tiles + kLayout.v, dout_address());
+      wait(&control.first_full[ring.index], ring.parity);
+      last = control.headers[ring.index].flags & kLastStep;
+      wait_products<0>();
+      pin_registers(dp);
+      Fragments packed, ds;
+      take(packed);
+      Scores weights;
+#pragma unroll
+      for (int i = 0; i < C.tile_q / 4; ++i) {
+        weights[2 * i] = ElementTraits<C.element>::low(packed[i]);
+        weights[2 * i + 1] = ElementTraits<C.element>::high(packed[i]);
+      }
+      transposed_gradients<C>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8);
+      release_by_warp(&control.second_empty[ring.index]);
+      start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());
+      wait_products<0>();
+      pin_registers(dk);
+      release_by_warp(&control.first_empty[ring.index]);
+    }
+  }
+
+  // The tile of k is free when both warpgroups are done with their loops, and so is that of v.
+  template <int kColumns>
+  __device__ __forceinline__ void write(const float (&gradient)[kColumns / 2], float scale, unsigned tile, int warpgroup,
+                                        const TensorMap* map, bool wanted) const {
+    const BackwardItem item = control.item;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = item.first + warp_row() + lane() / 4 + 8 * r < item.kv_length ? scale : 0.0f;
+    }
+    sync_consumers();
+    store_gradient<C.element, C.tile_kv, kColumns>(gradient, factor, tile, 0, warpgroup, map, wanted, item.first, item.head,
+                                                   item.batch);
+    if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
+  }
+
+  __device__ __forceinline__ void run(int warpgroup) {
+    wait(&control.own_full, 0);
+    const bool runs = control.item.runs;
+    if (warpgroup == 0) {
+      float dv[C.head_dim_v / 2];
+#pragma unroll
+      for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
+      if (runs) visit_for_dv(dv);
+      write<C.head_dim_v>(dv, 1.0f, tiles + kLayout.v, 0, &params.dv, params.wants_dv);
+    } else {
+      float dk[C.head_dim / 2];
+#pragma unroll
+      for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
+      if (runs) visit_for_dk(dk);
+      write<C.head_dim>(dk, params.problem.scale, tiles + kLayout.k, 1, &params.dk, params.wants_dk);
+    }
+  }
+};
+
+}  // namespace jattn::sm90

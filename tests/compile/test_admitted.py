@@ -1,0 +1,142 @@
+"""Whatever Python plans, the host code accepts: every kernel key parses, and scratch is as large as it asks for.
+
+Python sizes scratch while tracing, without the native module's help; the host code checks it at run time. Here the two
+meet over the product of what a problem may have.
+"""
+
+import itertools
+
+import pytest
+
+from jattn import _core
+from jattn.backends import cuda_tiles, flash_tiles
+from jattn.masks import Band
+from jattn.spec import Spec
+
+ARCHS = ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
+HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (72, 136), (128, 128), (192, 128), (256, 256), (512, 512))
+# Unaligned pieces are rounded up to this many bytes, each on its own; Python may count one more piece than there is.
+SLACK_BYTES = 8 * 256
+
+
+def specs() -> list[Spec]:
+    """Problems with every option, in combinations that a kernel key distinguishes."""
+    found = []
+    options = itertools.product(
+        ("bfloat16", "float16", "float32"),
+        HEAD_DIMS,
+        (Band(), Band(right=0)),
+        ((2, 100, 130, 4, 2), (1, 1, 7, 3, 3), (3, 513, 257, 8, 1)),
+        (False, True),
+    )
+    for dtype, (head_dim, head_dim_v), band, (
+        batch,
+        q_len,
+        kv_len,
+        num_heads,
+        num_kv_heads,
+    ), full in options:
+        spec = Spec(
+            batch,
+            q_len,
+            kv_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+            dtype,
+            0.5,
+            band=band,
+        )
+        found.append(spec)
+        if full:
+            for bias in (
+                (batch, num_heads, q_len, kv_len),
+                (1, num_heads, q_len, kv_len),
+                (1, 1, 1, kv_len),
+            ):
+                found.append(
+                    Spec(
+                        **{
+                            name: getattr(spec, name)
+                            for name in ("batch", "q_len", "kv_len", "num_heads")
+                        },
+                        **{
+                            name: getattr(spec, name)
+                            for name in ("num_kv_heads", "head_dim", "head_dim_v")
+                        },
+                        dtype=dtype,
+                        scale=-1.0,
+                        softcap=30.0,
+                        band=band,
+                        bias=bias,
+                        bias_dtype=dtype,
+                        mask=(1, 1, q_len, kv_len),
+                        kv_lengths=True,
+                        segments=True,
+                    )
+                )
+    return found
+
+
+SPECS = specs()
+
+
+def needed(
+    spec: Spec, kernels: str, *, backward: bool, wants: tuple[bool, bool, bool, bool]
+) -> int:
+    """What the host code asks for."""
+    return _core.cuda_scratch_bytes(
+        backward=backward,
+        kernels=kernels,
+        wants=wants,
+        batch=spec.batch,
+        q_len=spec.q_len,
+        kv_len=spec.kv_len,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=spec.dtype,
+        bias_shape=spec.bias or (0, 0, 0, 0),
+        segments=spec.segments,
+    )
+
+
+def check(
+    spec: Spec, kernels: str, scratch_bytes: int, *, backward: bool, wants: tuple[bool, ...] = ()
+) -> None:
+    for key in kernels.split(";"):
+        _core.kernel_unit_text(key)
+    want_q, want_k, want_v, want_bias = wants or (False,) * 4
+    asked = needed(spec, kernels, backward=backward, wants=(want_q, want_k, want_v, want_bias))
+    assert asked <= scratch_bytes <= asked + SLACK_BYTES, (spec, kernels)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_forward(arch: tuple[int, int]) -> None:
+    for spec in SPECS:
+        plan = cuda_tiles.plan_forward(spec, spec.batch, arch)
+        check(spec, plan.kernels, plan.scratch_bytes, backward=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_backward(arch: tuple[int, int], deterministic: bool) -> None:
+    for spec in SPECS:
+        for wants in itertools.product((False, True), repeat=4):
+            if not any(wants) or (wants[3] and spec.bias is None):
+                continue
+            plan = cuda_tiles.plan_backward(
+                spec, spec.batch, arch, wants=wants, deterministic=deterministic
+            )
+            check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=wants)
+
+
+def test_flash() -> None:
+    for spec in SPECS:
+        plain = spec.bias is None and spec.mask is None
+        if not plain or spec.dtype == "float32" or max(spec.head_dim, spec.head_dim_v) > 256:
+            continue
+        plan = flash_tiles.plan_forward(spec, spec.batch)
+        check(spec, plan.kernels, plan.scratch_bytes, backward=False)

@@ -1,0 +1,212 @@
+"""A program for four virtual CPU devices: prints one line of JSON, name of a check -> "ok" or what was wrong.
+
+Run by test_sharding.py in a process of its own, because the number of devices is fixed when JAX starts.
+"""
+
+import functools
+import json
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jattn
+
+CHECKS: dict[str, Callable[[str], None]] = {}
+BACKENDS = ("cpu", "xla")
+
+
+def check(function: Callable[[str], None]) -> Callable[[str], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def mesh(shape: tuple[int, ...], *names: str) -> Mesh:
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+def drawn(batch: int = 4, length: int = 40, heads: int = 4, kv_heads: int = 4, head_dim: int = 16) -> list[jax.Array]:
+    """q, k, v, dout."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def value_and_grads(backend: str, **keywords: Any) -> Callable[..., Any]:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        attend = functools.partial(jattn.dot_product_attention, implementation=backend, **keywords)
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(dout)
+
+    return run
+
+
+def close(got: Any, want: Any) -> None:
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=2e-5, atol=2e-5)
+
+
+def collectives(compiled: Any) -> set[str]:
+    return set(re.findall(r"\b(all-gather|all-to-all|collective-permute|all-reduce)\b", compiled.as_text()))
+
+
+def sharded(backend: str, spec: PartitionSpec, the_mesh: Mesh, arrays: list[jax.Array], **keywords: Any) -> Any:
+    """Lowers with all four arrays sharded by `spec`, checks the values, returns the compiled program."""
+    run = value_and_grads(backend, **keywords)
+    want = jax.jit(run)(*arrays)
+    sharding = NamedSharding(the_mesh, spec)
+    placed = [jax.device_put(x, sharding) for x in arrays]
+    compiled = jax.jit(run).lower(*placed).compile()
+    got = compiled(*placed)
+    close(got, want)
+    for result in got:
+        assert result.sharding.is_equivalent_to(sharding, 4), f"result is sharded {result.sharding}"
+    return compiled
+
+
+@check
+def batch_sharding_gathers_nothing(backend: str) -> None:
+    compiled = sharded(backend, PartitionSpec("x"), mesh((4,), "x"), drawn(), is_causal=True)
+    assert not collectives(compiled), collectives(compiled)
+
+
+@check
+def head_sharding_gathers_nothing(backend: str) -> None:
+    compiled = sharded(backend, PartitionSpec(None, None, "x"), mesh((4,), "x"), drawn(heads=8, kv_heads=4))
+    assert not collectives(compiled), collectives(compiled)
+
+
+@check
+def batch_and_head_sharding_gathers_nothing(backend: str) -> None:
+    arrays = drawn(heads=4, kv_heads=2)
+    compiled = sharded(backend, PartitionSpec("x", None, "y"), mesh((2, 2), "x", "y"), arrays)
+    assert not collectives(compiled), collectives(compiled)
+
+
+@check
+def length_sharding_is_right(backend: str) -> None:
+    """Cut along the queries it may communicate, but it must be right."""
+    arrays = drawn()
+    the_mesh = mesh((4,), "x")
+    run = value_and_grads(backend, is_causal=True)
+    placed = [jax.device_put(x, NamedSharding(the_mesh, PartitionSpec(None, "x"))) for x in arrays]
+    close(jax.jit(run)(*placed), jax.jit(run)(*arrays))
+
+
+@check
+def masks_and_lengths_are_cut_with_the_batch(backend: str) -> None:
+    arrays = drawn()
+    rng = np.random.default_rng(0)
+    bias = jnp.asarray(rng.standard_normal((4, 1, 40, 40)), jnp.float32)
+    lengths = jnp.asarray([40, 3, 0, 17], jnp.int32)
+    segments = jnp.asarray(np.sort(rng.integers(-1, 3, (4, 40)), axis=1), jnp.int32)
+
+    def run(q: Any, k: Any, v: Any, bias: Any, lengths: Any, segments: Any) -> Any:
+        def attend(*x: Any) -> Any:
+            return jattn.dot_product_attention(
+                *x, key_value_seq_lengths=lengths, segment_ids=segments, implementation=backend
+            )
+
+        out, pullback = jax.vjp(attend, q, k, v, bias)
+        return out, *pullback(jnp.ones_like(out))
+
+    operands = [*arrays[:3], bias, lengths, segments]
+    sharding = NamedSharding(mesh((4,), "x"), PartitionSpec("x"))
+    placed = [jax.device_put(x, sharding) for x in operands]
+    compiled = jax.jit(run).lower(*placed).compile()
+    close(compiled(*placed), jax.jit(run)(*operands))
+    assert not collectives(compiled), collectives(compiled)
+
+
+@check
+def shard_map_over_the_batch(backend: str) -> None:
+    arrays = drawn()
+    run = value_and_grads(backend, is_causal=True)
+    spec = PartitionSpec("x")
+    mapped = jax.shard_map(run, mesh=mesh((4,), "x"), in_specs=spec, out_specs=spec)
+    close(jax.jit(mapped)(*arrays), jax.jit(run)(*arrays))
+
+
+@check
+def cotangents_of_replicated_operands_are_summed(backend: str) -> None:
+    """Keys, values and bias are whole on every device, queries are cut: their gradients are sums over the devices."""
+    q, k, v, dout = drawn()
+    k, v = k[:1], v[:1]
+    bias = jax.random.normal(jax.random.key(9), (1, 4, 40, 40))
+    batch, whole = PartitionSpec("x"), PartitionSpec()
+
+    def local(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return jattn.dot_product_attention(q, k, v, bias, implementation=backend)
+
+    mapped = jax.shard_map(local, mesh=mesh((4,), "x"), in_specs=(batch, whole, whole, whole), out_specs=batch)
+
+    def plain(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        repeated = (jnp.broadcast_to(x, (4, *x.shape[1:])) for x in (k, v))
+        return jattn.dot_product_attention(q, *repeated, bias, implementation=backend)
+
+    def gradients(function: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: (function(*x) * dout).sum(), argnums=(0, 1, 2, 3)))(q, k, v, bias)
+
+    close(gradients(mapped), gradients(plain))
+
+
+@check
+def cotangents_inside_shard_map(backend: str) -> None:
+    """The same with the gradient taken inside of shard_map, where the sum is a psum that the rule must insert."""
+    q, k, v, dout = drawn()
+    k, v = k[:1], v[:1]
+    batch, whole = PartitionSpec("x"), PartitionSpec()
+
+    def loss(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out = jattn.dot_product_attention(q, k, v, implementation=backend)
+        return (out * dout).sum()
+
+    local = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1, 2)),
+        mesh=mesh((4,), "x"),
+        in_specs=(batch, whole, whole, batch),
+        out_specs=(batch, whole, whole),
+    )
+
+    def plain(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return loss(q, *(jnp.broadcast_to(x, (4, *x.shape[1:])) for x in (k, v)), dout)
+
+    close(jax.jit(local)(q, k, v, dout), jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(q, k, v, dout))
+
+
+@check
+def explicit_mesh(backend: str) -> None:
+    """Sharding in types: the result says how it is cut."""
+    arrays = drawn()
+    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    run = value_and_grads(backend)
+    want = jax.jit(run)(*arrays)
+    with jax.sharding.set_mesh(the_mesh):
+        placed = [jax.device_put(x, PartitionSpec("x")) for x in arrays]
+        got = jax.jit(run)(*placed)
+        assert jax.typeof(got[0]).sharding.spec[0] == "x", jax.typeof(got[0])
+    close(got, want)
+
+
+def main() -> None:
+    assert len(jax.devices()) == 4
+    outcome = {}
+    for name, function in CHECKS.items():
+        for backend in BACKENDS:
+            try:
+                function(backend)
+            except Exception as error:  # the test that asked for this line reports it
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                outcome[f"{name}-{backend}"] = f"{type(error).__name__}: {error} ({where.name}:{where.lineno})"[:2000]
+            else:
+                outcome[f"{name}-{backend}"] = "ok"
+    print(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

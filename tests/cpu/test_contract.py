@@ -1,0 +1,248 @@
+"""The contract: what padding, empty rows, odd sizes and wrong operands do, in every backend."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.testing import cases, compare, inputs, oracle
+from jattn.testing.cases import Case
+from jattn.testing.run import run, verify
+
+PADDED = ("mask-lengths", "mask-segments-lengths", "mask-lengths-lower-right", "mask-segments-interleaved")
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_changes_no_bit(name: str, backend: str) -> None:
+    """NaN and infinity in padding of q, k, v, bias, dout, dlse, against finite numbers there: every result bit for bit."""
+    case = dataclasses.replace(cases.named(name), bias_form="bnts")
+    operands = inputs.make(case)
+    clean, poisoned = (run(case, operands, backend, poisoned=p).results for p in (False, True))
+    for tensor in compare.TENSORS:
+        np.testing.assert_array_equal(clean[tensor], poisoned[tensor], err_msg=tensor)
+
+
+def test_finite_garbage_under_a_mask_is_harmless(backend: str) -> None:
+    """Keys that a boolean mask hides from everybody, and rows it empties: their finite values change no bit."""
+    case = Case(name="garbage", q_len=40, kv_len=70, head_dim=16, head_dim_v=16, mask_form="b1ts", mask_density=0.8)
+    operands = inputs.make(case)
+    assert operands.mask is not None
+    mask = operands.mask.copy()
+    hidden = np.zeros((case.batch, case.kv_len), bool)
+    hidden[0, 5:30] = hidden[1, 64:] = True
+    mask &= ~hidden[:, None, None]
+    operands = dataclasses.replace(operands, mask=mask)
+    changed = {
+        name: np.where(hidden[..., None, None], np.float32(1e30), getattr(operands, name)) for name in ("k", "v")
+    }
+    first = run(case, operands, backend, poisoned=False).results
+    second = run(case, dataclasses.replace(operands, **changed), backend, poisoned=False).results
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("tensor", ["q", "k"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_visible_nan_reaches_every_reader_and_nobody_else(tensor: str, dtype: str, backend: str) -> None:
+    """The guard of an empty row is row_max == -inf: a row of NaNs is not an empty row."""
+    case = Case(
+        name=f"nan-{tensor}", q_len=70, kv_len=70, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16, dtype=dtype,
+        is_causal=True, kv_lengths=(70, 40),
+    )  # fmt: skip
+    operands = inputs.make(case)
+    array = getattr(operands, tensor).copy()
+    array[0, 33, 1, 2] = np.nan
+    array[1, 0, 0, 0] = np.nan
+    operands = dataclasses.replace(operands, **{tensor: array})
+    solution = oracle.solve(case, operands)
+    assert np.isnan(solution.out).any() and np.isfinite(solution.out).any()
+    outcome = run(case, operands, backend, backward=False, poisoned=True)
+    compare.assert_close(case, operands, outcome.results, solution=solution)
+
+
+def test_a_visible_nan_in_a_value_reaches_its_channel(backend: str) -> None:
+    case = Case(name="nan-v", q_len=20, kv_len=70, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16)
+    operands = inputs.make(case)
+    v = operands.v.copy()
+    v[0, 69, 1, 3] = np.nan
+    operands = dataclasses.replace(operands, v=v)
+    outcome = run(case, operands, backend, backward=False)
+    compare.assert_close(case, operands, outcome.results)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "heads", "kv_heads"),
+    [(0, 4, 5, 2, 2), (2, 0, 5, 2, 1), (2, 4, 0, 2, 2), (2, 0, 0, 2, 2), (2, 4, 5, 0, 2), (2, 4, 5, 0, 0)],
+    ids=str,
+)
+def test_sizes_of_zero(batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, backend: str) -> None:
+    """Empty arrays, or zeros with lse -inf; gradients in the shapes of their primals."""
+    q, k, v = jnp.ones((batch, q_len, heads, 8)), jnp.ones((batch, kv_len, kv_heads, 8)), jnp.ones((batch, kv_len, kv_heads, 6))
+    bias = jnp.ones((1, 1, q_len, kv_len))
+    attend = functools.partial(jattn.dot_product_attention, implementation=backend, return_lse=True)
+
+    @jax.jit
+    def both(*x: jax.Array) -> Any:
+        results, pullback = jax.vjp(attend, *x)
+        return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+    (out, lse), grads = both(q, k, v, bias)
+    assert out.shape == (batch, q_len, heads, 6)
+    assert lse.shape == (batch, q_len, heads)
+    if kv_len == 0:
+        assert not np.asarray(out).any()
+        assert np.isneginf(np.asarray(lse)).all()
+    for grad, primal in zip(grads, (q, k, v, bias), strict=True):
+        assert grad.shape == primal.shape
+        if 0 in (batch, q_len, kv_len, heads):
+            assert not np.asarray(grad).any()
+
+
+def test_more_heads_than_a_grid_axis_holds(backend: str) -> None:
+    """Batch times heads above 65 535, the limit of a GPU grid's second and third axis."""
+    case = Case(
+        name="many-heads", batch=3860, q_len=2, kv_len=3, num_heads=17, num_kv_heads=17, head_dim=4, head_dim_v=4,
+        is_causal=True, lower_right=True,
+    )  # fmt: skip
+    assert case.batch * case.num_heads > 65535
+    verify(case, backend)
+
+
+@pytest.mark.backends("xla", "cpu")
+def test_lengths_out_of_range_are_clamped(backend: str) -> None:
+    """Negative lengths are 0, too large ones the extent: the same bits as the clamped lengths."""
+    q, k, v = normal(1, 4, 9, 2, 8), normal(2, 4, 7, 2, 8), normal(3, 4, 7, 2, 8)
+    attend = functools.partial(jattn.dot_product_attention, q, k, v, is_causal=True, causal_alignment="lower_right", implementation=backend)
+    wild_q, wild_kv = [-1, 2**31 - 1, 9, 4], [2**31 - 1, 3, -(2**31), 8]
+    got = attend(query_seq_lengths=jnp.asarray(wild_q, jnp.int32), key_value_seq_lengths=jnp.asarray(wild_kv, jnp.int32))
+    want = attend(
+        query_seq_lengths=jnp.clip(jnp.asarray(wild_q), 0, 9), key_value_seq_lengths=jnp.clip(jnp.asarray(wild_kv), 0, 7)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint32"])
+def test_index_arrays_of_any_integer_type(dtype: str) -> None:
+    q, k, v = normal(1, 2, 5, 2, 8), normal(2, 2, 5, 2, 8), normal(3, 2, 5, 2, 8)
+    lengths = np.asarray([3, 5])
+    want = jattn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))
+    got = jattn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.asarray(lengths, dtype))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"query": "int32"}, "query has dtype int32"),
+        ({"query": "complex64", "key": "complex64", "value": "complex64"}, "query has dtype complex64"),
+        ({"query": "bool"}, "query has dtype bool"),
+        ({"value": "float16"}, "one dtype"),
+        ({"bias": "int32"}, "bias has dtype int32"),
+        ({"bias": "bool"}, "bias has dtype bool.*mask="),
+        ({"bias": "bfloat16"}, "bias has dtype bfloat16"),
+        ({"mask": "float32"}, "mask has dtype float32.*bias="),
+        ({"mask": "int32"}, "mask has dtype int32"),
+        ({"query_seq_lengths": "float32"}, "query_seq_lengths has dtype float32"),
+        ({"segment_ids": "float32"}, "segment_ids has dtype float32"),
+    ],
+    ids=lambda value: "-".join(f"{k}_{v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str) -> None:
+    shapes = {
+        "query": (2, 4, 2, 8), "key": (2, 4, 2, 8), "value": (2, 4, 2, 8), "bias": (4, 4), "mask": (4, 4),
+        "query_seq_lengths": (2,), "segment_ids": (2, 4),
+    }  # fmt: skip
+    dtypes = {"query": "float32", "key": "float32", "value": "float32"} | change
+    with pytest.raises(ValueError, match=words):
+        jattn.dot_product_attention(**{name: jnp.zeros(shapes[name], dtype) for name, dtype in dtypes.items()})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"bias": jnp.zeros((3, 4, 4))}, r"bias .*\(3, 4, 4\)"),
+        ({"mask": jnp.zeros((2, 2, 4, 5), bool)}, r"mask .*\(2, 2, 4, 5\)"),
+        ({"mask": jnp.zeros((1, 2, 2, 4, 4), bool)}, "mask"),
+        ({"query_seq_lengths": jnp.zeros(3, jnp.int32)}, r"query_seq_lengths has shape \(3,\), must be \(2,\)"),
+        ({"query_segment_ids": jnp.zeros((2, 4), jnp.int32)}, "key_value_segment_ids is missing"),
+        ({"segment_ids": jnp.zeros((2, 4), jnp.int32), "query_segment_ids": jnp.zeros((2, 4), jnp.int32)}, "segment_ids was given together"),
+        ({"local_window_size": -2}, "local_window_size is -2"),
+        ({"local_window_size": (1, 2, 3)}, "local_window_size"),
+        ({"causal_alignment": "center"}, "'center', must be 'upper_left' or 'lower_right'"),
+        ({"scale": float("nan")}, "scale is nan, must be finite"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, must be a positive"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
+        ({"return_lse": True, "return_residual": True}, "ask for one of them"),
+        ({"is_causal": 1}, "is_causal is 1, must be True or False"),
+        ({"mask": jattn.causal_upper_left(4, 5)}, "made for 4 queries and 5 keys"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_wrong_calls_say_what_is_wrong(keywords: dict[str, Any], words: str) -> None:
+    """ValueError while tracing, with the argument, its value and the rule."""
+    x = jax.ShapeDtypeStruct((2, 4, 2, 8), "float32")
+    with pytest.raises(ValueError, match=f"jattn.dot_product_attention: .*{words}"):
+        jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x, **keywords), x)
+
+
+def test_a_traced_scale_is_refused() -> None:
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="scale is .*multiply the query"):
+        jax.jit(lambda s: jattn.dot_product_attention(x, x, x, scale=s))(0.5)
+
+
+@pytest.mark.backends("cpu")
+def test_the_same_bits_every_time_and_in_every_batch(backend: str) -> None:
+    """Deterministic, and independent of the batch: a sequence alone, in a batch, and in another order."""
+    case = cases.named("mask-segments-self-causal")
+    operands = inputs.make(case)
+    first = run(case, operands, backend).results
+    for name, again in run(case, operands, backend).results.items():
+        np.testing.assert_array_equal(again, first[name], err_msg=name)
+    for b in range(case.batch):
+        alone = dataclasses.replace(
+            operands,
+            **{
+                field.name: getattr(operands, field.name)[b : b + 1]
+                for field in dataclasses.fields(operands)
+                if getattr(operands, field.name) is not None
+            },
+        )
+        for name, part in run(dataclasses.replace(case, batch=1), alone, backend).results.items():
+            np.testing.assert_array_equal(part[0], first[name][b], err_msg=name)
+
+
+@pytest.mark.backends("xla", "cpu")
+def test_attention_keeps_its_identities(backend: str) -> None:
+    """No oracle: key permutation, linearity in V, a constant added to a row's bias, two halves merged by lse, the gradient
+    sums, and causal as a window.
+    """
+    q, k, v, dout = normal(1, 2, 33, 2, 16), normal(2, 2, 70, 2, 16), normal(3, 2, 70, 2, 16), normal(4, 2, 33, 2, 16)
+    attend = functools.partial(jattn.dot_product_attention, implementation=backend, return_lse=True)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    out, lse = attend(q, k, v)
+    order = jax.random.permutation(jax.random.key(5), 70)
+    close(attend(q, k[:, order], v[:, order])[0], out)
+    close(attend(q, k, 2 * v - 1)[0], 2 * out - 1, atol=1e-5)
+    close(attend(q, k, v, normal(6, 2, 2, 33, 1) * jnp.ones(70))[0], out)
+    halves = [attend(q, k[:, part], v[:, part]) for part in (slice(0, 41), slice(41, None))]
+    merged_lse = jnp.logaddexp(halves[0][1], halves[1][1])
+    close(merged_lse, lse)
+    close(sum(o * jnp.exp(part - merged_lse)[..., None] for o, part in halves), out)
+    bias = normal(7, 2, 2, 33, 70)
+    _, pullback = jax.vjp(lambda v, bias: attend(q, k, v, bias)[0], v, bias)
+    dv, dbias = pullback(dout)
+    close(dbias.sum(axis=3), np.zeros((2, 2, 33)), atol=1e-5)
+    close(dv.sum(axis=1), dout.sum(axis=1), atol=1e-4)
+    square = [attend(q, k[:, :33], v[:, :33], **x) for x in ({"is_causal": True}, {"local_window_size": (32, 0)})]
+    for a, b in zip(*square, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,65 @@
+"""What jattn takes from JAX without a promise that it stays. A failure here names what a new JAX release moved."""
+
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+PIECES = {
+    "jax.extend.core": ("Primitive",),
+    "jax.interpreters.ad": (
+        "Zero",
+        "instantiate_zeros",
+        "is_undefined_primal",
+        "primitive_jvps",
+        "primitive_transposes",
+    ),
+    "jax.interpreters.batching": ("primitive_batchers",),
+    "jax.interpreters.mlir": (
+        "LoweringRuleContext",
+        "SPMDAxisContext",
+        "ShardingContext",
+        "lower_fun",
+        "register_lowering",
+    ),
+    "jax._src.dispatch": ("prim_requires_devices_during_lowering",),
+    "jax.experimental.custom_partitioning": ("custom_partitioning",),
+    "jax.lax": ("pcast",),
+    "jax.sharding": ("AxisType", "ManualAxisType", "NamedSharding", "PartitionSpec", "reshard"),
+    "jax.ad_checkpoint": ("checkpoint_name",),
+    "jax": ("make_user_context", "shard_map", "typeof"),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in PIECES.items() for n in names])
+def test_jax_still_has(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name), (
+        f"JAX {jax.__version__} has no {module}.{name}"
+    )
+
+
+def test_types_tell_manual_axes() -> None:
+    assert jax.typeof(jnp.zeros(())).manual_axis_type.varying == frozenset()
+
+
+def test_user_context_has_a_global_value() -> None:
+    context = jax.make_user_context("default")
+    assert context.value == "default"
+    with context("other"):
+        assert context.value == "other"
+    context.set_global("changed")
+    assert context.value == "changed"
+
+
+def test_custom_partitioning_takes_a_sharding_rule() -> None:
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    parameters = inspect.signature(custom_partitioning.def_partition).parameters
+    assert {"partition", "sharding_rule", "need_replication_factors"} <= set(parameters)
+
+
+def test_default_device_is_readable() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert jax.config.values["jax_default_device"] == jax.devices("cpu")[0]

@@ -1,0 +1,37 @@
+"""Rows of choosing and of dtype limits whose numbers lie past T060, so far as no GPU is needed: T068, T069, T070, T088, T089."""
+
+import jax
+import pytest
+
+import jattn
+
+SM90 = jattn.Device("cuda", arch=(9, 0))
+
+
+def alike(*shape: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (jax.ShapeDtypeStruct(shape, dtype),) * 3
+
+
+def test_T068_fused_choice() -> None:
+    half, single = alike(2, 128, 8, 64, dtype="float16"), alike(2, 128, 8, 64, dtype="float32")
+    assert jattn.select_backend(*half, device=SM90, needs_grad=True) == "flash"
+    assert jattn.select_backend(*single, device=SM90) == "mem_efficient"
+
+
+@pytest.mark.parametrize("mode", ["warn", "strict"])
+def test_T069_determinism_does_not_change_the_choice(mode: str) -> None:
+    arrays = alike(1, 64, 8, 64, dtype="float32")
+    with jattn.sdpa_kernel(["mem_efficient", "reference"]), jattn.deterministic(mode):  # type: ignore[arg-type]
+        for needs_grad in (False, True):
+            assert jattn.select_backend(*arrays, device=SM90, needs_grad=needs_grad) == "mem_efficient"
+
+
+@pytest.mark.parametrize("case", ["T088", "T089"])
+def test_T088_T089_cudnn_arrives_later(case: str) -> None:
+    """cuDNN is no backend yet: naming it is refused with a reason, never served by another."""
+    head_dim, head_dim_v = {"T088": (128, 64), "T089": (128, 144)}[case]
+    q, k = alike(1, 128, 2, head_dim, dtype="bfloat16")[:2]
+    v = jax.ShapeDtypeStruct((1, 128, 2, head_dim_v), "bfloat16")
+    explanation = jattn.explain(q, k, v, implementation="cudnn", device=SM90)
+    assert explanation.chosen is None
+    assert "NOT_BUILT" in [reason.code for reason in explanation.reasons["cudnn"]]

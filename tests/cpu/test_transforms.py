@@ -1,0 +1,267 @@
+"""Rows J01, J03, J04: every JAX transformation of a call equals the call, for every backend."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jattn
+
+Arrays = tuple[jax.Array, ...]
+NAMES = ("q", "k", "v", "bias", "mask", "lengths", "segments")
+
+
+def drawn(length: int = 12, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Arrays:
+    """q, k, v, bias, mask, key lengths and segment ids of a problem with every kind of operand."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (
+        jax.random.normal(key, (3, length, n, head_dim))
+        for key, n in zip(keys[:3], (heads, kv_heads, kv_heads), strict=True)
+    )
+    bias = jax.random.normal(keys[3], (1, heads, length, length))
+    mask = jax.random.bernoulli(keys[4], 0.8, (3, 1, length, length))
+    lengths = jnp.asarray([length, 5, 0], jnp.int32)
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 2, (3, length)), axis=1), jnp.int32)
+    return q, k, v, bias, mask, lengths, segments
+
+
+def attend(backend: str, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """out and lse; rows without keys have lse 0 here, so that a loss over it stays finite."""
+    q, k, v, bias, mask, lengths, segments = arrays
+    out, lse = jattn.dot_product_attention(
+        q, k, v, bias, mask, key_value_seq_lengths=lengths, segment_ids=segments, implementation=backend, return_lse=True
+    )
+    return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+
+def loss(backend: str, *arrays: jax.Array) -> jax.Array:
+    out, lse = attend(backend, *arrays)
+    return jnp.sin(out).sum() + (lse**2).sum()
+
+
+def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(g) == np.shape(w)
+        np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
+
+
+def forward_calls(program: str) -> int:
+    """Forward call sites of jattn in the text of a jaxpr."""
+    return program.count("jattn_forward[")
+
+
+def test_J01_jit_equals_the_plain_call(backend: str) -> None:
+    arrays = drawn()
+    function = functools.partial(attend, backend)
+    np.testing.assert_array_equal(function(*arrays)[0], jax.jit(function)(*arrays)[0])
+    grad = jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3))
+    close(jax.jit(grad)(*arrays), grad(*arrays))
+
+
+@pytest.mark.backends("cpu")  # the rule lies above the backends; the others meet it in the next tests
+@pytest.mark.parametrize(("operand", "axis"), [(i, axis) for i in range(7) for axis in (0, 1, -1)], ids=str)
+def test_J01_vmap_over_one_operand(operand: int, axis: int, backend: str) -> None:
+    """Any operand, mapped at any axis, the others shared."""
+    arrays = drawn(length=6, head_dim=4)
+    axis = axis % (arrays[operand].ndim + 1)
+    stacked = jnp.stack([arrays[operand], jnp.roll(arrays[operand], 1, axis=0)], axis=axis)
+    if operand == 3:
+        stacked = jnp.stack([arrays[3], -arrays[3]], axis=axis)
+    changed = arrays[:operand] + (stacked,) + arrays[operand + 1 :]
+    function = functools.partial(attend, backend)
+    in_axes = tuple(axis if i == operand else None for i in range(7))
+    got = jax.jit(jax.vmap(function, in_axes))(*changed)
+    for i in range(2):
+        alone = arrays[:operand] + (jnp.take(stacked, i, axis=axis),) + arrays[operand + 1 :]
+        close([x[i] for x in got], jax.jit(function)(*alone))
+
+
+@pytest.mark.backends("xla", "cpu")
+def test_J01_vmap_over_all_operands_and_twice(backend: str) -> None:
+    arrays = drawn(length=6, head_dim=4)
+    stacked = tuple(jnp.stack([x, jnp.roll(x, 1, axis=0)]) for x in arrays)
+    function = functools.partial(attend, backend)
+    got = jax.jit(jax.vmap(function, out_axes=1))(*stacked)
+    twice = jax.jit(jax.vmap(jax.vmap(function)))(*(jnp.stack([x, x]) for x in stacked))
+    for i in range(2):
+        alone = function(*(x[i] for x in stacked))
+        close([x[:, i] for x in got], alone)
+        for j in range(2):
+            close([x[j, i] for x in twice], alone)
+
+
+@pytest.mark.parametrize("bias_mapped", [True, False])
+def test_J01_vmap_of_grad(bias_mapped: bool, backend: str) -> None:
+    """Gradients per example: also of an operand that all examples share (jax PR#36702)."""
+    arrays = drawn(length=6, head_dim=4)
+    stacked = tuple(
+        x if i == 3 and not bias_mapped else jnp.stack([x, jnp.roll(x, 1, axis=0)]) for i, x in enumerate(arrays)
+    )
+    in_axes = tuple(None if i == 3 and not bias_mapped else 0 for i in range(7))
+    grad = jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3))
+    got = jax.jit(jax.vmap(grad, in_axes))(*stacked)
+    for i in range(2):
+        alone = tuple(x if a is None else x[i] for x, a in zip(stacked, in_axes, strict=True))
+        close([x[i] for x in got], jax.jit(grad)(*alone), 5e-5)
+
+
+@pytest.mark.backends("xla", "cpu")
+def test_J01_grad_of_vmap(backend: str) -> None:
+    arrays = drawn(length=6, head_dim=4)
+    stacked = tuple(jnp.stack([x, jnp.roll(x, 1, axis=0)]) for x in arrays)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        return jax.vmap(functools.partial(loss, backend))(q, k, v, bias, *stacked[4:]).sum()
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(*stacked[:4])
+    grad = jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3))
+    for i in range(2):
+        close([x[i] for x in got], jax.jit(grad)(*(x[i] for x in stacked)), 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [(None, 2), ("jattn", 1), ("everything", 1)],
+    ids=["recompute-all", "jattn-policy", "save-all"],
+)
+def test_J01_checkpoint_recomputes_what_its_policy_says(policy: str | None, calls: int, backend: str) -> None:
+    """The ready-made policy keeps out and lse, so the forward pass is not run again in the backward."""
+    arrays = drawn()
+    policies = {
+        None: None,
+        "jattn": jattn.checkpoint_policy,
+        "everything": jax.checkpoint_policies.everything_saveable,
+    }
+    block = jax.checkpoint(functools.partial(loss, backend), policy=policies[policy])
+    grad = jax.grad(lambda q: block(jnp.sin(q), *arrays[1:]))
+    assert forward_calls(str(jax.make_jaxpr(grad)(arrays[0]))) == calls
+    close(jax.jit(grad)(arrays[0]), jax.jit(jax.grad(lambda q: loss(backend, jnp.sin(q), *arrays[1:])))(arrays[0]))
+
+
+def test_J01_scan_body(backend: str) -> None:
+    arrays = drawn()
+
+    def step(q: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, lse = attend(backend, q * scale, *arrays[1:])
+        return out, lse.sum()
+
+    scales = jnp.asarray([1.0, 0.5, 2.0])
+
+    def scanned(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(step, q, scales)
+
+    def unrolled(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = []
+        for scale in scales:
+            q, total = step(q, scale)
+            sums.append(total)
+        return q, jnp.stack(sums)
+
+    close(jax.jit(scanned)(arrays[0]), jax.jit(unrolled)(arrays[0]))
+    gradients = [jax.jit(jax.grad(lambda q, f=f: f(q)[0].sum()))(arrays[0]) for f in (scanned, unrolled)]  # type: ignore[misc]
+    close(*gradients)
+
+
+def exported(function: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=jattn.export_disabled_checks())(
+        *arguments
+    )
+
+
+def test_J01_export_round_trip(backend: str) -> None:
+    arrays = drawn()
+    grad = jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3))
+    for function in (functools.partial(attend, backend), grad):
+        read_back = jax.export.deserialize(exported(function, *arrays).serialize())
+        close(read_back.call(*arrays), jax.jit(function)(*arrays))
+
+
+def test_J01_export_with_a_symbolic_batch(backend: str) -> None:
+    q, k, v = drawn()[:3]
+    [batch] = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v)]
+
+    def function(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def total(*x: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(*x, is_causal=True, implementation=backend).sum()
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
+
+    read_back = jax.export.deserialize(exported(function, *shapes).serialize())
+    for count in (1, 3):
+        some = [x[:count] for x in (q, k, v)]
+        close(read_back.call(*some), jax.jit(function)(*some))
+
+
+def small(kinds: str) -> tuple[Callable[..., Any], Arrays]:
+    """A tiny float64 problem in q, k, v and bias, for numerical derivatives."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    q = jax.random.normal(keys[0], (1, 3, 2, 2), "float64")
+    k, v = (jax.random.normal(key, (1, 4, 1, 2), "float64") for key in keys[1:3])
+    bias = jax.random.normal(keys[3], (1, 2, 3, 4), "float64")
+    options: dict[str, Any] = {"plain": {}, "causal": {"is_causal": True, "causal_alignment": "lower_right"}}.get(kinds, {})
+    if kinds == "softcap":
+        options = {"logits_soft_cap": 2.0, "key_value_seq_lengths": jnp.asarray([3], jnp.int32)}
+
+    def function(backend: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
+        return jattn.dot_product_attention(q, k, v, bias, implementation=backend, return_lse=True, **options)
+
+    return function, (q, k, v, bias)
+
+
+@pytest.mark.parametrize("kinds", ["plain", "causal", "softcap"])
+def test_J04_forward_mode(kinds: str, backend: str) -> None:
+    """jax.jvp through every backend equals numerical differences (README: it must never raise)."""
+    with jax.enable_x64(True):
+        function, arrays = small(kinds)
+        check_grads(jax.jit(functools.partial(function, backend)), arrays, order=1, modes=("fwd", "rev"))
+
+
+@pytest.mark.backends("reference", "cpu")  # xla is what the others differentiate
+@pytest.mark.parametrize("kinds", ["plain", "softcap"])
+def test_J03_second_order(kinds: str, backend: str) -> None:
+    with jax.enable_x64(True):
+        function, arrays = small(kinds)
+        check_grads(jax.jit(functools.partial(function, backend)), arrays, order=2, modes=("rev", "fwd"))
+
+
+def test_J03_hessian_and_grad_of_grad(backend: str) -> None:
+    with jax.enable_x64(True):
+        function, (q, k, v, bias) = small("causal")
+
+        def total(backend: str, q: jax.Array) -> jax.Array:
+            out, lse = function(backend, q, k, v, bias)
+            return jnp.sin(out).sum() + (lse**2).sum()
+
+        hessian = jax.jit(jax.hessian(functools.partial(total, backend)))(q)
+        flat = np.asarray(hessian).reshape(q.size, q.size)
+        np.testing.assert_allclose(flat, flat.T, rtol=1e-9, atol=1e-12)
+        by_reverse = jax.jit(jax.jacrev(jax.grad(functools.partial(total, backend))))(q)
+        np.testing.assert_allclose(hessian, by_reverse, rtol=1e-9, atol=1e-12)
+        step = 1e-5 * jax.random.normal(jax.random.key(5), q.shape, "float64")
+        grad = jax.grad(functools.partial(total, backend))
+        numeric = (grad(q + step) - grad(q - step)) / 2
+        np.testing.assert_allclose(jnp.tensordot(hessian, step, 4), numeric, rtol=1e-6, atol=1e-13)
+
+
+@pytest.mark.parametrize("wanted", [("bias",), ("q",), ("k", "bias"), ("v",)], ids="-".join)
+def test_J01_gradients_of_some_operands(wanted: tuple[str, ...], backend: str) -> None:
+    """A bias-only gradient crashed elsewhere (pytorch PR#188302); every subset equals its part of the whole."""
+    arrays = drawn()
+    every = jax.jit(jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3)))(*arrays)
+    indices = tuple(NAMES.index(name) for name in wanted)
+    some = jax.jit(jax.grad(functools.partial(loss, backend), argnums=indices))(*arrays)
+    close(some, [every[i] for i in indices], 0.0 if backend == "cpu" else 1e-6)
+
+
+def test_J01_integer_operands_have_no_gradient(backend: str) -> None:
+    """vjp with respect to the masks and lengths gives float0, not an error."""
+    arrays = drawn()
+    _, pullback = jax.vjp(functools.partial(loss, backend), *arrays)
+    cotangents = pullback(jnp.ones(()))
+    assert [str(x.dtype) == "[('float0', 'V')]" for x in cotangents] == [False] * 4 + [True] * 3

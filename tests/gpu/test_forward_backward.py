@@ -1,0 +1,48 @@
+"""Every GPU backend agrees with the float64 oracle on what its rules admit of the table of problems.
+
+The same comparison, poison and proof of the backend as tests/cpu/test_backends_sweep.py.
+"""
+
+import pytest
+
+import jattn
+from jattn.testing import cases
+from jattn.testing.cases import Case
+from jattn.testing.run import serves, verify
+
+# Device time is dear: each value distribution runs in the one type that the table gives it beside float32.
+CASES = [case for case in cases.sweep() if "values" not in case.tags or case.dtype != "float32"]
+SM90 = jattn.Device("cuda", arch=(9, 0))
+ADMITTED = [(backend, case) for backend in ("mem_efficient", "flash") for case in CASES if serves(case, backend, SM90)]
+
+
+@pytest.mark.parametrize(("backend", "case"), ADMITTED, ids=str)
+def test_agrees_with_the_oracle(backend: str, case: Case) -> None:
+    verify(case, backend)
+
+
+def test_the_rules_admit_what_they_promise() -> None:
+    """mem_efficient: everything but float64. flash: 16-bit types without a dense mask or bias, head dims up to 256."""
+    for case in CASES:
+        assert (("mem_efficient", case) in ADMITTED) == (case.dtype != "float64"), case.name
+        plain = case.bias_form is None and case.mask_form is None and max(case.head_dim, case.head_dim_v) <= 256
+        assert (("flash", case) in ADMITTED) == (plain and case.dtype in ("float16", "bfloat16")), case.name
+
+
+@pytest.mark.parametrize("distribution", ["outlier_token", "lse_plus_200", "late", "logits_low"])
+@pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
+def test_extreme_values_meet_masks(backend: str, distribution: str) -> None:
+    """A partial last tile and a first tile that is masked whole, with |lse| beyond the range of exp."""
+    case = Case(
+        name=f"corner-{distribution}",
+        q_len=66,
+        kv_len=193,
+        dtype="bfloat16",
+        distribution=distribution,
+        is_causal=True,
+        lower_right=True,
+        window=(90, None),
+        kv_lengths=(193, 130),
+        q_lengths=(66, 40),
+    )
+    verify(case, backend)

@@ -1,0 +1,63 @@
+"""Calls inside captured command buffers: the same bits as outside, run after run (sdpa.md S100, S101)."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import jax, jax.numpy as jnp, numpy as np
+    import jattn
+
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, 256, 4, 64)), jnp.bfloat16) for _ in range(4))
+    traces = 0
+
+    def step(q, k, v, dout):
+        global traces
+        traces += 1
+        attend = lambda *a: jattn.dot_product_attention(*a, is_causal=True, implementation={backend!r})
+        out, pullback = jax.vjp(attend, q * 1.5, k + 0.25, v)
+        return out, pullback(dout)
+
+    with jattn.deterministic("strict"):
+        jitted = jax.jit(step)
+        first = jax.device_get(jitted(q, k, v, dout))
+        for _ in range(20):
+            again = jax.device_get(jitted(q, k, v, dout))
+            for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+                np.testing.assert_array_equal(a, b)
+        text = jitted.lower(q, k, v, dout).compile().as_text()
+    assert traces == 1, traces
+    assert "jattn_forward" in text and "jattn_backward" in text
+    print("captured" if "command_buffer" in text else "not captured")
+    np.save({path!r}, np.concatenate([np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(first)]))
+"""
+
+
+def run(backend: str, flags: str, path: str) -> str:
+    environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    program = textwrap.dedent(PROGRAM).format(backend=backend, path=path)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.backends("mem_efficient", "flash")
+def test_captured_equals_not_captured(backend: str, tmp_path: object) -> None:
+    import numpy as np
+
+    captured, plain = f"{tmp_path}/captured.npy", f"{tmp_path}/plain.npy"
+    flags = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
+    assert run(backend, flags, captured) == "captured", "the call was not put into a command buffer"
+    assert run(backend, "--xla_gpu_enable_command_buffer=", plain) == "not captured"
+    np.testing.assert_array_equal(np.load(captured), np.load(plain))

@@ -1,0 +1,63 @@
+"""Sizes at which 32-bit offsets and grid limits break, and how much memory a long call takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+
+
+@pytest.mark.backends("mem_efficient", "flash")
+def test_more_heads_than_a_grid_axis_holds(backend: str) -> None:
+    """Batch times heads is 65 600, above the 65 535 blocks of the second and third grid axes."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(4100, 8, 16, 64)), jnp.bfloat16) for _ in range(3))
+    run = jax.jit(lambda q, k, v: jattn.dot_product_attention(q, k, v, implementation=backend))
+    got = np.asarray(run(q, k, v), np.float32)
+    want = np.asarray(
+        jattn.dot_product_attention(q[-3:], k[-3:], v[-3:], implementation="reference"), np.float32
+    )
+    np.testing.assert_allclose(got[-3:], want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.backends("mem_efficient", "flash")
+def test_more_elements_than_int32_counts(backend: str) -> None:
+    """q, k, v of 2^31 + 2^21 elements each: the last batch entry lies beyond 32-bit element offsets."""
+    batch, length, heads, head_dim = 1025, 256, 64, 128
+    assert batch * length * heads * head_dim > 2**31
+    keys = jax.random.split(jax.random.key(2), 3)
+    q, k, v = (
+        jax.random.normal(key, (batch, length, heads, head_dim), jnp.bfloat16) for key in keys
+    )
+    run = jax.jit(
+        lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
+    )
+    out = run(q, k, v)
+    want = jattn.dot_product_attention(
+        q[-1:], k[-1:], v[-1:], is_causal=True, implementation="reference"
+    )
+    np.testing.assert_allclose(
+        np.asarray(out[-1:], np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02
+    )
+
+
+@pytest.mark.backends("mem_efficient", "flash")
+def test_memory_is_linear_in_the_length(backend: str) -> None:
+    """Temporaries of forward and backward at S = 131072, 8 heads, D = 128, stay below three times the arrays."""
+    x = jax.ShapeDtypeStruct((1, 131072, 8, 128), jnp.bfloat16)
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> object:
+        out, pullback = jax.vjp(
+            lambda *a: jattn.dot_product_attention(*a, is_causal=True, implementation=backend),
+            q,
+            k,
+            v,
+        )
+        return out, pullback(dout)
+
+    analysis = jax.jit(step).lower(x, x, x, x).compile().memory_analysis()
+    one = 131072 * 8 * 128 * 2
+    assert analysis.temp_size_in_bytes < 3 * 8 * one, (
+        f"{analysis.temp_size_in_bytes / one:.1f} arrays of temporaries"
+    )

@@ -1,0 +1,1230 @@
+"""Checks and times variants of the sm90 backward kernels, without the rest of the package.
+
+    tools/build_sm90_backward_variants.sh            # on any machine with nvcc: cubins and facts into build/sm90_backward
+    python3 tools/bench_sm90_backward.py             # on the GPU machine: torch, libcuda; checks, then times
+    python3 tools/bench_sm90_backward.py --cases d128 --variants d128 --rounds 9 --no-check
+
+A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The order
+of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being a small
+multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+LOG2E = 1.4426950408889634
+STATISTICS_ROWS = 128
+
+FLAGS = "band lengths segments softcap scale_first bulk_reduce".split()
+ORDER = (
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
+    "bulk_reduce"
+).split()
+
+
+# ---- variants -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One kernel: a family of kernels/sm90 and the inside of its Config{...}."""
+
+    family: str
+    config: str
+
+    @property
+    def name(self) -> str:
+        """Returns a file name."""
+        words = re.sub(r"Element::k|\.|,", "", self.config).replace(" = ", "=")
+        short = {"head_dim_v": "dv", "head_dim": "d", "tile_q": "q", "tile_kv": "kv", "element": "", "num_warps": "w"}
+        parts = []
+        for word in words.split():
+            key, _, value = word.partition("=")
+            if value == "true":
+                parts.append(key)
+            elif value != "false":
+                parts.append(short.get(key, key) + value)
+        return self.family + "_" + "_".join(parts)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one backward pass is computed: fused (dq by reductions) or by two kernels (dq by a kernel of its own)."""
+
+    name: str
+    element: str = "bf16"
+    head_dim: int = 128
+    head_dim_v: int = 0  # 0: head_dim
+    tile_q: int = 64
+    tile_kv: int = 128
+    stages: int = 2
+    two_kernels: bool = False
+    dq_tile_kv: int = 64
+    dq_stages: int = 2
+    band: int = 0
+    lengths: int = 0
+    segments: int = 0
+    softcap: int = 0
+    loop_order: int = 0
+    scale_first: int = 0
+    bulk_reduce: int = 0
+    section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
+    rotation: int = 0
+
+    def config(self, **changes: Any) -> str:
+        """Returns the members of Config as device code."""
+        chosen = replace(self, **changes)
+        values: dict[str, str] = {
+            "element": "Element::k" + chosen.element.upper(),
+            "head_dim": str(chosen.head_dim),
+            "head_dim_v": str(chosen.head_dim_v or chosen.head_dim),
+            "tile_q": str(chosen.tile_q),
+            "tile_kv": str(chosen.tile_kv),
+            "num_warps": "12",
+            "stages": str(chosen.stages),
+            "loop_order": str(chosen.loop_order),
+        }
+        values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
+        return ", ".join(f".{name} = {values[name]}" for name in ORDER)
+
+    def units(self) -> dict[str, Unit]:
+        """Returns the kernels by role."""
+        element = "Element::k" + self.element.upper()
+        found = {
+            "prepare": Unit(
+                "sm90_backward_prepare",
+                f".element = {element}, .head_dim_v = {self.head_dim_v or self.head_dim}",
+            ),
+            "keys": Unit("sm90_backward_dkv" if self.two_kernels else "sm90_backward", self.config()),
+        }
+        if self.two_kernels:
+            config = self.config(tile_q=128, tile_kv=self.dq_tile_kv, stages=self.dq_stages, loop_order=0, bulk_reduce=0)
+            found["dq"] = Unit("sm90_backward_dq", config)
+        else:
+            found["cast"] = Unit(
+                "sm90_backward_cast", f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}"
+            )
+        return found
+
+
+def variants() -> list[Variant]:
+    """Returns the variants of a standard run."""
+    found: list[Variant] = []
+    for band in (0, 1):
+        mask = "band" if band else "full"
+        mib = 16.0 if band else 0.0
+        d64 = Variant("", head_dim=64, tile_q=128, band=band, section_mib=mib)
+        d128 = Variant("", band=band, section_mib=mib)
+        d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
+        found += [
+            replace(d64, name=f"d64_{mask}_plain"),
+            replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
+            replace(d64, name=f"d64_{mask}_late", tile_q=64, loop_order=2),
+            replace(d64, name=f"d64_{mask}_two", two_kernels=True, dq_tile_kv=128),
+            replace(d128, name=f"d128_{mask}_plain"),
+            replace(d128, name=f"d128_{mask}_over", loop_order=1),
+            replace(d128, name=f"d128_{mask}_late", loop_order=2),
+            replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
+            replace(d128, name=f"d128_{mask}_over_bulk", loop_order=1, bulk_reduce=1),
+            replace(d128, name=f"d128_{mask}_late_bulk", loop_order=2, bulk_reduce=1),
+            replace(d128, name=f"d128_{mask}_two", two_kernels=True, dq_tile_kv=96),
+            replace(d256, name=f"d256_{mask}_two"),
+        ]
+        if band:
+            for mib in (32, 64):
+                found.append(replace(d128, name=f"d128_band_late_s{mib}", loop_order=2, section_mib=mib))
+                found.append(replace(d64, name=f"d64_band_plain_s{mib}", section_mib=mib))
+        else:
+            found.append(replace(d128, name="d128_full_late_turn", loop_order=2, rotation=1))
+            found.append(replace(d64, name="d64_full_plain_turn", rotation=1))
+    # For the checks: other types, shapes and features.
+    checked = Variant("", band=1, lengths=1)
+    wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
+    found += [
+        replace(checked, name="check_f16", element="f16", loop_order=2),
+        replace(checked, name="check_d64v128", head_dim=64, head_dim_v=128, rotation=3),
+        replace(checked, name="check_d128v64", head_dim_v=64),
+        replace(checked, name="check_segments", segments=1, loop_order=2),
+        replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
+        replace(checked, name="check_softcap", softcap=1),
+        replace(checked, name="check_over", loop_order=1),
+        replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
+        replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
+        replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
+        replace(wide, name="check_wide", segments=1),
+        replace(wide, name="check_wide_softcap", softcap=1),
+        replace(wide, name="check_wide_scale", scale_first=1),
+        replace(wide, name="check_d192v128", head_dim=192, head_dim_v=128),
+    ]
+    return found
+
+
+UNITS = {
+    "sm90_backward_prepare": ("backward_prepare.cuh", "PrepareParams", "backward_prepare", "prepare"),
+    "sm90_backward_cast": ("backward_cast.cuh", "CastParams", "backward_cast", "cast"),
+    "sm90_backward": ("backward.cuh", "BackwardParams", "backward", "backward"),
+    "sm90_backward_dkv": ("backward.cuh", "BackwardParams", "backward_dkv", "backward"),
+    "sm90_backward_dq": ("backward_dq.cuh", "BackwardParams", "backward_dq", "backward"),
+}
+SHARED_BYTES = {
+    "sm90_backward_prepare": "0",
+    "sm90_backward_cast": "sm90::cast_shared_bytes(config)",
+    "sm90_backward": "sm90::backward_shared_bytes(config, true)",
+    "sm90_backward_dkv": "sm90::backward_shared_bytes(config, false)",
+    "sm90_backward_dq": "sm90::backward_dq_shared_bytes(config)",
+}
+
+SOURCE = """\
+#include "sm90/{header}"
+
+namespace jattn {{
+constexpr Config kConfig{{{config}}};
+}}
+
+extern "C" __global__ void __launch_bounds__(jattn::sm90::{shape}_threads(jattn::kConfig),
+                                             jattn::sm90::{shape}_min_blocks(jattn::kConfig))
+jattn_kernel(const __grid_constant__ jattn::sm90::{params} params) {{
+  jattn::sm90::{entry}<jattn::kConfig>(params);
+}}
+"""
+
+FACTS = """\
+#include <cstddef>
+#include <cstdio>
+
+#include "sm90/backward_params.cuh"
+#include "sm90/backward_shape.cuh"
+
+using namespace jattn;
+
+int main() {{
+  std::printf("{{\\n");
+{structs}
+  std::printf("\\"units\\": {{\\n");
+{prints}
+  std::printf("}}}}\\n");
+}}
+"""
+
+
+def write_units(folder: Path) -> None:
+    """Writes one translation unit per kernel and facts.cc, which prints their sizes as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    units = {unit.name: unit for variant in variants() for unit in variant.units().values()}
+    for name, unit in units.items():
+        header, params, entry, shape = UNITS[unit.family]
+        text = SOURCE.format(header=header, params=params, entry=entry, shape=shape, config=unit.config)
+        path = folder / f"{name}.cu"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    for path in folder.glob("*.cu"):
+        if path.stem not in units:
+            for old in folder.glob(path.stem + ".*"):
+                old.unlink()
+    structs = ""
+    for mirror, cpp in MIRRORS.items():
+        names = [name for name, _ in mirror._fields_ if name != "tail"]
+        offsets = "".join(f', \\"{name}\\": %zu' for name in names)
+        values = "".join(f", offsetof({cpp}, {name})" for name in names)
+        structs += f'  std::printf("\\"{cpp}\\": {{\\"size\\": %zu{offsets}}},\\n", sizeof({cpp}){values});\n'
+    prints = ""
+    for i, (name, unit) in enumerate(units.items()):
+        shape = UNITS[unit.family][3]
+        comma = "," if i + 1 < len(units) else ""
+        prints += (
+            f"  {{ constexpr Config config{{{unit.config}}};\n"
+            f'    std::printf("  \\"{name}\\": {{\\"threads\\": %d, \\"shared_bytes\\": %d}}{comma}\\n", '
+            f"sm90::{shape}_threads(config), {SHARED_BYTES[unit.family]}); }}\n"
+        )
+    (folder / "facts.cc").write_text(FACTS.format(structs=structs, prints=prints))
+
+
+# ---- driver ---------------------------------------------------------------------------------------------------------
+
+
+class TensorMap(ctypes.Structure):
+    """Mirror of jattn::sm90::TensorMap."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+class BroadcastArray(ctypes.Structure):
+    """Mirror of jattn::BroadcastArray."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("pairs", ctypes.c_bool)]
+
+
+POINTERS = "q k v".split()
+INDICES = "q_lengths kv_lengths q_segments kv_segments q_ranges kv_ranges".split()
+EXTENTS = "batch q_len kv_len num_heads num_kv_heads group_size head_dim head_dim_v band_left band_right".split()
+MAPS = "q k v dout dq dk dv".split()
+
+
+class Problem(ctypes.Structure):
+    """Mirror of jattn::ProblemParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("bias", BroadcastArray),
+        ("mask", BroadcastArray),
+        *((name, ctypes.c_void_p) for name in INDICES),
+        *((name, ctypes.c_int32) for name in EXTENTS),
+        ("lower_right", ctypes.c_bool),
+        ("scale_first", ctypes.c_bool),
+        *((name, ctypes.c_float) for name in "scale scale_log2 softcap_in softcap_log2".split()),
+        ("copy_bytes", ctypes.c_int32),
+        ("copy_bytes_v", ctypes.c_int32),
+    ]
+
+
+class Backward(ctypes.Structure):
+    """Mirror of jattn::sm90::BackwardParams; facts.json says whether the layouts agree."""
+
+    _fields_ = [
+        *((name, TensorMap) for name in MAPS),
+        ("problem", Problem),
+        *((name, ctypes.c_void_p) for name in "lse_log2 delta row_flags dq_accumulator".split()),
+        ("rows_padded", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in "tiles section_heads rotation".split()),
+        ("wants_dk", ctypes.c_bool),
+        ("wants_dv", ctypes.c_bool),
+        ("tail", ctypes.c_byte * 64),  # the C++ struct is aligned to 64 bytes
+    ]
+
+
+class Prepare(ctypes.Structure):
+    """Mirror of jattn::sm90::PrepareParams."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in "out dout lse dlse q_lengths lse_log2 delta row_flags dq_accumulator".split()
+        ),
+        ("rows_padded", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in "accumulator_width q_len num_heads head_dim_v".split()),
+    ]
+
+
+class Cast(ctypes.Structure):
+    """Mirror of jattn::sm90::CastParams."""
+
+    _fields_ = [
+        ("dq", TensorMap),
+        ("dq_accumulator", ctypes.c_void_p),
+        ("q_lengths", ctypes.c_void_p),
+        ("rows_padded", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in "tiles q_len num_heads".split()),
+        ("scale", ctypes.c_float),
+        ("tail", ctypes.c_byte * 64),
+    ]
+
+
+MIRRORS = {
+    Backward: "sm90::BackwardParams",
+    Prepare: "sm90::PrepareParams",
+    Cast: "sm90::CastParams",
+    Problem: "ProblemParams",
+}
+
+
+def check_layout(facts: dict[str, Any]) -> None:
+    """Raises RuntimeError if a mirror differs from what the host compiler saw."""
+    for mirror, cpp in MIRRORS.items():
+        for name, _ in mirror._fields_:
+            if name != "tail" and getattr(mirror, name).offset != facts[cpp][name]:
+                raise RuntimeError(f"{cpp}.{name} is at {facts[cpp][name]}, here {getattr(mirror, name).offset}")
+        if ctypes.sizeof(mirror) < facts[cpp]["size"]:
+            raise RuntimeError(f"{cpp} has {facts[cpp]['size']} bytes, here {ctypes.sizeof(mirror)}")
+
+
+class Driver:
+    """The few functions of libcuda that a launch needs."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a driver function and raises RuntimeError on failure."""
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {status} {text.value!r}")
+
+    def load(self, cubin: Path, shared_bytes: int) -> ctypes.c_void_p:
+        """Returns the kernel of a cubin, allowed the shared memory it needs."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuModuleLoadData", ctypes.byref(module), cubin.read_bytes())
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, b"jattn_kernel")
+        max_dynamic_shared = 8
+        self.call("cuFuncSetAttribute", function, max_dynamic_shared, shared_bytes)
+        return function
+
+    def tensor_map(self, tensor: Any, rows: int) -> TensorMap:
+        """Describes a (B, S, N, D) tensor by axes (D, S, N, B) and boxes of 64 x rows."""
+        batch, length, heads, width = tensor.shape
+        strides = [tensor.stride(axis) * tensor.element_size() for axis in (1, 2, 0)]
+        memory = (ctypes.c_byte * 256)()
+        aligned = (ctypes.addressof(memory) + 63) // 64 * 64
+        data_type = 9 if "bfloat16" in str(tensor.dtype) else 6
+        swizzle_128b, l2_256b = 3, 3
+        self.call(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(aligned),
+            data_type,
+            4,
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * 4)(width, length, heads, batch),
+            (ctypes.c_uint64 * 3)(*strides),
+            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            0,
+            swizzle_128b,
+            l2_256b,
+            0,
+        )
+        result = TensorMap()
+        ctypes.memmove(ctypes.addressof(result), aligned, ctypes.sizeof(TensorMap))
+        return result
+
+
+# ---- problems -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. left, right None: unbounded."""
+
+    name: str
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int = 0
+    left: int | None = None
+    right: int | None = None
+    lower_right: bool = False
+    lengths: tuple[tuple[int, int], ...] = ()  # (query, key) per batch entry
+    segments: str = ""  # "", "documents", "shuffled"
+    scale: float | None = None
+    softcap: float = 0.0
+    dlse: bool = False
+    element: str = "bf16"
+
+    @property
+    def width_v(self) -> int:
+        """Returns the head dim of v."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def true_scale(self) -> float:
+        """Returns the factor of q.k."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def has_band(self) -> bool:
+        """Returns whether a limit of the band is set."""
+        return self.left is not None or self.right is not None
+
+    def flops(self) -> float:
+        """Returns the work of the backward pass, visible pairs only."""
+        if self.left is not None and self.right == 0:
+            pairs = sum(min(t + 1, self.left + 1) for t in range(self.q_len))
+        elif self.right == 0:
+            pairs = self.q_len * self.kv_len / 2
+        else:
+            pairs = self.q_len * self.kv_len
+        return self.batch * self.heads * pairs * (6.0 * self.head_dim + 4.0 * self.width_v)
+
+
+@dataclass
+class Data:
+    """The tensors of a case."""
+
+    case: Case
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    out: Any = None
+    lse: Any = None
+    dlse: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def make_data(torch: Any, case: Case, seed: int) -> Data:
+    """Draws inputs."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    dtype = torch.bfloat16 if case.element == "bf16" else torch.float16
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+    data = Data(
+        case,
+        draw(case.batch, case.q_len, case.heads, case.head_dim),
+        draw(case.batch, case.kv_len, case.kv_heads, case.head_dim),
+        draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
+        draw(case.batch, case.q_len, case.heads, case.width_v),
+    )
+    if case.dlse:
+        data.dlse = torch.randn(case.batch, case.heads, case.q_len, device="cuda", generator=generator)
+    if case.lengths:
+        q_lengths, kv_lengths = zip(*case.lengths, strict=True)
+        data.extra["q_lengths"] = torch.tensor(q_lengths, device="cuda", dtype=torch.int32)
+        data.extra["kv_lengths"] = torch.tensor(kv_lengths, device="cuda", dtype=torch.int32)
+    if case.segments:
+        host = random.Random(seed)
+        for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
+            rows = []
+            for _ in range(case.batch):
+                if case.segments == "documents":
+                    ids: list[int] = []
+                    current = 0
+                    while len(ids) < length:
+                        ids += [current] * host.randint(1, max(2, length // 3))
+                        current += 1
+                    padded = length - length // 7
+                    rows.append([i if j < padded else -1 for j, i in enumerate(ids[:length])])
+                else:
+                    rows.append([host.choice((-5, 0, 3, 3, 7)) for _ in range(length)])
+            data.extra[name] = torch.tensor(rows, device="cuda", dtype=torch.int32)
+        if case.q_len == case.kv_len and case.segments == "documents":
+            data.extra["q_segments"] = data.extra["kv_segments"].clone()
+    return data
+
+
+def visibility(torch: Any, data: Data) -> Any:
+    """Returns the (B, 1, T, S) mask of visible pairs, by the definition in core/problem.h."""
+    case = data.case
+    t = torch.arange(case.q_len, device="cuda")[None, :, None]
+    j = torch.arange(case.kv_len, device="cuda")[None, None, :]
+    ones = torch.ones(case.batch, 1, 1, device="cuda", dtype=torch.int64)
+    q_lengths = data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None] if case.lengths else ones * case.q_len
+    kv_lengths = data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None] if case.lengths else ones * case.kv_len
+    visible = (t < q_lengths) & (j < kv_lengths)
+    offset = (kv_lengths - q_lengths) if case.lower_right else 0 * ones
+    if case.left is not None:
+        visible &= t + offset - case.left <= j
+    if case.right is not None:
+        visible &= j <= t + offset + case.right
+    if case.segments:
+        q_ids, kv_ids = data.extra["q_segments"][:, :, None], data.extra["kv_segments"][:, None, :]
+        visible &= (q_ids == kv_ids) & (q_ids >= 0)
+    return visible[:, None]
+
+
+@dataclass
+class Reference:
+    """Gradients in float64, and the errors of a plain implementation that rounds p, ds and results to 16 bits."""
+
+    exact: dict[str, Any]
+    plain_errors: dict[str, Any]
+    empty: Any  # (B, N, T): rows that see no key
+
+
+def reference(torch: Any, data: Data) -> Reference:
+    """Computes the gradients, and fills in out and lse as a forward pass would have written them."""
+    case = data.case
+    dtype = data.q.dtype
+    q, k, v, dout = (x.double().transpose(1, 2) for x in (data.q, data.k, data.v, data.dout))
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = case.true_scale * q @ k.transpose(-1, -2)
+    slope = torch.ones((), device="cuda", dtype=torch.float64)
+    if case.softcap:
+        capped = torch.tanh(s / case.softcap)
+        s, slope = case.softcap * capped, 1 - capped**2
+    s = torch.where(visibility(torch, data), s, -math.inf)
+    lse = torch.logsumexp(s, -1)
+    empty = torch.isneginf(lse)
+    p = torch.where(empty[..., None], 0.0, torch.exp(s - torch.nan_to_num(lse, neginf=0.0)[..., None]))
+    out = p @ v
+    data.out = out.transpose(1, 2).to(dtype).contiguous()
+    data.lse = lse.float().contiguous()
+    dlse = data.dlse.double() if data.dlse is not None else torch.zeros_like(lse)
+
+    def gradients(round_values: bool) -> dict[str, Any]:
+        rounded = (lambda x: x.to(dtype).double()) if round_values else (lambda x: x)
+        delta = (dout * rounded(out)).sum(-1) - dlse
+        ds = p * slope * (dout @ v.transpose(-1, -2) - delta[..., None])
+        ds16, p16 = rounded(ds), rounded(p)
+        dq = case.true_scale * ds16 @ k
+        dk = case.true_scale * ds16.transpose(-1, -2) @ q
+        dv = p16.transpose(-1, -2) @ dout
+        shape = (case.batch, case.kv_heads, group, case.kv_len, -1)
+        dk, dv = (x.reshape(shape).sum(2) for x in (dk, dv))
+        return {name: rounded(x).transpose(1, 2) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
+
+    exact, plain = gradients(False), gradients(True)
+    return Reference(exact, {name: (plain[name] - exact[name]).abs() for name in exact}, empty)
+
+
+def poison(torch: Any, data: Data, empty: Any) -> None:
+    """Fills with NaN what must not be read: rows that see no key, keys beyond their length, padding."""
+    case = data.case
+    rows = empty.transpose(1, 2)
+    data.q[rows] = math.nan
+    data.dout[rows] = math.nan
+    if data.dlse is not None:
+        data.dlse[empty] = math.nan
+    if case.lengths:
+        for b, (_, kv_length) in enumerate(case.lengths):
+            data.k[b, max(kv_length, 0) :] = math.nan
+            data.v[b, max(kv_length, 0) :] = math.nan
+    if case.segments:
+        data.k[data.extra["kv_segments"] < 0] = math.nan
+        data.v[data.extra["kv_segments"] < 0] = math.nan
+
+
+def segment_ranges(torch: Any, ids: Any, tile: int) -> Any:
+    """Returns the SegmentRange records (B, tiles, 2) of a (B, length) array of ids."""
+    batch, length = ids.shape
+    tiles = -(-length // tile)
+    top = 2**31 - 1
+    padding = torch.zeros(batch, tiles * tile, device="cuda", dtype=torch.bool)
+    low = torch.full((batch, tiles * tile), top, device="cuda", dtype=torch.int32)
+    high = torch.full((batch, tiles * tile), -1, device="cuda", dtype=torch.int32)
+    padding[:, :length] = ids < 0
+    low[:, :length] = torch.where(ids < 0, top, ids)
+    high[:, :length] = torch.where(ids < 0, -1, ids)
+    shape = (batch, tiles, tile)
+    least = low.view(shape).amin(-1)
+    least = torch.where(padding.view(shape).any(-1), -1 - least, least)
+    return torch.stack([least, high.view(shape).amax(-1)], -1).contiguous()
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kernel:
+    """A kernel on the device."""
+
+    function: ctypes.c_void_p
+    threads: int
+    shared_bytes: int
+
+
+@dataclass
+class Loaded:
+    """A variant on the device: its kernels by role."""
+
+    variant: Variant
+    kernels: dict[str, Kernel]
+
+
+def section_heads(variant: Variant, case: Case) -> int:
+    """Returns how many key/value heads share a section, by the bytes of what their blocks read."""
+    if not variant.section_mib:
+        return 1
+    group = case.heads // case.kv_heads
+    head_bytes = (case.q_len * group + case.kv_len) * (case.head_dim + case.width_v) * 2
+    return min(case.batch * case.kv_heads, max(1, int(variant.section_mib * 2**20 / head_bytes)))
+
+
+def fits(variant: Variant, case: Case) -> bool:
+    """Returns whether a variant computes a case."""
+    return (
+        case.head_dim <= variant.head_dim
+        and case.width_v <= (variant.head_dim_v or variant.head_dim)
+        and case.element == variant.element
+        and bool(variant.band) >= case.has_band
+        and bool(variant.lengths) >= bool(case.lengths)
+        and bool(variant.segments) == bool(case.segments)
+        and bool(variant.softcap) == bool(case.softcap)
+        and (variant.scale_first == 1 or case.scale is None or case.scale > 0)
+    )
+
+
+@dataclass
+class Pass:
+    """A backward pass ready to be launched, whole or by role."""
+
+    results: dict[str, Any]
+    steps: dict[str, Callable[[], None]]
+
+    def __call__(self) -> None:
+        for step in self.steps.values():
+            step()
+
+
+def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass:
+    """Allocates results and scratch (filled with NaN) and composes the launches."""
+    variant, case, extra = loaded.variant, data.case, data.extra
+    width = variant.head_dim
+    rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
+    flat_heads = case.batch * case.heads
+    results = {name: torch.full_like(x, math.nan) for name, x in (("dq", data.q), ("dk", data.k), ("dv", data.v))}
+    statistics_shape = (2, flat_heads, rows_padded)
+    scratch = torch.full(statistics_shape, math.nan, device="cuda", dtype=torch.float32)
+    row_flags = torch.full((flat_heads, rows_padded // STATISTICS_ROWS), 7, device="cuda", dtype=torch.uint8)
+    accumulator = None
+    if not variant.two_kernels:
+        accumulator = torch.full((flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32)
+
+    def pointer(name: str) -> int | None:
+        return extra[name].data_ptr() if name in extra else None
+
+    scale = case.true_scale
+    unbounded = 2**29
+    problem = Problem(
+        **{name: pointer(name) for name in INDICES},
+        batch=case.batch,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        group_size=case.heads // case.kv_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.width_v,
+        band_left=unbounded if case.left is None else case.left,
+        band_right=unbounded if case.right is None else case.right,
+        lower_right=case.lower_right,
+        scale=scale,
+        scale_log2=scale * LOG2E,
+    )
+    if case.softcap:
+        problem.softcap_in, problem.softcap_log2 = scale / case.softcap, case.softcap * LOG2E
+    keep: list[Any] = [scratch, row_flags, accumulator]
+
+    def backward_params(tile_q: int, tile_kv: int, tiles: int, heads_of_section: int) -> Backward:
+        own = Problem()
+        ctypes.memmove(ctypes.addressof(own), ctypes.addressof(problem), ctypes.sizeof(Problem))
+        if case.segments:
+            ranges = [
+                segment_ranges(torch, extra["q_segments"], tile_q),
+                segment_ranges(torch, extra["kv_segments"], tile_kv),
+            ]
+            keep.extend(ranges)
+            own.q_ranges, own.kv_ranges = ranges[0].data_ptr(), ranges[1].data_ptr()
+        return Backward(
+            q=driver.tensor_map(data.q, tile_q),
+            k=driver.tensor_map(data.k, tile_kv),
+            v=driver.tensor_map(data.v, tile_kv),
+            dout=driver.tensor_map(data.dout, tile_q),
+            dq=driver.tensor_map(results["dq"], 64),
+            dk=driver.tensor_map(results["dk"], 64),
+            dv=driver.tensor_map(results["dv"], 64),
+            problem=own,
+            lse_log2=scratch[0].data_ptr(),
+            delta=scratch[1].data_ptr(),
+            row_flags=row_flags.data_ptr(),
+            dq_accumulator=accumulator.data_ptr() if accumulator is not None else None,
+            rows_padded=rows_padded,
+            tiles=tiles,
+            section_heads=heads_of_section,
+            rotation=variant.rotation,
+            wants_dk=True,
+            wants_dv=True,
+        )
+
+    kv_heads_of_section = section_heads(variant, case)
+    kv_tiles = -(-case.kv_len // variant.tile_kv)
+    launches: dict[str, tuple[Any, int]] = {}
+    launches["prepare"] = (
+        Prepare(
+            out=data.out.data_ptr(),
+            dout=data.dout.data_ptr(),
+            lse=data.lse.data_ptr(),
+            dlse=data.dlse.data_ptr() if data.dlse is not None else None,
+            q_lengths=pointer("q_lengths"),
+            lse_log2=scratch[0].data_ptr(),
+            delta=scratch[1].data_ptr(),
+            row_flags=row_flags.data_ptr(),
+            dq_accumulator=accumulator.data_ptr() if accumulator is not None else None,
+            rows_padded=rows_padded,
+            accumulator_width=width,
+            q_len=case.q_len,
+            num_heads=case.heads,
+            head_dim_v=case.width_v,
+        ),
+        flat_heads * rows_padded // STATISTICS_ROWS,
+    )
+    launches["keys"] = (
+        backward_params(variant.tile_q, variant.tile_kv, kv_tiles, kv_heads_of_section),
+        case.batch * case.kv_heads * kv_tiles,
+    )
+    if variant.two_kernels:
+        tiles = -(-case.q_len // 128)
+        group = case.heads // case.kv_heads
+        launches["dq"] = (
+            backward_params(128, variant.dq_tile_kv, tiles, kv_heads_of_section * group),
+            flat_heads * tiles,
+        )
+    else:
+        tiles = -(-case.q_len // variant.tile_q)
+        launches["cast"] = (
+            Cast(
+                dq=driver.tensor_map(results["dq"], variant.tile_q),
+                dq_accumulator=accumulator.data_ptr(),
+                q_lengths=pointer("q_lengths"),
+                rows_padded=rows_padded,
+                tiles=tiles,
+                q_len=case.q_len,
+                num_heads=case.heads,
+                scale=scale,
+            ),
+            flat_heads * tiles,
+        )
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+    def launcher(role: str) -> Callable[[], None]:
+        kernel = loaded.kernels[role]
+        params, grid = launches[role]
+        memory = (ctypes.c_byte * (ctypes.sizeof(params) + 64))()  # tensor maps lie on 64 bytes
+        aligned = (ctypes.addressof(memory) + 63) // 64 * 64
+        ctypes.memmove(aligned, ctypes.addressof(params), ctypes.sizeof(params))
+        arguments = (ctypes.c_void_p * 1)(aligned)
+
+        def launch(keep: Any = (memory, keep, data)) -> None:
+            driver.call(
+                "cuLaunchKernel",
+                kernel.function,
+                grid,
+                1,
+                1,
+                kernel.threads,
+                1,
+                1,
+                kernel.shared_bytes,
+                stream,
+                arguments,
+                None,
+            )
+
+        return launch
+
+    return Pass(results, {role: launcher(role) for role in launches})
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
+
+
+def check_cases(variant: Variant) -> list[Case]:
+    """Returns small problems that exercise tails, bands, lengths, segments and groups for one variant."""
+    dims = (variant.head_dim, variant.head_dim_v or variant.head_dim)
+    base = Case("full", 2, 333, 517, 4, 2, *dims, element=variant.element)
+    cases = [
+        base,
+        replace(base, name="one", batch=1, q_len=1, kv_len=1, heads=1, kv_heads=1),
+        replace(base, name="aligned", batch=1, q_len=256, kv_len=256, heads=2, kv_heads=2),
+        replace(base, name="many", batch=2, q_len=700, kv_len=260, heads=12, kv_heads=4),
+        replace(base, name="narrow", head_dim=dims[0] - 8, head_dim_v=dims[1] - 24, dlse=True),
+    ]
+    lengths = ((333, 517), (100, 65), (0, 300), (200, 0), (65, 130), (400, -7))
+    with_lengths = replace(base, name="lengths", batch=6, lengths=lengths)
+    cases.append(with_lengths)
+    if variant.band:
+        causal = replace(base, name="causal", right=0)
+        cases += [
+            causal,
+            replace(causal, name="causal square", q_len=777, kv_len=777, dlse=True),
+            replace(causal, name="lower right", lower_right=True),
+            replace(causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333),
+            replace(base, name="window", left=100, right=30),
+            replace(base, name="window, one side", left=0, right=None, q_len=600),
+            replace(base, name="window of one", left=0, right=0),
+            replace(base, name="band to the right", left=-40, right=90),
+            replace(base, name="empty band", left=-50, right=40),
+            replace(with_lengths, name="lengths lower right", right=3, left=200, lower_right=True),
+        ]
+    if variant.segments:
+        cases = [replace(case, segments="documents") for case in cases]
+        cases += [replace(base, name="shuffled", segments="shuffled")]
+        cases += [replace(base, name="long", segments="documents", q_len=3000, kv_len=3000, heads=2, right=0)]
+    if variant.softcap:
+        cases = [replace(case, softcap=2.0) for case in cases]
+    if variant.scale_first:
+        cases += [replace(base, name="negative scale", scale=-0.2), replace(base, name="zero scale", scale=0.0)]
+    return [case for case in cases if fits(variant, case)]
+
+
+def compare(torch: Any, got: Any, want: Any, plain_error: Any) -> str:
+    """Returns what is wrong with a gradient, or nothing."""
+    if not bool(torch.isfinite(got).all()):
+        return f"{int((~torch.isfinite(got)).sum())} values are not finite"
+    error = (got.double() - want).abs()
+    spacing = 2**-8 if got.dtype == torch.bfloat16 else 2**-11
+    floor = spacing * want.abs().max().item() * 0.5 + 1e-7
+    most, allowed = error.max().item(), 3 * plain_error.max().item() + floor
+    if most > allowed:
+        return f"off by {most:.3g}, plain 16-bit by {plain_error.max().item():.3g}"
+    norm, plain = error.norm().item(), plain_error.norm().item()
+    if norm > 2 * plain + 1e-6 * (1 + want.norm().item()):
+        return f"error norm {norm:.3g}, plain 16-bit {plain:.3g}"
+    return ""
+
+
+def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
+    """Runs the check cases of a variant; returns one line per failure."""
+    failures = []
+    for number, case in enumerate(check_cases(loaded.variant)):
+        data = make_data(torch, case, number)
+        want = reference(torch, data)
+        poison(torch, data, want.empty)
+        run = prepare_pass(torch, driver, loaded, data)
+        run()
+        torch.cuda.synchronize()
+        first = {name: x.clone() for name, x in run.results.items()}
+        problems = []
+        for name, got in run.results.items():
+            what = compare(torch, got, want.exact[name], want.plain_errors[name])
+            if what:
+                problems.append(f"{name} {what}")
+        if not bool((run.results["dq"].transpose(1, 2)[want.empty] == 0).all()):
+            problems.append("dq of a row without keys is not 0")
+        unread = ~visibility(torch, data)[:, 0].any(1)
+        for name in ("dk", "dv"):
+            if not bool((run.results[name][unread] == 0).all()):
+                problems.append(f"{name} of a key that nobody sees is not 0")
+        run()
+        torch.cuda.synchronize()
+        stable = ("dq", "dk", "dv") if loaded.variant.two_kernels else ("dk", "dv")
+        problems += [f"{name}: two runs differ" for name in stable if not torch.equal(first[name], run.results[name])]
+        failures += [f"{loaded.variant.name}, {case.name}: {problem}" for problem in problems]
+    return failures
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+# FlashAttention-3 over torch cuDNN, backward alone, by difference of the measured passes of both (H200, 2026-11-21): from
+# forward and forward + backward of FA3 and jax cuDNN in one run.
+FA3_OVER_CUDNN = {
+    (64, True, 2048): 1.35,
+    (64, True, 8192): 1.31,
+    (64, False, 2048): 1.27,
+    (64, False, 8192): 1.20,
+    (128, True, 2048): 1.15,
+    (128, True, 8192): 1.17,
+    (128, False, 2048): 1.17,
+    (128, False, 8192): 1.14,
+    (256, True, 2048): 1.25,
+    (256, True, 8192): 1.19,
+    (256, False, 2048): 1.23,
+    (256, False, 8192): 1.30,
+}
+
+
+def timing_cases() -> list[Case]:
+    """Returns the problems of a standard run: 16384 tokens, heads * head_dim = 2048; most telling first."""
+    cases = []
+    for length in (8192, 2048, 1024, 4096, 16384):
+        for width in (128, 64, 256):
+            batch, heads = 16384 // length, 2048 // width
+            full = Case(f"d{width} full {length}", batch, length, length, heads, heads, width)
+            cases += [full, replace(full, name=f"d{width} causal {length}", right=0)]
+    gqa = Case("d128 gqa32/8 causal 8192", 2, 8192, 8192, 32, 8, 128, right=0)
+    window = Case("d128 window1024 16384", 1, 16384, 16384, 16, 16, 128, left=1023, right=0)
+    cases[6:6] = [
+        gqa,
+        replace(gqa, name="d128 gqa64/8 full 8192", batch=1, heads=64, right=None),
+        replace(gqa, name="d64 gqa32/8 causal 8192", head_dim=64),
+        window,
+    ]
+    return cases
+
+
+def cudnn_backward(torch: Any, data: Data) -> Callable[[], Any] | None:
+    """Returns torch's cuDNN backward of a case, or None; fills in out and lse."""
+    case = data.case
+    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (data.q, data.k, data.v))
+    dout = data.dout.transpose(1, 2)
+    if case.left is not None:
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.right == 0, enable_gqa=case.heads != case.kv_heads
+            )
+
+        def backward() -> Any:
+            return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+        backward()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"  torch cudnn does not run {case.name}: {str(error).splitlines()[0][:100]}")
+        return None
+    data.out = out.detach().transpose(1, 2).contiguous()
+    return backward
+
+
+def fill_residuals(torch: Any, data: Data) -> None:
+    """Gives values to out and lse where only time matters: near those of normal inputs, so that p stays small."""
+    case = data.case
+    if data.out is None:
+        data.out = torch.zeros(case.batch, case.q_len, case.heads, case.width_v, device="cuda", dtype=data.q.dtype)
+    keys = min(case.kv_len, case.left + 1) if case.left is not None else case.kv_len
+    data.lse = torch.full((case.batch, case.heads, case.q_len), math.log(keys) + 0.5, device="cuda")
+
+
+def time_case(
+    torch: Any, driver: Driver, kernels: list[Loaded], case: Case, rounds: int, seed: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Returns milliseconds per round of every contender, and a breakdown of ours by role."""
+    data = make_data(torch, case, 0)
+    contenders: dict[str, Callable[[], Any]] = {}
+    rival = cudnn_backward(torch, data)
+    fill_residuals(torch, data)
+    if rival is not None:
+        contenders["torch cudnn"] = rival
+    passes = {}
+    for loaded in kernels:
+        if fits(loaded.variant, case) and runs_timed(loaded.variant, case):
+            passes[loaded.variant.name] = prepare_pass(torch, driver, loaded, data)
+    contenders |= passes
+    estimate = case.flops() / 500e12 * 1e3
+    launches = max(2, math.ceil(6.0 / estimate))
+
+    def measure(function: Callable[[], Any], count: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        function()
+        start.record()
+        for _ in range(count):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / count
+
+    milliseconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    shuffler = random.Random(seed)
+    for name in order:
+        contenders[name]()
+    for _ in range(rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            milliseconds[name].append(measure(contenders[name], launches))
+    parts = {}
+    for name, run in passes.items():
+        run()
+        parts[name] = " ".join(f"{role} {measure(step, launches):.3f}" for role, step in run.steps.items())
+    return milliseconds, parts
+
+
+def runs_timed(variant: Variant, case: Case) -> bool:
+    """Returns whether a variant is meant for a timed case: its own head dims and mask."""
+    return (
+        variant.head_dim == case.head_dim
+        and (variant.head_dim_v or variant.head_dim) == case.width_v
+        and bool(variant.band) == case.has_band
+        and not variant.scale_first
+        and not variant.name.startswith("check")
+    )
+
+
+def clocks() -> str:
+    """Returns what the card says of its clock, power and heat."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "clocks unknown"
+    return done.stdout.strip().splitlines()[0]
+
+
+def report(case: Case, milliseconds: dict[str, list[float]], parts: dict[str, str]) -> dict[str, Any]:
+    """Prints one case as a table; returns it as a record."""
+    flops = case.flops()
+    median = {name: statistics.median(times) for name, times in milliseconds.items()}
+    speed = {name: flops / time_ms / 1e9 for name, time_ms in median.items()}
+    cudnn = speed.get("torch cudnn")
+    fa3 = FA3_OVER_CUDNN.get((case.head_dim, case.right == 0, case.q_len)) if case.heads == case.kv_heads else None
+    print(f"{case.name}: {clocks()}")
+    for name in sorted(speed, key=lambda name: -speed[name]):
+        spread = max(milliseconds[name]) / min(milliseconds[name])
+        ratio = f"{speed[name] / cudnn:5.2f}x cudnn" if cudnn else ""
+        bar = f"{speed[name] / cudnn / fa3:5.2f}x fa3" if cudnn and fa3 else ""
+        print(f"  {name:24s}{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f} {ratio} {bar}  {parts.get(name, '')}")
+    sys.stdout.flush()
+    return {"case": case.name, "tflops": speed, "milliseconds": milliseconds, "parts": parts}
+
+
+def summarize(records: list[dict[str, Any]]) -> None:
+    """Prints the best of ours over torch cuDNN by case, and the geometric mean."""
+    print("\nbest of ours over torch cudnn; fa3 by table (backward alone)")
+    ratios, bars = [], []
+    for record in records:
+        speed = record["tflops"]
+        names = [name for name in speed if name != "torch cudnn"]
+        if not names or "torch cudnn" not in speed:
+            continue
+        best = max(names, key=lambda name: speed[name])
+        ratio = speed[best] / speed["torch cudnn"]
+        ratios.append(ratio)
+        found = re.match(r"d(\d+) (full|causal) (\d+)", record["case"])
+        table = FA3_OVER_CUDNN.get((int(found[1]), found[2] == "causal", int(found[3]))) if found else None
+        if table:
+            bars.append(ratio / table)
+        tail = f"{ratio / table:5.2f}x fa3" if table else ""
+        print(f"  {record['case']:26s}{best:26s}{speed[best]:7.1f}  {ratio:5.2f}x cudnn  {tail}")
+    for label, values in (("cudnn", ratios), ("fa3", bars)):
+        if values:
+            mean = math.exp(sum(map(math.log, values)) / len(values))
+            print(f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases")
+
+
+# ---- main -----------------------------------------------------------------------------------------------------------
+
+
+def load_all(driver: Driver, folder: Path, facts: dict[str, Any], names: list[str]) -> list[Loaded]:
+    """Loads the named variants."""
+    found = []
+    for variant in variants():
+        if variant.name not in names:
+            continue
+        kernels = {}
+        for role, unit in variant.units().items():
+            fact = facts["units"][unit.name]
+            function = driver.load(folder / f"{unit.name}.cubin", fact["shared_bytes"])
+            kernels[role] = Kernel(function, fact["threads"], fact["shared_bytes"])
+        found.append(Loaded(variant, kernels))
+    return found
+
+
+def check_here(folder: Path, facts: dict[str, Any], names: list[str]) -> None:
+    """Checks the named variants in this process, one line each on standard output."""
+    import torch
+
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    driver = Driver()
+    for loaded in load_all(driver, folder, facts, names):
+        print(f"begin {loaded.variant.name}", flush=True)
+        for line in check(torch, driver, loaded):
+            print(f"wrong {line}", flush=True)
+        print(f"end {loaded.variant.name}", flush=True)
+
+
+def check_apart(folder: Path, names: list[str]) -> list[str]:
+    """Checks the named variants in child processes; returns those that are right.
+
+    A kernel that faults or hangs takes its process with it; the rest are then checked in a fresh one.
+    """
+    right: list[str] = []
+    waiting = list(names)
+    seconds_without_news = 20.0
+    while waiting:
+        log = folder / "check.log"
+        with log.open("w") as stream:
+            command = [sys.executable, __file__, "--folder", str(folder), "--check-here", ",".join(waiting)]
+            child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+            size, since = -1, time.monotonic()
+            patience = 60.0  # the first news come after the start of torch
+            while child.poll() is None and time.monotonic() - since < patience:
+                time.sleep(0.1)
+                if log.stat().st_size != size:
+                    patience = seconds_without_news if size > 0 else patience
+                    size, since = log.stat().st_size, time.monotonic()
+            hangs = child.poll() is None
+            if hangs:
+                child.kill()
+                child.wait()
+        begun: list[str] = []
+        ended: list[str] = []
+        wrong: list[str] = []
+        other: list[str] = []
+        for line in log.read_text().splitlines():
+            word, _, rest = line.partition(" ")
+            {"begin": begun, "end": ended, "wrong": wrong}.get(word, other).append(
+                rest if word in ("begin", "end", "wrong") else line
+            )
+        for name in ended:
+            mistakes = [line for line in wrong if line.startswith(name + ",")]
+            print(f"{name:34s}{'wrong' if mistakes else 'right'}")
+            for line in mistakes:
+                print("  " + line)
+            right += [] if mistakes else [name]
+        waiting = [name for name in waiting if name not in begun]
+        if begun != ended or child.returncode != 0:
+            what = "hangs" if hangs else f"ends its process ({child.returncode})"
+            print(f"{begun[-1] if begun else 'loading'} {what}: " + " | ".join(other[-4:])[-800:])
+            for line in wrong:
+                if begun and line.startswith(begun[-1] + ","):
+                    print("  " + line)
+            if not begun:
+                break
+    sys.stdout.flush()
+    return right
+
+
+def main() -> int:
+    """Runs checks and timings; returns 1 if a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("build/sm90_backward"), help="cubins and facts.json")
+    parser.add_argument("--write-units", action="store_true", help="write sources into the folder and stop")
+    parser.add_argument("--check-layout", action="store_true", help="compare the mirrors with facts.json and stop")
+    parser.add_argument("--check-here", default="", help="check these variants in this process and stop")
+    parser.add_argument("--variants", default="", help="only variants whose name matches this expression")
+    parser.add_argument("--cases", default="", help="only timed cases whose name matches this expression")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=140.0, help="begin no further timed case after this time")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("--time-wrong", action="store_true", help="time variants that failed their checks too")
+    parser.add_argument("--json", type=Path, help="write all times here")
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    started = time.monotonic()
+    if arguments.write_units:
+        write_units(folder)
+        return 0
+    facts = json.loads((folder / "facts.json").read_text())
+    check_layout(facts)
+    if arguments.check_layout:
+        print("layouts agree")
+        return 0
+    if arguments.check_here:
+        check_here(folder, facts, arguments.check_here.split(","))
+        return 0
+
+    names = [variant.name for variant in variants() if re.search(arguments.variants, variant.name)]
+    right = names if arguments.no_check else check_apart(folder, names)
+    records = []
+    if not arguments.no_time:
+        import torch
+
+        torch.cuda.init()
+        torch.zeros(1, device="cuda")
+        version = torch.backends.cudnn.version()
+        print(torch.cuda.get_device_name(0), "torch", torch.__version__, "cudnn", version, clocks())
+        driver = Driver()
+        kernels = load_all(driver, folder, facts, names if arguments.time_wrong else right)
+        for case in timing_cases():
+            if not re.search(arguments.cases, case.name):
+                continue
+            if time.monotonic() - started > arguments.seconds:
+                print(f"no time left for {case.name}")
+                continue
+            milliseconds, parts = time_case(torch, driver, kernels, case, arguments.rounds, arguments.seed)
+            records.append(report(case, milliseconds, parts))
+        summarize(records)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
+    print(f"{len(names) - len(right)} of {len(names)} variants failed their checks; {time.monotonic() - started:.0f} s")
+    return int(len(right) < len(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,6 +23,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,21 @@ class Attention:
     mask: Callable[[jax.Array], Mask]  # of the segment ids (B, T)
 
 
+def rotated(
+    function: AttentionFn, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
+) -> jax.Array:
+    """Attention with rotary position embeddings (arXiv:2104.09864), whoever computes it."""
+    frequencies = 10_000.0 ** -jnp.linspace(0.0, 1.0, query.shape[-1] // 2, endpoint=False)
+    angles = jnp.arange(query.shape[-3])[:, None, None] * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def rotate(x: jax.Array) -> jax.Array:
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+    return function(rotate(query), rotate(key), value, **options)
+
+
 class Block(nnx.Module):
     """Attention and feed-forward, each behind a LayerNorm and around a residual."""
 
@@ -189,7 +205,7 @@ class Block(nnx.Module):
             in_features=features,
             use_bias=False,
             dtype=dtype,
-            attention_fn=attention_fn,
+            attention_fn=functools.partial(rotated, attention_fn),
             decode=False,
             rngs=rngs,
         )
@@ -208,11 +224,11 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: Config, attention: Attention, rngs: nnx.Rngs):
         self.mask = attention.mask
         dtype = jnp.dtype(config.dtype)
-        # Bytes begin as large as what attention adds to them, or the first steps would only go into growing them.
-        embed = functools.partial(nnx.Embed, features=config.features, dtype=dtype, rngs=rngs)
         normal = nnx.initializers.normal
-        self.embed_byte = embed(VOCABULARY, embedding_init=normal(1.0))
-        self.embed_position = embed(config.seq_len, embedding_init=normal(0.1))
+        # Bytes begin as large as what attention adds to them, or the first steps would only go into growing them.
+        self.embed = nnx.Embed(
+            VOCABULARY, config.features, dtype=dtype, embedding_init=normal(1.0), rngs=rngs
+        )
         self.blocks = nnx.List(
             [Block(config, attention.function, rngs) for _ in range(config.layers)]
         )
@@ -223,17 +239,10 @@ class LanguageModel(nnx.Module):
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
         mask = self.mask(segment_ids)
-        x = self.embed_byte(tokens) + self.embed_position(positions_in_document(segment_ids))
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, mask)
         return self.logits(self.norm(x)).astype(jnp.float32)
-
-
-def positions_in_document(segment_ids: jax.Array) -> jax.Array:
-    """Counts from 0 inside every document: (B, T) int32."""
-    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1]), segment_ids.shape)
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def mean_loss(model: LanguageModel, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -345,7 +354,7 @@ def held_out_loss(
 
 
 def generate(
-    config: Config, model: LanguageModel, prompt: str, length: int, temperature: float = 0.5
+    config: Config, model: LanguageModel, prompt: str, length: int, temperature: float
 ) -> str:
     """Continues a prompt byte by byte. Bytes not written yet are padding, so one compiled step serves all lengths."""
     graph, parameters = nnx.split(model)
@@ -479,14 +488,14 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = functools.partial(parser.add_argument, metavar="")
-    add("--steps", type=int, default=400 if on_gpu else 200, help="training steps (%(default)s)")
+    add("--steps", type=int, default=400 if on_gpu else 360, help="training steps (%(default)s)")
     add(
         "--compare-steps",
         type=int,
-        default=50 if on_gpu else 20,
+        default=50 if on_gpu else 25,
         help="steps of the two runs compared with (%(default)s)",
     )
-    add("--batch", type=int, default=8, help="rows in a batch (%(default)s)")
+    add("--batch", type=int, default=8 if on_gpu else 4, help="rows in a batch (%(default)s)")
     add("--seq-len", type=int, default=2048 if on_gpu else 512, help="bytes in a row (%(default)s)")
     add("--layers", type=int, default=8 if on_gpu else 3, help="(%(default)s)")
     add("--heads", type=int, default=8 if on_gpu else 4, help="(%(default)s)")
@@ -511,6 +520,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
     )
     add("--data-bytes", type=int, default=4_000_000, help="of source text to read (%(default)s)")
     add("--sample-bytes", type=int, default=300, help="of generated text (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="of sampling (%(default)s)")
     add("--prompt", default="def read_lines(path", help="that the text continues (%(default)r)")
     parser.add_argument(
         "--out",
@@ -522,6 +532,8 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
     options = parser.parse_args(arguments)
     names = [field.name for field in dataclasses.fields(Config)]
     config = Config(**{name: getattr(options, name) for name in names})
+    if config.head_dim % 2:
+        parser.error(f"--head-dim is {config.head_dim}, must be even: rotary embeddings turn pairs")
     for name in ("steps", "compare_steps", "batch", "seq_len", "layers", "heads", "head_dim"):
         if getattr(config, name) < 1:
             parser.error(
@@ -566,7 +578,7 @@ def main(arguments: list[str] | None = None) -> int:
         attention.name: held_out_loss(attention, config, trained, held_out_data)
         for attention in (ours, *others, ignoring)
     }
-    sample = generate(config, trained, options.prompt, options.sample_bytes)
+    sample = generate(config, trained, options.prompt, options.sample_bytes, options.temperature)
     claims = check_claims(config, runs, held_out, entropy)
     draw(options.out / "curves.png", config, runs, entropy)
     result = {
@@ -588,7 +600,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
-    print(f"\nA sample at temperature 0.5:\n{'-' * 80}\n{sample}\n{'-' * 80}\n")
+    print(f"\nA sample at temperature {options.temperature:g}:\n{'-' * 80}\n{sample}\n{'-' * 80}\n")
     print(table(config, runs, held_out))
     print(f"\nentropy of single bytes {entropy:.4f} nats; curves in {options.out / 'curves.png'}\n")
     for holds, text in claims:

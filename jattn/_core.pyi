@@ -100,6 +100,9 @@ def forget_unloaded_kernels() -> None:
 def driver_status() -> str:
     """Says which NVIDIA driver there is, or why there is none."""
 
+def cuda_executions() -> int:
+    """Returns how often a CUDA handler has executed; one that is replayed from a command buffer does not."""
+
 def driver_cuda_version() -> int:
     """Returns the CUDA version of the driver as 1000 * major + 10 * minor, or 0."""
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jattn import autodiff, config, device, dispatch
@@ -554,7 +555,7 @@ def _segments(
 def _band(
     mask: Any, is_causal: bool, window: Window, alignment: Alignment, q_len: int, kv_len: int
 ) -> Band:
-    if not isinstance(is_causal, bool):
+    if not isinstance(is_causal, (bool, np.bool_)):
         raise ValueError(
             f"{_NAME}: is_causal is {is_causal!r}, must be True or False, known while tracing"
         )
@@ -588,8 +589,10 @@ def _band(
 def _window(window: Window) -> tuple[int, int]:
     if window is None:
         return UNBOUNDED, UNBOUNDED
-    sides = (window, window) if isinstance(window, int) else tuple(window)
-    valid = len(sides) == 2 and all(s is None or (isinstance(s, int) and s >= -1) for s in sides)
+    sides = (window, window) if isinstance(window, int | np.integer) else tuple(window)
+    valid = len(sides) == 2 and all(
+        s is None or (isinstance(s, int | np.integer) and s >= -1) for s in sides
+    )
     if not valid:
         raise ValueError(
             f"{_NAME}: local_window_size is {window!r}, must be a number of keys or a pair (left, right) of them;"

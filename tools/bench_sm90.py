@@ -48,12 +48,12 @@ class Variant:
     softcap: int = 0
     schedule: int = 0
     loop_order: int = 0
-    cluster_size: int = 1
     chain_items: int = 0
     scale_first: int = 0
     q_in_registers: int = 0
     integer_max: int = 0
-    section_mib: float = 0  # keys and values of one section; 0: one key/value head
+    compiler: str = "nvcc"
+    section_waves: float = 0  # items of one section over multiprocessors; 0: one key/value head
 
     def config(self) -> dict[str, str]:
         """Returns the members of Config as device code."""
@@ -68,12 +68,11 @@ class Variant:
             "stages": str(self.stages),
             "schedule": str(self.schedule),
             "loop_order": str(self.loop_order),
-            "cluster_size": str(self.cluster_size),
         }
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in flags}
         order = (
             "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule loop_order "
-            "cluster_size chain_items scale_first q_in_registers integer_max"
+            "chain_items scale_first q_in_registers integer_max"
         ).split()
         return {name: values[name] for name in order}
 
@@ -82,8 +81,8 @@ class Variant:
         flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
         shape = f"{self.element}_d{self.head_dim}x{self.head_dim_v or self.head_dim}_tile{self.tile_q}x{self.tile_kv}"
         tags = [shape, f"stages{self.stages}", f"schedule{self.schedule}", f"order{self.loop_order}"]
-        tags += [f"cluster{self.cluster_size}"] if self.cluster_size > 1 else []
-        return "_".join([*tags, *(flag for flag in flags if getattr(self, flag))])
+        tags += [flag for flag in flags if getattr(self, flag)]
+        return "_".join([*tags, *([self.compiler] if self.compiler != "nvcc" else [])])
 
 
 def variants() -> list[Variant]:
@@ -91,60 +90,53 @@ def variants() -> list[Variant]:
     found: list[Variant] = []
     for band in (0, 1):
         mask = "band" if band else "full"
-        base = Variant("", band=band, section_mib=16.0 if band else 0.0, schedule=2)
+        base = Variant("", band=band, section_waves=1.0 if band else 0.0, schedule=2)
 
         def add(tag: str, base: Variant = base, mask: str = mask, **members: Any) -> None:
             variant = replace(base, **members)
             width = f"d{variant.head_dim}" + (f"v{variant.head_dim_v}" if variant.head_dim_v else "")
             found.append(replace(variant, name=f"{width}_{mask}_{tag}"))
 
-        d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "loop_order": 1}
-        add("last_st3", **d64, stages=3)
-        add("last_st4", **d64, stages=4)
-        add("last_st3_imax", **d64, stages=3, integer_max=1)
-        add("grid_last_st3", **d64, stages=3, schedule=0)
-        add("mid_st3_imax", **d64 | {"loop_order": 0}, stages=3, integer_max=1)
-        add("mid")
-        add("grid_mid", schedule=0)
-        add("mid_imax", integer_max=1)
-        add("mid_qreg", q_in_registers=1)
-        add("mid_qreg_imax", q_in_registers=1, integer_max=1)
-        add("serial192", loop_order=2, tile_q=192)
-        add("serial192_imax", loop_order=2, tile_q=192, integer_max=1)
+        d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "stages": 4}
+        best: dict[str, Any] = {"q_in_registers": 1, "integer_max": 1}
+        add("last", **d64, loop_order=1)
+        add("last_chain", **d64, loop_order=1, chain_items=1)
+        add("last_imax_chain", **d64, loop_order=1, chain_items=1, integer_max=1)
+        add("mid_imax", **d64, integer_max=1)
+        add("mid_imax_chain", **d64, integer_max=1, chain_items=1)
+        add("q128", head_dim=64, stages=3, **best)
+        add("q128_chain", head_dim=64, stages=3, **best, chain_items=1)
+        add("mid", schedule=2)
+        add("best", **best)
+        add("imax_chain", integer_max=1, chain_items=1)
+        add("chain", chain_items=1)
         add("mid", head_dim=256, tile_kv=64)
-        add("grid_mid", head_dim=256, tile_kv=64, schedule=0)
-        add("mid_kv80", head_dim=256, tile_kv=80)
-        add("mid_imax", head_dim=256, tile_kv=64, integer_max=1)
-        add("mid", head_dim=96)
-        add("mid_imax", head_dim=96, integer_max=1)
-        add("last", head_dim=96, loop_order=1)
-        add("mid_qreg", head_dim=96, q_in_registers=1)
-        add("serial192", head_dim=96, loop_order=2, tile_q=192)
-        add("mid_kv96", head_dim=192, tile_kv=96)
-        add("mid_kv112", head_dim=192, tile_kv=112)
+        add("kv80", head_dim=256, tile_kv=80)
+        add("best", head_dim=96, **best)
+        add("imax_chain", head_dim=96, integer_max=1, chain_items=1)
+        add("best_chain", head_dim=96, **best, chain_items=1)
+        add("serial", head_dim=96, loop_order=2, tile_q=192, integer_max=1)
+        add("kv96", head_dim=192, tile_kv=96)
+        add("kv112", head_dim=192, tile_kv=112)
         add("mid", head_dim=192, head_dim_v=128)
-        add("last_st3_chain", **d64, stages=3, chain_items=1)
-        add("last_st3_chain_imax", **d64, stages=3, chain_items=1, integer_max=1)
-        add("mid_chain", chain_items=1)
-        add("mid_chain_imax", chain_items=1, integer_max=1)
-        add("mid_chain", head_dim=96, chain_items=1)
-        pair: dict[str, Any] = {"cluster_size": 2, "schedule": 0 if band else 1}
-        add("mid_pair", **pair)
-        add("mid_qreg_pair", **pair, q_in_registers=1)
-        add("mid_pair", head_dim=256, tile_kv=64, **pair)
-        add("last_st3_pair", **d64, stages=3, **pair)
+        add("imax", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
-            add("last_st3_4mib", **d64, stages=3, section_mib=4.0)
-            add("last_st3_40mib", **d64, stages=3, section_mib=40.0)
-            add("mid_4mib", section_mib=4.0)
-            add("mid_8mib", section_mib=8.0)
-            add("mid_40mib", section_mib=40.0)
-            add("mid_8mib", head_dim=256, tile_kv=64, section_mib=8.0)
-            add("mid_40mib", head_dim=256, tile_kv=64, section_mib=40.0)
+            for waves in (0.5, 2.0, 4.0):
+                add(f"last_{waves}w", **d64, loop_order=1, section_waves=waves)
+                add(f"best_{waves}w", **best, section_waves=waves)
+                add(f"mid_{waves}w", head_dim=256, tile_kv=64, section_waves=waves)
+        else:
+            add("serial", loop_order=2, tile_q=192, integer_max=1)
+            add("best_1w", **best, section_waves=1.0)
+            add("mid_1w", head_dim=256, tile_kv=64, section_waves=1.0)
     # For the checks: other types and features.
     checked = Variant("", band=1, lengths=1, schedule=2)
     found.append(replace(checked, name="check_f16", element="f16"))
     found.append(replace(checked, name="check_d256", head_dim=256, tile_kv=64))
+    nvrtc = Variant("check_nvrtc96", head_dim=96, band=1, schedule=2, compiler="nvrtc")
+    found.append(nvrtc)
+    found.append(replace(nvrtc, name="check_nvrtc96f", band=0, element="f16"))
+    found.append(replace(nvrtc, name="check_nvrtc64", head_dim=64, tile_q=192, loop_order=1))
     found.append(replace(checked, name="check_grid", schedule=0))
     found.append(replace(checked, name="check_stride", schedule=1))
     found.append(replace(checked, name="check_full", band=0))
@@ -156,8 +148,6 @@ def variants() -> list[Variant]:
     found.append(
         replace(checked, name="check_chain64", chain_items=1, head_dim=64, tile_q=192, loop_order=1, segments=1)
     )
-    found.append(replace(checked, name="check_pair", cluster_size=2, schedule=0))
-    found.append(replace(checked, name="check_pair_stride", cluster_size=2, schedule=1, head_dim=96))
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
     found.append(replace(checked, name="check_softcap", softcap=1))
     found.append(replace(checked, name="check_scale_first", scale_first=1))
@@ -171,7 +161,7 @@ namespace jattn {{
 constexpr Config kConfig{{{config}}};
 }}
 
-extern "C" __global__ void {cluster}__launch_bounds__(jattn::sm90::forward_threads(jattn::kConfig), 1)
+extern "C" __global__ void __launch_bounds__(jattn::sm90::forward_threads(jattn::kConfig), 1)
 jattn_kernel(const __grid_constant__ jattn::sm90::ForwardParams params) {{
   jattn::sm90::forward<jattn::kConfig>(params);
 }}
@@ -211,8 +201,7 @@ def write_units(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cubins = {variant.cubin(): variant for variant in variants()}
     for name, variant in cubins.items():
-        cluster = f"__cluster_dims__({variant.cluster_size}, 1, 1) " if variant.cluster_size > 1 else ""
-        text = UNIT.format(config=config_text(variant), cluster=cluster)
+        text = UNIT.format(config=config_text(variant))
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -422,7 +411,7 @@ def make_data(torch: Any, case: Case, seed: int, poison: bool) -> Data:
         draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
         torch.full((case.batch, case.q_len, case.heads, case.width_v), math.nan, device="cuda", dtype=dtype),
         torch.full((case.batch, case.heads, case.q_len), math.nan, device="cuda"),
-        torch.zeros(1, device="cuda", dtype=torch.int32),
+        torch.full((1,), -(2**30), device="cuda", dtype=torch.int32),
     )
     if case.lengths:
         q_lengths, kv_lengths = zip(*case.lengths, strict=True)
@@ -523,13 +512,14 @@ class Loaded:
     shared_bytes: int
 
 
-def section_heads(variant: Variant, case: Case) -> int:
-    """Returns how many query heads share a section, by the bytes of their keys and values."""
-    if not variant.section_mib:
-        return case.heads // case.kv_heads
-    kv_bytes = case.kv_len * (case.head_dim + case.width_v) * 2
-    kv_heads = max(1, int(variant.section_mib * 2**20 / kv_bytes))
-    return min(case.batch * case.heads, kv_heads * (case.heads // case.kv_heads))
+def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
+    """Returns how many query heads share a section."""
+    group = case.heads // case.kv_heads
+    if not variant.section_waves:
+        return group
+    tiles = -(-case.q_len // variant.tile_q)
+    kv_heads = max(1, round(variant.section_waves * num_sms / tiles / group))
+    return min(case.batch * case.heads, kv_heads * group)
 
 
 def fits(variant: Variant, case: Case) -> bool:
@@ -554,8 +544,9 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
     def pointer(name: str) -> int | None:
         return extra[name].data_ptr() if name in extra else None
 
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     scale = case.scale if case.scale is not None else case.head_dim**-0.5
-    tiles = -(-case.q_len // (variant.tile_q * variant.cluster_size))
+    tiles = -(-case.q_len // variant.tile_q)
     unbounded = 2**29
     problem = Problem(
         **{name: pointer(name) for name in INDICES},
@@ -584,27 +575,25 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
         problem.q_ranges, problem.kv_ranges = keep[0].data_ptr(), keep[1].data_ptr()
     params = Params(
         driver.tensor_map(data.q, variant.tile_q),
-        driver.tensor_map(data.k, variant.tile_kv // variant.cluster_size),
-        driver.tensor_map(data.v, variant.tile_kv // variant.cluster_size),
+        driver.tensor_map(data.k, variant.tile_kv),
+        driver.tensor_map(data.v, variant.tile_kv),
         driver.tensor_map(data.out, 64),
         problem,
         lse=data.lse.data_ptr(),
         next_item=data.counter.data_ptr(),
         tiles=tiles,
         items=case.batch * case.heads * tiles,
-        section_heads=section_heads(variant, case),
+        section_heads=section_heads(variant, case, num_sms),
     )
     keep.append(params)
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    clusters = params.items if variant.schedule == 0 else min(params.items, num_sms // variant.cluster_size)
-    grid = clusters * variant.cluster_size
+    grid = params.items if variant.schedule == 0 else min(params.items, num_sms)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     counter = ctypes.c_uint64(data.counter.data_ptr())
 
     def launch(keep: list[Any] = keep) -> None:
         if variant.schedule == 2:
-            driver.call("cuMemsetD32Async", counter, ctypes.c_uint(0), ctypes.c_size_t(1), stream)
+            driver.call("cuMemsetD8Async", counter, ctypes.c_ubyte(0), ctypes.c_size_t(4), stream)
         driver.call(
             "cuLaunchKernel",
             loaded.function,

@@ -133,7 +133,8 @@ def variants() -> list[Variant]:
         found += [
             replace(d64, name=f"d64_{mask}_plain"),
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_late", tile_q=64, loop_order=2),
+            replace(d64, name=f"d64_{mask}_halves", loop_order=2),
+            replace(d64, name=f"d64_{mask}_halves_bulk", loop_order=2, bulk_reduce=1),
             replace(d64, name=f"d64_{mask}_two", two_kernels=True, dq_tile_kv=128),
             replace(d128, name=f"d128_{mask}_plain"),
             replace(d128, name=f"d128_{mask}_over", loop_order=1),
@@ -147,10 +148,10 @@ def variants() -> list[Variant]:
         if band:
             for mib in (32, 64):
                 found.append(replace(d128, name=f"d128_band_late_s{mib}", loop_order=2, section_mib=mib))
-                found.append(replace(d64, name=f"d64_band_plain_s{mib}", section_mib=mib))
+                found.append(replace(d64, name=f"d64_band_halves_s{mib}", loop_order=2, section_mib=mib))
         else:
             found.append(replace(d128, name="d128_full_late_turn", loop_order=2, rotation=1))
-            found.append(replace(d64, name="d64_full_plain_turn", rotation=1))
+            found.append(replace(d64, name="d64_full_halves_turn", loop_order=2, rotation=1))
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
@@ -160,6 +161,7 @@ def variants() -> list[Variant]:
         replace(checked, name="check_d128v64", head_dim_v=64),
         replace(checked, name="check_segments", segments=1, loop_order=2),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
+        replace(checked, name="check_halves", segments=1, head_dim=64, tile_q=128, loop_order=2),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_over", loop_order=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
@@ -862,12 +864,14 @@ def compare(torch: Any, got: Any, want: Any, plain_error: Any) -> str:
         return f"{int((~torch.isfinite(got)).sum())} values are not finite"
     error = (got.double() - want).abs()
     spacing = 2**-8 if got.dtype == torch.bfloat16 else 2**-11
-    floor = spacing * want.abs().max().item() * 0.5 + 1e-7
+    # Of a row with one visible key ds is 0, but for the float32 rounding of dp and delta, sums of head_dim_v products.
+    float32_floor = 2e-5
+    floor = spacing * want.abs().max().item() * 0.5 + float32_floor
     most, allowed = error.max().item(), 3 * plain_error.max().item() + floor
     if most > allowed:
         return f"off by {most:.3g}, plain 16-bit by {plain_error.max().item():.3g}"
     norm, plain = error.norm().item(), plain_error.norm().item()
-    if norm > 2 * plain + 1e-6 * (1 + want.norm().item()):
+    if norm > 2 * plain + float32_floor * math.sqrt(want.numel()) + 1e-6 * want.norm().item():
         return f"error norm {norm:.3g}, plain 16-bit {plain:.3g}"
     return ""
 
@@ -1094,6 +1098,14 @@ def load_all(driver: Driver, folder: Path, facts: dict[str, Any], names: list[st
         if variant.name not in names:
             continue
         kernels = {}
+        missing = [
+            unit.name
+            for unit in variant.units().values()
+            if unit.name not in facts["units"] or not (folder / f"{unit.name}.cubin").exists()
+        ]
+        if missing:
+            print(f"{variant.name} is not built: {missing[0]}")
+            continue
         for role, unit in variant.units().items():
             fact = facts["units"][unit.name]
             function = driver.load(folder / f"{unit.name}.cubin", fact["shared_bytes"])

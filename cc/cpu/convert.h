@@ -145,6 +145,17 @@ inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumula
   memcpy(to + i, tail, static_cast<size_t>(count - i) * sizeof(Element));
 }
 
+// to[i] = from[i] / divisor, or times its reciprocal where that is the same but for a negligible part of the rounding.
+template <typename Element>
+inline void divide_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> divisor, Element* to) {
+  using Acc = Accumulator<Element>;
+  if constexpr (sizeof(Element) < sizeof(Acc)) {
+    narrow_row(from, count, 1 / divisor, to);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i] / divisor;
+  }
+}
+
 template <typename Acc>
 inline void clear(Acc* to, int64_t count) {
   memset(to, 0, static_cast<size_t>(count) * sizeof(Acc));

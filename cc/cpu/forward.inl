@@ -278,12 +278,9 @@ class ForwardPass {
   }
 
   void finish(const Task& task, const Panel& panel, Acc* rows) const {
-    Acc inverse[kPanel];
     for (int64_t row = 0; row < panel.rows.count; ++row) {
-      const Acc sum = panel.softmax.row_sum[row];
-      inverse[row] = 1 / sum;
       lse_[lse_index(task.batch, panel.rows.query[row], panel.rows.head[row])] =
-          log_sum(panel.softmax.row_max[row], sum);
+          log_sum(panel.softmax.row_max[row], panel.softmax.row_sum[row]);
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
       Element* to =
@@ -291,7 +288,7 @@ class ForwardPass {
       if (panel.softmax.row_sum[row] == 0) {
         clear(to, count);
       } else {
-        narrow_row(rows + row * kTile, count, inverse[row], to);
+        divide_row(rows + row * kTile, count, panel.softmax.row_sum[row], to);
       }
     });
   }
@@ -351,8 +348,12 @@ class ForwardPass {
       const int64_t query = row % problem_.q_len, head = row / problem_.q_len % problem_.num_heads;
       const int64_t batch = row / problem_.q_len / problem_.num_heads;
       lse_[row] = log_sum(row_max, sum);
-      narrow_row(merged, problem_.head_dim_v, sum == 0 ? 0 : 1 / sum,
-                 out_ + query_row(batch, query, head) * problem_.head_dim_v);
+      Element* out = out_ + query_row(batch, query, head) * problem_.head_dim_v;
+      if (sum == 0) {
+        clear(out, problem_.head_dim_v);
+      } else {
+        divide_row(merged, problem_.head_dim_v, sum, out);
+      }
     }
   }
 

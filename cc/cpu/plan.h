@@ -16,7 +16,7 @@ inline constexpr int64_t kTile = 64;
 
 // Queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
 // the matrix unit that was worth a third of the time.
-inline constexpr int64_t kPanelRows[] = {64, 32, 32, 64};
+inline constexpr int64_t kPanelRows[] = {64, 32, 64, 64};
 
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;

@@ -16,6 +16,7 @@
 #endif
 
 #include <atomic>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -95,6 +96,23 @@ TaskRunner runner_of(const ParallelFor& parallel_for) {
           }};
 }
 
+// Without a pair of a query and a key every gradient is zero; those of operands that are not empty must still be written.
+void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
+  const auto clear = [](void* gradient, int64_t elements, DType dtype) {
+    if (gradient != nullptr) std::memset(gradient, 0, static_cast<size_t>(elements * size_bytes(dtype)));
+  };
+  const auto extent = [](int64_t stride, int64_t full) { return stride == 0 ? int64_t{1} : full; };
+  const int64_t key_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
+  clear(buffers.dq, problem.batch * problem.q_len * problem.num_heads * problem.head_dim, problem.dtype);
+  clear(buffers.dk, key_rows * problem.head_dim, problem.dtype);
+  clear(buffers.dv, key_rows * problem.head_dim_v, problem.dtype);
+  const BroadcastTensor& bias = problem.bias;
+  clear(buffers.dbias,
+        extent(bias.stride_batch, problem.batch) * extent(bias.stride_head, problem.num_heads) *
+            extent(bias.stride_query, problem.q_len) * extent(bias.stride_key, problem.kv_len),
+        bias.dtype);
+}
+
 }  // namespace
 
 int64_t forward_scratch_bytes(const Problem& problem) { return plan_forward(problem).scratch_bytes; }
@@ -111,7 +129,10 @@ void forward(const Problem& problem, const ForwardResults& results, void* scratc
 
 void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch,
               const ParallelFor& parallel_for) {
-  if (problem.num_kv_heads == 0) return;
+  if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
+    clear_gradients(problem, buffers);
+    return;
+  }
   const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr);
   backward_kernel(problem.dtype)(problem, plan, buffers, scratch, runner_of(parallel_for));
 }

@@ -39,7 +39,7 @@ template <bool kAccumulate, int kRows, int kVectors, typename T>
 inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTile<T> left, RightTile<T> right,
                                                           ResultTile<T> result) {
   Vec<T> sum[kRows][kVectors];
-#pragma GCC unroll 16
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) {
@@ -52,14 +52,14 @@ inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTil
     Vec<T> vectors[kVectors];
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) vectors[c] = load(right_row + c * kWidth<T>);
-#pragma GCC unroll 16
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Vec<T> scalar = broadcast<T>(left_column[r * left.row_stride]);
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) sum[r][c] += scalar * vectors[c];
     }
   }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) store(result.data + r * result.stride + c * kWidth<T>, sum[r][c]);
@@ -73,12 +73,6 @@ inline void multiply_columns(int64_t rows, int64_t inner, LeftTile<T> left, Righ
     result.data += done * result.stride;
     rows -= done;
   };
-  if constexpr (kBlockVectors == 4 && kVectors == 2) {
-    while (rows >= 12) {
-      multiply_block<kAccumulate, 12, kVectors>(inner, left, right, result);
-      advance(12);
-    }
-  }
   while (rows >= kBlockRows) {
     multiply_block<kAccumulate, kBlockRows, kVectors>(inner, left, right, result);
     advance(kBlockRows);

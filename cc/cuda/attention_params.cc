@@ -53,6 +53,15 @@ BroadcastArray broadcast_array(const BroadcastTensor& tensor, int64_t element_by
           .pairs = tensor.stride_key == 1 && even && kv_len % 2 == 0 && aligned(tensor.data, 2 * element_bytes)};
 }
 
+// What staged copies of a bias or mask rely on.
+void check_staged(const Kernel& kernel, const char* name, const BroadcastTensor& tensor, int64_t element_bytes,
+                  int64_t kv_len) {
+  const bool rows_aligned = (tensor.stride_batch * element_bytes) % 16 == 0 && (tensor.stride_head * element_bytes) % 16 == 0 &&
+                            (tensor.stride_query * element_bytes) % 16 == 0 && (kv_len * element_bytes) % 16 == 0;
+  JATTN_REQUIRE(tensor.stride_key == 1 && rows_aligned && aligned(tensor.data, 16), "kernel ", kernel.text, " needs a ", name,
+                " whose rows start on 16-byte boundaries");
+}
+
 int32_t clamp_band(int64_t limit) { return static_cast<int32_t>(std::clamp(limit, -kUnboundedBand, kUnboundedBand)); }
 
 // Band and lengths do no harm in a kernel whose problem has none; the others read what is not there.
@@ -106,6 +115,10 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   params.q = problem.q;
   params.k = problem.k;
   params.v = problem.v;
+  if (config.bias && config.staged_bias) {
+    check_staged(kernel, "bias", problem.bias, size_bytes(problem.bias.dtype), problem.kv_len);
+  }
+  if (config.mask && config.staged_mask) check_staged(kernel, "mask", problem.mask, 1, problem.kv_len);
   if (config.bias) params.bias = broadcast_array(problem.bias, size_bytes(problem.bias.dtype), problem.kv_len);
   if (config.mask) params.mask = broadcast_array(problem.mask, 1, problem.kv_len);
   params.q_lengths = problem.q_lengths;

@@ -3,6 +3,7 @@
 //
 // Instantiate needs no device: it makes machine code. Initialize runs before every execution, so it is a look-up
 // once the kernels are loaded; loading there keeps it out of a capture. Execute only launches.
+#include <atomic>
 #include <exception>
 #include <string_view>
 #include <vector>
@@ -62,6 +63,8 @@ ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
   return ffi::Error::Success();
 }
 
+std::atomic<int64_t> executions{0};
+
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary plan) {
   if (ffi::Error error = bind::check_attributes(spec); error.failure()) return error;
   return guarded([&] {
@@ -83,6 +86,7 @@ ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remaining
                    ffi::Dictionary spec, ffi::Dictionary plan_attributes) {
   ForwardResults results;
   ffi::AnyBuffer scratch(nullptr);
+  executions.fetch_add(1, std::memory_order_relaxed);
   const auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
   return guarded([&] {
@@ -97,6 +101,7 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
                     ffi::Dictionary spec, ffi::Dictionary plan_attributes) {
   BackwardBuffers buffers;
   ffi::AnyBuffer scratch(nullptr);
+  executions.fetch_add(1, std::memory_order_relaxed);
   const auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
   return guarded([&] {
@@ -143,6 +148,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaBackward, jattn::backward,
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jattn::ffi_handlers {
+
+int64_t cuda_executions() { return jattn::executions.load(std::memory_order_relaxed); }
 
 std::vector<Handler> cuda() {
   return {{"jattn_forward_v1", "instantiate", JattnCudaInstantiate},

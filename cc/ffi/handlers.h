@@ -1,6 +1,7 @@
 // The handlers of each platform, as module.cc hands them to JAX.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -15,5 +16,8 @@ struct Handler {
 
 std::vector<Handler> cpu();   // cpu_handlers.cc
 std::vector<Handler> cuda();  // cuda_handlers.cc
+
+// How often execute ran for the CUDA platform in this process. A captured call runs once, its replays do not count.
+int64_t cuda_executions();  // cuda_handlers.cc
 
 }  // namespace jattn::ffi_handlers

@@ -239,6 +239,7 @@ NB_MODULE(_core, m) {
 
   m.def("driver_status", &cuda::driver_status);
   m.def("driver_cuda_version", &cuda::driver_cuda_version);
+  m.def("cuda_executions", &ffi_handlers::cuda_executions);
   m.def("nvrtc_status", &cuda::nvrtc_status);
   m.def("hot_set_cuda_version", &cuda::embedded_cuda_version);
 

@@ -24,12 +24,13 @@ struct Config {
   bool bias = false;      // dense bias, likewise
   bool softcap = false;
   bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
+  bool staged_bias = false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
+  bool staged_mask = false;  // likewise of the mask
   int grad_slices = 1;       // parts of the columns of dq, dk, dv, each computed by a block of its own
 
   // Read by kernels/sm90 only.
   int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
   int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
-  int cluster_size = 1;         // blocks that share the copies of k and v, each with its own tile of queries
   bool chain_items = false;     // start the next item before the last output product of this one
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product

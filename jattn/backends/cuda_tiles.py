@@ -83,12 +83,42 @@ def _element_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def forward_shared_bytes(tile: Tile, dtype: str) -> int:
+def _staged(
+    shape: tuple[int, ...] | None, element_bytes: int, problem: Problem, tile: Tile
+) -> bool:
+    """Whether tiles of a bias or mask are copied to shared memory: it has both axes, and rows on 16-byte boundaries."""
+    if shape is None:
+        return False
+    both = shape[2] == problem.q_len > 1 and shape[3] == problem.kv_len > 1
+    return (
+        both and problem.kv_len * element_bytes % 16 == 0 and tile.tile_kv * element_bytes % 64 == 0
+    )
+
+
+def staged_bias(tile: Tile, problem: Problem) -> bool:
+    """Whether the kernels read the bias through shared memory."""
+    return _staged(problem.bias, _element_bytes(problem.bias_dtype), problem, tile)
+
+
+def staged_mask(tile: Tile, problem: Problem) -> bool:
+    """Whether the kernels read the mask through shared memory."""
+    return _staged(problem.mask, 1, problem, tile)
+
+
+def staged_bytes(tile: Tile, problem: Problem) -> int:
+    """Shared memory of one stage for the tiles of bias and mask."""
+    pairs = tile.tile_q * tile.tile_kv
+    bias = pairs * _element_bytes(problem.bias_dtype) if staged_bias(tile, problem) else 0
+    return bias + (pairs if staged_mask(tile, problem) else 0)
+
+
+def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of the sm80 forward kernel."""
     loop = tile.tile_q * tile.head_dim + tile.stages * tile.tile_kv * (
         tile.head_dim + tile.head_dim_v
     )
-    return max(loop, tile.tile_q * tile.head_dim_v) * _element_bytes(dtype) + 48
+    elements = max(loop, tile.tile_q * tile.head_dim_v)
+    return elements * _element_bytes(problem.dtype) + staged_bytes(tile, problem) + 48
 
 
 # (tile_q, tile_kv, num_warps, stages), best first; the first that fits into shared memory is taken.
@@ -136,7 +166,7 @@ def forward_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     limit = shared_limit_bytes(arch)
     for tile_q, tile_kv, num_warps, stages in _forward_candidates(problem.dtype, head_dim_v):
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
-        if forward_shared_bytes(tile, problem.dtype) <= limit:
+        if forward_shared_bytes(tile, problem) <= limit:
             return tile
     raise _too_wide(problem, limit)
 
@@ -169,6 +199,8 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         "softcap": problem.softcap > 0,
         "narrow_rows": problem.head_dim % wide != 0 or problem.head_dim_v % wide != 0,
     }
+    flags["staged_bias"] = staged_bias(tile, problem)
+    flags["staged_mask"] = staged_mask(tile, problem)
     members |= {name: 1 for name, used in flags.items() if used}
     if tile.grad_slices > 1:
         members["grad_slices"] = tile.grad_slices
@@ -212,27 +244,27 @@ def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
     return Plan(";".join(keys), _segment_ranges_bytes(problem, batch, tile))
 
 
-def keys_shared_bytes(tile: Tile, dtype: str, *, fused: bool) -> int:
+def keys_shared_bytes(tile: Tile, problem: Problem, *, fused: bool) -> int:
     """Shared memory of the sm80 backward kernels that own keys."""
     width = tile.head_dim + tile.head_dim_v
     elements = (tile.tile_kv + tile.stages * tile.tile_q) * width + (
         tile.tile_kv * tile.tile_q if fused else 0
     )
-    return elements * _element_bytes(dtype) + tile.stages * 2 * tile.tile_q * 4 + 64
+    per_stage = 2 * tile.tile_q * 4 + staged_bytes(tile, problem)
+    return elements * _element_bytes(problem.dtype) + tile.stages * per_stage + 64
 
 
-def queries_shared_bytes(tile: Tile, dtype: str) -> int:
+def queries_shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of the sm80 backward kernel that owns queries."""
-    return (
-        (tile.tile_q + tile.stages * tile.tile_kv)
-        * (tile.head_dim + tile.head_dim_v)
-        * _element_bytes(dtype)
-    )
+    rows = tile.tile_q + tile.stages * tile.tile_kv
+    elements = rows * (tile.head_dim + tile.head_dim_v)
+    return elements * _element_bytes(problem.dtype) + staged_bytes(tile, problem)
 
 
-def dbias_shared_bytes(tile: Tile, dtype: str) -> int:
+def dbias_shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of the sm80 dbias kernel."""
-    loop = (tile.tile_q + tile.tile_kv) * (tile.head_dim + tile.head_dim_v) * _element_bytes(dtype)
+    elements = (tile.tile_q + tile.tile_kv) * (tile.head_dim + tile.head_dim_v)
+    loop = elements * _element_bytes(problem.dtype) + staged_bytes(tile, problem)
     return max(loop, tile.num_warps * tile.tile_kv * 4)
 
 
@@ -282,7 +314,7 @@ def keys_tile(problem: Problem, arch: tuple[int, int], *, fused: bool) -> Tile:
     for tile_q, tile_kv, num_warps, stages in _keys_candidates(dtype, widest, slices):
         queries = min(tile_q, most_queries)
         tile = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices)
-        fits = keys_shared_bytes(tile, dtype, fused=fused) <= limit
+        fits = keys_shared_bytes(tile, problem, fused=fused) <= limit
         if fits and (not fused or _dq_warps_fit(tile)):
             return tile
     raise _too_wide(problem, limit)
@@ -306,7 +338,7 @@ def queries_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     limit = shared_limit_bytes(arch)
     for tile_q, tile_kv, num_warps, stages in candidates:
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
-        if queries_shared_bytes(tile, problem.dtype) <= limit:
+        if queries_shared_bytes(tile, problem) <= limit:
             return tile
     raise _too_wide(problem, limit)
 
@@ -320,7 +352,7 @@ def dbias_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     limit = shared_limit_bytes(arch)
     for tile_q, tile_kv, num_warps, stages in candidates:
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
-        if dbias_shared_bytes(tile, problem.dtype) <= limit:
+        if dbias_shared_bytes(tile, problem) <= limit:
             return tile
     raise _too_wide(problem, limit)
 

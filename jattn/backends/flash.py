@@ -1,7 +1,8 @@
 """The backend "flash": our Hopper kernels (cc/kernels/sm90), 16-bit types.
 
-The forward pass is the Hopper kernel; the backward pass of these problems runs the kernels of "mem_efficient", which read the
-same residuals. ``for_backward`` says so, and the call counters count it under that name.
+The forward pass is the Hopper kernel; the backward pass of these problems runs the kernels of
+"mem_efficient", which read the same residuals. ``for_backward`` says so, and the call counters count
+it under that name.
 """
 
 from __future__ import annotations
@@ -48,18 +49,8 @@ class FlashBackend:
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
     ) -> tuple[Reason, ...]:
         """Refuses other devices, other dtypes and larger head dims."""
-        reasons = cuda_kernels_missing(self.name, device, ARCH)
-        if not reasons and device.arch != ARCH:
-            reasons += (
-                Reason(
-                    self.name,
-                    "ARCH",
-                    "device",
-                    device,
-                    "only supports gpu architectures in the range [sm90, sm90]",
-                    "leave the choice to jattn, or use implementation='mem_efficient'",
-                ),
-            )
+        way_out = "leave the choice to jattn, or use implementation='mem_efficient'"
+        reasons = cuda_kernels_missing(self.name, device, ARCH, ARCH, way_out)
         reasons += wrong_dtype(self.name, spec, DTYPES)
         reasons += wide_heads(self.name, spec, flash_tiles.LARGEST_HEAD_DIM)
         return reasons + symbolic_extents(self.name, spec)

@@ -39,13 +39,42 @@ class MemEfficientBackend:
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
     ) -> tuple[Reason, ...]:
         """Refuses other platforms, older devices, float64 and larger head dims."""
-        reasons = cuda_kernels_missing(self.name, device, OLDEST_ARCH)
+        reasons = cuda_kernels_missing(
+            self.name, device, OLDEST_ARCH, None, "use a newer GPU, or implementation='xla'"
+        )
         allowed: tuple[str, ...] = DTYPES
         if device.arch is not None and device.arch < OLDEST_ARCH:
             allowed = ("float16", "float32")
         reasons += wrong_dtype(self.name, spec, allowed)
         reasons += wide_heads(self.name, spec, LARGEST_HEAD_DIM)
-        return reasons + symbolic_extents(self.name, spec)
+        reasons += symbolic_extents(self.name, spec)
+        return reasons or self._too_much_shared_memory(spec, device, needs_grad)
+
+    def _too_much_shared_memory(
+        self, spec: Spec, device: Device, needs_grad: bool
+    ) -> tuple[Reason, ...]:
+        """The reason why no tile of this problem fits into the shared memory of the device, if so."""
+        assert device.arch is not None
+        everything = (True, True, True, spec.bias is not None)
+        try:
+            cuda_tiles.plan_forward(spec, 1, device.arch)
+            if needs_grad:
+                for deterministic in (False, True):
+                    cuda_tiles.plan_backward(
+                        spec, 1, device.arch, wants=everything, deterministic=deterministic
+                    )
+        except ValueError as error:
+            return (
+                Reason(
+                    self.name,
+                    "HEAD_DIM",
+                    "head_dim",
+                    max(spec.head_dim, spec.head_dim_v),
+                    f"must fit into the device ({error})",
+                    "use a 16-bit dtype, a GPU with more shared memory, or implementation='xla'",
+                ),
+            )
+        return ()
 
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device
@@ -85,21 +114,26 @@ def plan_attributes(backend: str, kernels: str) -> dict[str, str]:
 
 
 def cuda_kernels_missing(
-    backend: str, device: Device, oldest: tuple[int, int]
+    backend: str,
+    device: Device,
+    oldest: tuple[int, int],
+    newest: tuple[int, int] | None,
+    way_out: str,
 ) -> tuple[Reason, ...]:
-    """The reasons why CUDA kernels written for ``oldest`` and later cannot run on ``device``."""
+    """The reasons why CUDA kernels for the devices from ``oldest`` to ``newest`` cannot run on ``device``."""
     reasons = wrong_platform(backend, device, "cuda")
     if reasons:
         return reasons
-    if device.arch is None or device.arch < oldest:
+    if device.arch is None or device.arch < oldest or (newest is not None and device.arch > newest):
+        last = f"sm{newest[0]}{newest[1]}" if newest is not None else "newest"
         reasons += (
             Reason(
                 backend,
                 "ARCH",
                 "device",
                 device,
-                f"only supports gpu architectures in the range [sm{oldest[0]}{oldest[1]}, newest]",
-                "use a newer GPU, or implementation='xla'",
+                f"only supports gpu architectures in the range [sm{oldest[0]}{oldest[1]}, {last}]",
+                way_out,
             ),
         )
     if missing := ffi.register_targets():

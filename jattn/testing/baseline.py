@@ -35,7 +35,9 @@ def _three_products(a: Array, b: Array) -> Array:
     return np.asarray(rest_a @ big_b + big_a @ rest_b + big_a @ big_b)
 
 
-def solve(case: Case, operands: Operands, solution: Solution, precision: str = "ieee") -> dict[str, Array]:
+def solve(
+    case: Case, operands: Operands, solution: Solution, precision: str = "ieee"
+) -> dict[str, Array]:
     """Computes out, lse, dq, dk, dv and dbias the textbook way in the precision of the case.
 
     P, dP, dS and the results are rounded to the type of the case, bias gradients to that of the bias; heads of a group
@@ -69,7 +71,9 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
         s = np.where(visible, s, wide(-np.inf))
         row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
         live = ~(row_max == -np.inf)
-        weights = np.where(visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0)
+        weights = np.where(
+            visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
+        )
         row_sum = np.where(live, weights.sum(axis=3, keepdims=True), 1)
         p = weights / row_sum
         lse = np.where(live, np.where(live, row_max, 0) + np.log(row_sum), -np.inf)[..., 0]
@@ -79,7 +83,9 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
         kept = np.where(np.isneginf(lse), 0, lse).astype(wide)[..., None]
         p = np.where(visible & live, np.exp(np.where(visible & live, s - kept, 0)), 0)
         dp = np.where(visible, rounded(product(dout, v.swapaxes(2, 3))), 0)
-        delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[..., None]
+        delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[
+            ..., None
+        ]
         ds_wide = p * (dp - delta)
         dx = rounded(ds_wide * slope)
         group = case.group_size
@@ -87,9 +93,15 @@ def solve(case: Case, operands: Operands, solution: Solution, precision: str = "
             "out": out.transpose(0, 2, 1, 3),
             "lse": lse.transpose(0, 2, 1).astype(wide),
             "dq": stored(scale * product(dx, k)).transpose(0, 2, 1, 3),
-            "dk": stored(sum_groups(scale * product(dx.swapaxes(2, 3), q), group)).transpose(0, 2, 1, 3),
-            "dv": stored(sum_groups(product(rounded(p).swapaxes(2, 3), dout), group)).transpose(0, 2, 1, 3),
+            "dk": stored(sum_groups(scale * product(dx.swapaxes(2, 3), q), group)).transpose(
+                0, 2, 1, 3
+            ),
+            "dv": stored(sum_groups(product(rounded(p).swapaxes(2, 3), dout), group)).transpose(
+                0, 2, 1, 3
+            ),
         }
         if operands.bias is not None:
-            results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(operands.bias.dtype)
+            results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(
+                operands.bias.dtype
+            )
     return results

@@ -36,8 +36,8 @@ class Units:
         return self.u_acc * (4.0 + 2.0 * math.sqrt(count))
 
 
-# How float32 products may be computed -> (u_qk, u_in): "ieee"; "tf32", operands rounded to 11 bits; "tf32x3", operands cut in
-# a tf32 number and a rest of which the unit reads 11 bits, and all products but rest * rest summed.
+# How float32 products may be computed -> (u_qk, u_in): "ieee"; "tf32", operands rounded to 11 bits; "tf32x3", operands
+# cut in a tf32 number and a rest of which the unit reads 11 bits, and all products but rest * rest summed.
 PRECISIONS = {"ieee": (0.0, 2.0**-24), "tf32": (2.0**-11, 2.0**-11), "tf32x3": (2.0**-21, 2.0**-21)}
 
 
@@ -54,14 +54,18 @@ def units(dtype: str, precision: str = "ieee") -> Units:
         return Units(u_in=u_in, u_out=2.0**-24, u_acc=2.0**-24, u_qk=u_qk)
     return {
         "bfloat16": Units(u_in=2.0**-8, u_out=2.0**-8, u_acc=2.0**-24),
-        "float16": Units(u_in=2.0**-11, u_out=2.0**-11, u_acc=2.0**-24, a_in=2.0**-25, a_out=2.0**-24),
+        "float16": Units(
+            u_in=2.0**-11, u_out=2.0**-11, u_acc=2.0**-24, a_in=2.0**-25, a_out=2.0**-24
+        ),
         "float64": Units(u_in=2.0**-53, u_out=2.0**-53, u_acc=2.0**-53),
     }[dtype]
 
 
 def unit_of(dtype: str) -> float:
     """The relative rounding unit of a stored type."""
-    return {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}[dtype]
+    return {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}[
+        dtype
+    ]
 
 
 def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[str, Array]:
@@ -69,15 +73,23 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
     scale = abs(case.scale_value)
     group = case.group_size
     visible, p = solution.visible, solution.p
-    abs_q, abs_k, abs_v, abs_dout = (np.abs(_finite(x)) for x in (solution.q, solution.k, solution.v, solution.dout))
-    abs_dp, abs_ds, abs_dx = np.abs(_finite(solution.dp)), np.abs(_finite(solution.ds)), np.abs(_finite(solution.dx))
+    abs_q, abs_k, abs_v, abs_dout = (
+        np.abs(_finite(x)) for x in (solution.q, solution.k, solution.v, solution.dout)
+    )
+    abs_dp, abs_ds, abs_dx = (
+        np.abs(_finite(solution.dp)),
+        np.abs(_finite(solution.ds)),
+        np.abs(_finite(solution.dx)),
+    )
     acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
     acc_d, acc_dv = unit.acc(case.head_dim), unit.acc(case.head_dim_v)
 
     # delta_s of the analysis: by how much a row's scores may be off.
     products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
     finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
-    largest_bias = np.where(visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0)
+    largest_bias = np.where(
+        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
+    )
     magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
     if case.softcap is not None:
         # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
@@ -90,12 +102,16 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
     out = (rho + unit.u_qk + acc_s) * (p @ abs_v) + unit.a_in * (seen @ abs_v)
     out = out.transpose(0, 2, 1, 3) + unit.u_out * np.abs(solution.out) + unit.a_out
 
-    dv = ((rho + unit.u_qk + acc_t) * p).swapaxes(2, 3) @ abs_dout + unit.a_in * (seen.swapaxes(2, 3) @ abs_dout)
+    dv = ((rho + unit.u_qk + acc_t) * p).swapaxes(2, 3) @ abs_dout + unit.a_in * (
+        seen.swapaxes(2, 3) @ abs_dout
+    )
     dv = _grouped(dv, group) + 2 * unit.u_out * np.abs(solution.dv) + unit.a_out
 
     dp_products = np.where(visible, abs_dout @ abs_v.swapaxes(2, 3), 0)
     dp_error = (2 * unit.u_qk + acc_dv) * dp_products + unit.u_in * abs_dp + unit.a_in * seen
-    dout_out = (abs_dout * np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)).sum(axis=3, keepdims=True)
+    dout_out = (abs_dout * np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)).sum(
+        axis=3, keepdims=True
+    )
     delta_error = (
         (p * (dp_error + rho * abs_dp)).sum(axis=3, keepdims=True)
         + unit.a_in * (seen * abs_dp).sum(axis=3, keepdims=True)
@@ -110,13 +126,19 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
         # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
         ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
         slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
-        dx_error = ds_error * np.where(visible, 1 - ratio**2 + slope_error, 0) + abs_ds * slope_error
+        dx_error = (
+            ds_error * np.where(visible, 1 - ratio**2 + slope_error, 0) + abs_ds * slope_error
+        )
 
     dq = scale * ((dx_error + (unit.u_qk + acc_s) * abs_dx) @ abs_k)
     dq = dq.transpose(0, 2, 1, 3) + 2 * unit.u_out * np.abs(solution.dq) + unit.a_out
     dk = scale * ((dx_error + (unit.u_qk + acc_t) * abs_dx).swapaxes(2, 3) @ abs_q)
     dk = _grouped(dk, group) + 2 * unit.u_out * np.abs(solution.dk) + unit.a_out
-    lse = s_error[..., 0].transpose(0, 2, 1) + 16 * unit.u_acc + _lse_rounding(solution.lse, lse_dtype)
+    lse = (
+        s_error[..., 0].transpose(0, 2, 1)
+        + 16 * unit.u_acc
+        + _lse_rounding(solution.lse, lse_dtype)
+    )
     found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     if solution.dbias is not None:
         u_bias = unit_of(case.bias_dtype or case.dtype)

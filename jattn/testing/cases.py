@@ -152,7 +152,9 @@ def _length_cases() -> list[Case]:
     cases = []
     for i, length in enumerate(LENGTHS):
         partner = LENGTHS[(i + 4) % len(LENGTHS)]
-        for j, (q_len, kv_len) in enumerate(((length, length), (length, partner), (partner, length))):
+        for j, (q_len, kv_len) in enumerate(
+            ((length, length), (length, partner), (partner, length))
+        ):
             kind = kinds[(i + 3 * j) % len(kinds)]
             dtype = DTYPES[(i + j) % len(DTYPES)]
             cases.append(
@@ -187,7 +189,9 @@ def _head_dim_cases() -> list[Case]:
                 head_dim_v=value_dims.get(head_dim, head_dim),
                 dtype=dtype,
                 is_causal=i % 2 == 0,
-                tags=frozenset({"one_head_dim"}) if value_dims.get(head_dim, head_dim) == head_dim else frozenset(),
+                tags=frozenset({"one_head_dim"})
+                if value_dims.get(head_dim, head_dim) == head_dim
+                else frozenset(),
             )
         )
     return cases
@@ -195,7 +199,14 @@ def _head_dim_cases() -> list[Case]:
 
 def _mask_cases() -> list[Case]:
     base = Case(
-        name="mask", batch=3, q_len=70, kv_len=90, num_heads=4, num_kv_heads=2, head_dim=32, head_dim_v=32
+        name="mask",
+        batch=3,
+        q_len=70,
+        kv_len=90,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        head_dim_v=32,
     )
     q_lengths, kv_lengths = (70, 0, 33), (41, 90, 0)
     everything: dict[str, object] = {
@@ -213,7 +224,13 @@ def _mask_cases() -> list[Case]:
     return [
         base.but("lengths", q_lengths=q_lengths, kv_lengths=kv_lengths),
         base.but("kv-lengths-causal", kv_lengths=kv_lengths, is_causal=True),
-        base.but("lengths-lower-right", q_lengths=(70, 20, 33), kv_lengths=(41, 90, 10), is_causal=True, lower_right=True),
+        base.but(
+            "lengths-lower-right",
+            q_lengths=(70, 20, 33),
+            kv_lengths=(41, 90, 10),
+            is_causal=True,
+            lower_right=True,
+        ),
         base.but(
             "lengths-lower-right-square",
             q_len=90,
@@ -222,12 +239,18 @@ def _mask_cases() -> list[Case]:
             is_causal=True,
             lower_right=True,
         ),
-        base.but("lengths-out-of-range", q_lengths=(-5, 71, 2**31 - 1), kv_lengths=(2**31 - 1, -(2**31), 91)),
+        base.but(
+            "lengths-out-of-range",
+            q_lengths=(-5, 71, 2**31 - 1),
+            kv_lengths=(2**31 - 1, -(2**31), 91),
+        ),
         base.but("lengths-window", q_lengths=(70, 64, 33), kv_lengths=(41, 90, 10), window=(12, 5)),
         base.but("segments", segments="random"),
         base.but("segments-interleaved", segments="interleaved", dtype="bfloat16"),
         base.but("segments-self-causal", kv_len=70, segments="random", is_causal=True),
-        base.but("segments-lengths", segments="random", q_lengths=(70, 50, 33), kv_lengths=(41, 90, 64)),
+        base.but(
+            "segments-lengths", segments="random", q_lengths=(70, 50, 33), kv_lengths=(41, 90, 64)
+        ),
         base.but("window-left", window=(16, None)),
         base.but("window-right", window=(None, 16), dtype="float16"),
         base.but("window-zero", window=(0, 0)),
@@ -250,15 +273,32 @@ def _mask_cases() -> list[Case]:
 
 
 def _bias_cases() -> list[Case]:
-    base = Case(name="bias", batch=2, q_len=37, kv_len=65, num_heads=4, num_kv_heads=2, head_dim=24, head_dim_v=24)
+    base = Case(
+        name="bias",
+        batch=2,
+        q_len=37,
+        kv_len=65,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        head_dim_v=24,
+    )
     cases = [
         base.but(form, bias_form=form, dtype=DTYPES[i % 3])
-        for i, form in enumerate(("s", "ts", "t1", "nts", "bnts", "1nts", "b1ts", "bn1s", "11ts", "111s", "1n11", "1111"))
+        for i, form in enumerate(
+            ("s", "ts", "t1", "nts", "bnts", "1nts", "b1ts", "bn1s", "11ts", "111s", "1n11", "1111")
+        )
     ]
     return [
         *cases,
         base.but("float32-for-bf16", bias_form="1nts", bias_dtype="float32", dtype="bfloat16"),
-        base.but("float32-for-f16-causal", bias_form="b1ts", bias_dtype="float32", dtype="float16", is_causal=True),
+        base.but(
+            "float32-for-f16-causal",
+            bias_form="b1ts",
+            bias_dtype="float32",
+            dtype="float16",
+            is_causal=True,
+        ),
         base.but("masked", bias_form="1nts", mask_form="b1ts"),
         base.but("softcap", bias_form="bnts", softcap=8.0, dtype="bfloat16"),
     ]
@@ -270,8 +310,17 @@ def _group_cases() -> list[Case]:
         base.but("mqa", num_kv_heads=1, is_causal=True),
         base.but("gqa-2", num_kv_heads=2, dtype="bfloat16"),
         base.but("gqa-3-bias", num_kv_heads=3, bias_form="bnts"),
-        base.but("decode", q_len=1, num_kv_heads=2, dtype="bfloat16", is_causal=True, lower_right=True),
-        base.but("decode-lengths", batch=4, q_len=1, kv_len=129, num_kv_heads=1, kv_lengths=(1, 0, 129, 77)),
+        base.but(
+            "decode", q_len=1, num_kv_heads=2, dtype="bfloat16", is_causal=True, lower_right=True
+        ),
+        base.but(
+            "decode-lengths",
+            batch=4,
+            q_len=1,
+            kv_len=129,
+            num_kv_heads=1,
+            kv_lengths=(1, 0, 129, 77),
+        ),
     ]
 
 
@@ -282,7 +331,9 @@ def _scale_cases() -> list[Case]:
         base.but("zero", scale=0.0),
         base.but("zero-causal-bf16", scale=0.0, is_causal=True, dtype="bfloat16"),
         base.but("minus-10000", scale=-10000.0),
-        base.but("negative-masked", scale=-0.25, mask_form="bnts", kv_lengths=(66, 20), dtype="float16"),
+        base.but(
+            "negative-masked", scale=-0.25, mask_form="bnts", kv_lengths=(66, 20), dtype="float16"
+        ),
         base.but("one-over-D", scale=1 / 16),
     ]
 
@@ -291,9 +342,9 @@ def _distribution_cases() -> list[Case]:
     """Each input distribution in a 16-bit type and in float32, a tail in S, causal every other time."""
     cases = []
     for i, distribution in enumerate(DISTRIBUTIONS):
-        for dtype in ("float32", DTYPES[1 + i % 2]):
-            if distribution == "huge_v" and dtype == "float16":
-                dtype = "bfloat16"  # dS = P * (dout . v) leaves the range of float16, which S022 lets a kernel round to
+        # dS = P * (dout . v) leaves the range of float16, which S022 lets a kernel round to.
+        half = "bfloat16" if distribution == "huge_v" else DTYPES[1 + i % 2]
+        for dtype in ("float32", half):
             cases.append(
                 Case(
                     name=f"values-{distribution}-{_short(dtype)}",
@@ -325,11 +376,19 @@ def _distribution_cases() -> list[Case]:
 
 
 def _float64_cases() -> list[Case]:
-    base = Case(name="float64", batch=1, q_len=45, kv_len=70, head_dim=20, head_dim_v=12, dtype="float64")
+    base = Case(
+        name="float64", batch=1, q_len=45, kv_len=70, head_dim=20, head_dim_v=12, dtype="float64"
+    )
     return [
         base,
         base.but("causal-bias", is_causal=True, bias_form="1nts"),
-        base.but("lengths-lower-right", q_lengths=(40,), kv_lengths=(66,), is_causal=True, lower_right=True),
+        base.but(
+            "lengths-lower-right",
+            q_lengths=(40,),
+            kv_lengths=(66,),
+            is_causal=True,
+            lower_right=True,
+        ),
         base.but("gqa-softcap", num_heads=4, softcap=3.0),
     ]
 
@@ -337,9 +396,18 @@ def _float64_cases() -> list[Case]:
 def _row_cases() -> list[Case]:
     """Problems of the acceptance rows that both tiers run; the tag is the row's id."""
     variants = Case(
-        name="T058", batch=8, q_len=64, kv_len=32, num_heads=8, num_kv_heads=8, dtype="float16", tags=frozenset({"T058"})
+        name="T058",
+        batch=8,
+        q_len=64,
+        kv_len=32,
+        num_heads=8,
+        num_kv_heads=8,
+        dtype="float16",
+        tags=frozenset({"T058"}),
     )
-    padded = dataclasses.replace(variants, name="T059", batch=2, num_heads=2, num_kv_heads=2, tags=frozenset({"T059"}))
+    padded = dataclasses.replace(
+        variants, name="T059", batch=2, num_heads=2, num_kv_heads=2, tags=frozenset({"T059"})
+    )
     t072 = ((4, 4), (8, 64), (64, 8), (128, 128), (256, 1024), (1024, 256), (2048, 2048))
     t073 = ((4, 4), (64, 65), (152, 37), (312, 408), (1024, 128), (2048, 2048))
     return [
@@ -355,7 +423,9 @@ def _row_cases() -> list[Case]:
     ]
 
 
-def _gradient_rows(row: str, lengths: tuple[tuple[int, int], ...], bias_forms: tuple[str | None, ...]) -> list[Case]:
+def _gradient_rows(
+    row: str, lengths: tuple[tuple[int, int], ...], bias_forms: tuple[str | None, ...]
+) -> list[Case]:
     """Covers lengths x head dims of a gradient row; types, causality, scale, batch and bias forms take turns."""
     cases = []
     for i, (q_len, kv_len) in enumerate(lengths):
@@ -417,18 +487,48 @@ def _benchmark_cases() -> list[Case]:
         dtype="bfloat16",
         with_dlse=False,
     )
-    cpu = wide.but("cpu", batch=1, q_len=1024, kv_len=1024, num_heads=8, num_kv_heads=8, head_dim=64, head_dim_v=64)
+    cpu = wide.but(
+        "cpu",
+        batch=1,
+        q_len=1024,
+        kv_len=1024,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        head_dim_v=64,
+    )
     return [
         *cases,
-        wide.but("gqa", batch=2, q_len=8192, kv_len=8192, num_heads=32, num_kv_heads=8, is_causal=True),
-        wide.but("window", batch=1, q_len=16_384, kv_len=16_384, is_causal=True, window=(1024, None)),
+        wide.but(
+            "gqa", batch=2, q_len=8192, kv_len=8192, num_heads=32, num_kv_heads=8, is_causal=True
+        ),
+        wide.but(
+            "window", batch=1, q_len=16_384, kv_len=16_384, is_causal=True, window=(1024, None)
+        ),
         wide.but("bias", bias_form="1nts"),
         wide.but("mask", mask_form="b1ts"),
         wide.but("softcap", softcap=30.0),
         wide.but("f32", dtype="float32", batch=2, q_len=2048, kv_len=2048),
-        wide.but("segments", batch=1, q_len=16_384, kv_len=16_384, is_causal=True, segments="random", num_segments=22),
+        wide.but(
+            "segments",
+            batch=1,
+            q_len=16_384,
+            kv_len=16_384,
+            is_causal=True,
+            segments="random",
+            num_segments=22,
+        ),
         wide.but("decode", batch=64, q_len=1, kv_len=8192, num_heads=32, num_kv_heads=8),
-        wide.but("small", batch=1, q_len=256, kv_len=256, num_heads=8, num_kv_heads=8, head_dim=64, head_dim_v=64),
+        wide.but(
+            "small",
+            batch=1,
+            q_len=256,
+            kv_len=256,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=64,
+            head_dim_v=64,
+        ),
         *(
             cpu.but(
                 f"{_short(dtype)}-{'causal' if is_causal else 'full'}",
@@ -465,7 +565,9 @@ def tagged(*tags: str) -> tuple[Case, ...]:
     """
     found = tuple(case for case in TABLE if set(tags) <= case.tags)
     if not found:
-        raise LookupError(f"no case is tagged {tags}; tags: {sorted(set().union(*(c.tags for c in TABLE)))}")
+        raise LookupError(
+            f"no case is tagged {tags}; tags: {sorted(set().union(*(c.tags for c in TABLE)))}"
+        )
     return found
 
 

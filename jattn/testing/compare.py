@@ -105,8 +105,14 @@ def check(
     for name in TENSORS:
         if name in results:
             want = getattr(solution, name)
-            reports.append(_compare(name, results[name], want, limits[name], emulated[name], zeros.get(name), case))
-    return Report(f"case {case.name} (seed crc32 of the name; {case.dtype}, {precision})", tuple(reports))
+            reports.append(
+                _compare(
+                    name, results[name], want, limits[name], emulated[name], zeros.get(name), case
+                )
+            )
+    return Report(
+        f"case {case.name} (seed crc32 of the name; {case.dtype}, {precision})", tuple(reports)
+    )
 
 
 def assert_close(
@@ -133,10 +139,10 @@ def structural_zeros(case: Case, operands: Operands, solution: Solution) -> dict
     group = case.group_size
 
     def rows(marks: Array) -> Array:
-        return ~marks.any(axis=3).transpose(0, 2, 1)[..., None]
+        return ~np.asarray(marks.any(axis=3)).transpose(0, 2, 1)[..., None]
 
     def keys(marks: Array) -> Array:
-        seen = oracle.sum_groups(marks.any(axis=2), group) > 0
+        seen = oracle.sum_groups(np.asarray(marks.any(axis=2)), group) > 0
         return ~seen.transpose(0, 2, 1)[..., None]
 
     zeros = {
@@ -157,20 +163,33 @@ def _stored_dtype(case: Case, name: str) -> tuple[str, ...]:
 
 
 def _compare(
-    name: str, got: Array, want: Array, bound: Array, emulated: Array, zeros: Array | None, case: Case
+    name: str,
+    got: Array,
+    want: Array,
+    bound: Array,
+    emulated: Array,
+    zeros: Array | None,
+    case: Case,
 ) -> TensorReport:
     violations = []
     if str(got.dtype) not in _stored_dtype(case, name):
         violations.append(f"dtype is {got.dtype}, must be {' or '.join(_stored_dtype(case, name))}")
     if got.shape != want.shape:
-        return TensorReport(name, np.inf, np.inf, violations=(*violations, f"shape is {got.shape}, must be {want.shape}"))
+        return TensorReport(
+            name,
+            np.inf,
+            np.inf,
+            violations=(*violations, f"shape is {got.shape}, must be {want.shape}"),
+        )
     if got.size == 0:
         return TensorReport(name, 0.0, 0.0, violations=tuple(violations))
     real = want.dtype
     largest = 3.4e38 if str(got.dtype) == "bfloat16" else float(np.finfo(got.dtype).max)
     wide = got.astype(real)
 
-    in_range = np.isfinite(want) & ~(np.abs(np.where(np.isfinite(want), want, 0)) + bound >= largest)
+    in_range = np.isfinite(want) & ~(
+        np.abs(np.where(np.isfinite(want), want, 0)) + bound >= largest
+    )
     violations += _complain("must be finite", in_range & ~np.isfinite(wide), wide, want)
     violations += _complain("must be NaN", np.isnan(want) & ~np.isnan(wide), wide, want)
     violations += _complain("must be -inf", np.isneginf(want) & ~np.isneginf(wide), wide, want)
@@ -183,11 +202,19 @@ def _compare(
     bound = np.where(comparable, bound, 1)
     if not comparable.any():
         return TensorReport(name, 0.0, 0.0, violations=tuple(violations))
-    error = np.where(comparable, np.abs(np.where(comparable, wide, 0) - np.where(comparable, want, 0)), 0)
+    error = np.where(
+        comparable, np.abs(np.where(comparable, wide, 0) - np.where(comparable, want, 0)), 0
+    )
     ratio = error / bound
     worst = tuple(int(i) for i in np.unravel_index(np.argmax(ratio), ratio.shape))
-    emulated_error = np.where(comparable, np.nan_to_num(emulated.astype(real) - np.where(comparable, want, 0)), 0)
-    unit = unit_of(str(got.dtype)) if str(got.dtype) in _stored_dtype(case, name) else unit_of(case.dtype)
+    emulated_error = np.where(
+        comparable, np.nan_to_num(emulated.astype(real) - np.where(comparable, want, 0)), 0
+    )
+    unit = (
+        unit_of(str(got.dtype))
+        if str(got.dtype) in _stored_dtype(case, name)
+        else unit_of(case.dtype)
+    )
     accumulate = 2.0**-53 if case.dtype == "float64" and str(got.dtype) == "float64" else 2.0**-24
     limit = (
         2.0 * _rms(emulated_error, comparable)
@@ -210,7 +237,9 @@ def _complain(rule: str, marks: Array, got: Array, want: Array) -> list[str]:
     if count == 0:
         return []
     first = tuple(int(i) for i in np.argwhere(marks)[0])
-    return [f"{count} elements {rule}, first {list(first)}: got {float(got[first])}, want {float(want[first]):.9g}"]
+    return [
+        f"{count} elements {rule}, first {list(first)}: got {float(got[first])}, want {float(want[first]):.9g}"
+    ]
 
 
 def _rms(array: Array, where: Array) -> float:

@@ -114,12 +114,16 @@ def _steered(case: Case, rng: np.random.Generator) -> tuple[Array, Array]:
     magnitude = np.sqrt(max(np.abs(logits).max(initial=1.0), 1.0))
     reach = np.sqrt(1.0 / abs(case.scale_value)) * np.sign(case.scale_value)
     direction = np.ones(case.head_dim) / np.sqrt(case.head_dim)
-    q = np.broadcast_to(abs(reach) * magnitude * direction, (case.batch, case.q_len, case.num_heads, case.head_dim))
+    q = np.broadcast_to(
+        abs(reach) * magnitude * direction, (case.batch, case.q_len, case.num_heads, case.head_dim)
+    )
     k = reach * (logits / magnitude)[None, :, None, None] * direction
     k = np.broadcast_to(k, (case.batch, case.kv_len, case.num_kv_heads, case.head_dim))
     # The uniform distributions of logits (all -2e5 ...) stay exact; the graded ones get noise.
     noise = 0.1 if np.ptp(logits) > 0 or abs(logits).max(initial=0.0) <= 200.0 else 0.0
-    return q + noise * rng.standard_normal(q.shape) / magnitude, k + noise * rng.standard_normal(k.shape) / magnitude
+    return q + noise * rng.standard_normal(q.shape) / magnitude, k + noise * rng.standard_normal(
+        k.shape
+    ) / magnitude
 
 
 def _draw_dout(case: Case, rng: np.random.Generator) -> Array:
@@ -129,7 +133,14 @@ def _draw_dout(case: Case, rng: np.random.Generator) -> Array:
         return rng.standard_normal(shape)
     if kind == "one_hot":
         dout = np.zeros(shape)
-        dout[(rng.integers(shape[0]), rng.integers(shape[1]), rng.integers(shape[2]), rng.integers(shape[3]))] = 1.0
+        dout[
+            (
+                rng.integers(shape[0]),
+                rng.integers(shape[1]),
+                rng.integers(shape[2]),
+                rng.integers(shape[3]),
+            )
+        ] = 1.0
         return dout
     return np.full(shape, {"ones": 1.0, "zeros": 0.0, "four": 4.0}[kind])
 
@@ -164,18 +175,24 @@ def make(case: Case) -> Operands:
     dlse_shape = (case.batch, case.q_len, case.num_heads)
     bias = mask = q_segments = kv_segments = None
     if case.bias_form is not None:
-        bias = rng.standard_normal(case.form_shape(case.bias_form)).astype(numpy_dtype(case.bias_dtype or case.dtype))
+        bias = rng.standard_normal(case.form_shape(case.bias_form)).astype(
+            numpy_dtype(case.bias_dtype or case.dtype)
+        )
     if case.mask_form is not None:
         mask = np.asarray(rng.random(case.form_shape(case.mask_form)) < case.mask_density)
     if case.segments is not None:
         q_segments = _draw_segments(case, rng, case.q_len)
-        kv_segments = q_segments if case.q_len == case.kv_len else _draw_segments(case, rng, case.kv_len)
+        kv_segments = (
+            q_segments if case.q_len == case.kv_len else _draw_segments(case, rng, case.kv_len)
+        )
     return Operands(
         q=q.astype(dtype),
         k=k.astype(dtype),
         v=v.astype(dtype),
         dout=_draw_dout(case, rng).astype(dtype),
-        dlse=(rng.standard_normal(dlse_shape) if case.with_dlse else np.zeros(dlse_shape)).astype(wide),
+        dlse=(rng.standard_normal(dlse_shape) if case.with_dlse else np.zeros(dlse_shape)).astype(
+            wide
+        ),
         bias=bias,
         mask=mask,
         q_lengths=None if case.q_lengths is None else np.asarray(case.q_lengths, np.int32),
@@ -216,7 +233,9 @@ def poison(case: Case, operands: Operands) -> Operands:
 
     bias = operands.bias
     if bias is not None:
-        marks = (q_padding[:, None, :, None] | kv_padding[:, None, None, :]) & np.ones((1, case.num_heads, 1, 1), bool)
+        marks = (q_padding[:, None, :, None] | kv_padding[:, None, None, :]) & np.ones(
+            (1, case.num_heads, 1, 1), bool
+        )
         bias = bias.copy()
         bias[_all_reduced(marks, bias.shape)] = np.nan
     return dataclasses.replace(
@@ -247,7 +266,9 @@ def _all_reduced(marks: Array, shape: tuple[int, ...]) -> Array:
     return np.asarray(marks.all(axis=axes, keepdims=True)).reshape(shape)
 
 
-def call_arguments(case: Case, operands: Operands) -> tuple[tuple[Array, Array, Array], dict[str, object]]:
+def call_arguments(
+    case: Case, operands: Operands
+) -> tuple[tuple[Array, Array, Array], dict[str, object]]:
     """Builds (query, key, value) and the keyword arguments of `jattn.dot_product_attention`.
 
     One id array serves both sides where query and key share it, as in self-attention.

@@ -84,7 +84,7 @@ def solve(case: Case, operands: Operands) -> Solution:
     """
     real = np.longdouble if case.dtype == "float64" else np.float64
     visible = visibility(case, operands)
-    seen_q, seen_k = visible.any(axis=3), visible.any(axis=2)
+    seen_q, seen_k = np.asarray(visible.any(axis=3)), np.asarray(visible.any(axis=2))
     group = case.group_size
     q = _selected(operands.q, seen_q, real, 1)
     k = _selected(operands.k, seen_k, real, group)
@@ -105,11 +105,15 @@ def solve(case: Case, operands: Operands) -> Solution:
 
     row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
     live = ~(row_max == -np.inf)  # a row of NaNs is live: it sees keys
-    weights = np.where(visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0)
+    weights = np.where(
+        visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
+    )
     row_sum = weights.sum(axis=3, keepdims=True)
     p = np.where(live, weights / np.where(live, row_sum, 1), 0)
     with np.errstate(divide="ignore"):
-        lse = np.where(live, np.where(live, row_max, 0) + np.log(np.where(live, row_sum, 1)), -np.inf)[..., 0]
+        lse = np.where(
+            live, np.where(live, row_max, 0) + np.log(np.where(live, row_sum, 1)), -np.inf
+        )[..., 0]
     out = p @ _without_nan(v)
     if np.isnan(v).any():
         out = np.where((visible.astype(real) @ np.isnan(v).astype(real)) > 0, np.nan, out)

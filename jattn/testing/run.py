@@ -48,23 +48,30 @@ def serves(case: Case, backend: str, device: jattn.Device) -> bool:
     """Whether the rules of a backend admit a case, forward and backward, on a device; needs no such device."""
     with jax.enable_x64(case.dtype == "float64"):
         (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
-        found = jattn.explain(q, k, v, implementation=backend, device=device, needs_grad=True, **keywords)
+        found = jattn.explain(
+            q, k, v, implementation=backend, device=device, needs_grad=True, **keywords
+        )
     return found.chosen == backend
 
 
 def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:
     """Builds f(q, k, v, bias) -> (out, lse) for a case; bias is None where the case has none."""
     _, keywords = inputs.call_arguments(case, operands)
-    keywords = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+    keywords = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()
+    }
     keywords.pop("bias", None)
+    attend: Callable[..., Any] = jattn.dot_product_attention
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
-        return jattn.dot_product_attention(q, k, v, bias, implementation=backend, return_lse=True, **keywords)
+        return attend(q, k, v, bias, implementation=backend, return_lse=True, **keywords)
 
     return forward
 
 
-def run(case: Case, operands: Operands, backend: str, *, backward: bool = True, poisoned: bool = True) -> Outcome:
+def run(
+    case: Case, operands: Operands, backend: str, *, backward: bool = True, poisoned: bool = True
+) -> Outcome:
     """Runs a case through a forced backend, forward and, unless switched off, backward for dout and dlse.
 
     With `poisoned` every element that must not be read holds NaN or infinity.
@@ -75,7 +82,10 @@ def run(case: Case, operands: Operands, backend: str, *, backward: bool = True, 
     operands = inputs.poison(case, operands) if poisoned else operands
     with jax.enable_x64(case.dtype == "float64"):
         forward = forward_function(case, operands, backend)
-        arrays = [jnp.asarray(x) if x is not None else None for x in (operands.q, operands.k, operands.v, operands.bias)]
+        arrays = [
+            jnp.asarray(x) if x is not None else None
+            for x in (operands.q, operands.k, operands.v, operands.bias)
+        ]
         cotangents = (jnp.asarray(operands.dout), jnp.asarray(operands.dlse))
 
         def forward_backward(arrays: Any, cotangents: Any) -> Any:
@@ -87,20 +97,30 @@ def run(case: Case, operands: Operands, backend: str, *, backward: bool = True, 
         if backward:
             lowered = jax.jit(forward_backward).lower(arrays, cotangents)
         else:
-            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 4)).lower(arrays, cotangents)
+            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 4)).lower(
+                arrays, cotangents
+            )
         text = lowered.as_text()
-        assert_ran(backend, before, text, passes=("forward", "backward") if backward else ("forward",))
+        assert_ran(
+            backend, before, text, passes=("forward", "backward") if backward else ("forward",)
+        )
         (out, lse), grads = jax.device_get(lowered.compile()(arrays, cotangents))
     results = {"out": out, "lse": lse}
     names = ("dq", "dk", "dv", "dbias")
-    results |= {name: np.asarray(grad) for name, grad in zip(names, grads, strict=True) if grad is not None}
+    results |= {
+        name: np.asarray(grad) for name, grad in zip(names, grads, strict=True) if grad is not None
+    }
     return Outcome(results, text)
 
 
 def assert_ran(
-    backend: str, counters_before: dict[str, dict[str, int]], lowered: str, *, passes: tuple[str, ...] = ("forward",)
+    backend: str,
+    counters_before: dict[str, dict[str, int]],
+    lowered: str,
+    *,
+    passes: tuple[str, ...] = ("forward",),
 ) -> None:
-    """Asserts that since `counters_before` only this backend was lowered, in these passes, and that the program says so.
+    """Asserts that since `counters_before` only this backend was lowered, in these passes, and the program says so.
 
     Raises:
       AssertionError: otherwise.
@@ -113,14 +133,17 @@ def assert_ran(
     }
     ran = {key for key, count in counted.items() if count > 0}
     wanted = {
-        (backward_backend(backend) if pass_name == "backward" else backend, pass_name) for pass_name in passes
+        (backward_backend(backend) if pass_name == "backward" else backend, pass_name)
+        for pass_name in passes
     }
     if ran != wanted:
         raise AssertionError(f"lowered {sorted(ran)}, must be {sorted(wanted)}")
     has_custom_call = TARGET_PREFIX in lowered
     if has_custom_call == (backend in PLAIN_BACKENDS):
         found = "has a" if has_custom_call else "has no"
-        raise AssertionError(f"backend {backend} was asked for, but the lowered program {found} custom call of jattn")
+        raise AssertionError(
+            f"backend {backend} was asked for, but the lowered program {found} custom call of jattn"
+        )
 
 
 def verify(case: Case, backend: str, *, backward: bool = True) -> compare.Report:
@@ -132,4 +155,6 @@ def verify(case: Case, backend: str, *, backward: bool = True) -> compare.Report
     operands, solution = compare.solved(case)
     outcome = run(case, operands, backend, backward=backward)
     precision = PRECISION.get((backend, case.dtype), "ieee")
-    return compare.assert_close(case, operands, outcome.results, precision=precision, solution=solution)
+    return compare.assert_close(
+        case, operands, outcome.results, precision=precision, solution=solution
+    )

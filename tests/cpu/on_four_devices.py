@@ -30,7 +30,9 @@ def mesh(shape: tuple[int, ...], *names: str) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-def drawn(batch: int = 4, length: int = 40, heads: int = 4, kv_heads: int = 4, head_dim: int = 16) -> list[jax.Array]:
+def drawn(
+    batch: int = 4, length: int = 40, heads: int = 4, kv_heads: int = 4, head_dim: int = 16
+) -> list[jax.Array]:
     """q, k, v, dout."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
@@ -52,10 +54,14 @@ def close(got: Any, want: Any) -> None:
 
 
 def collectives(compiled: Any) -> set[str]:
-    return set(re.findall(r"\b(all-gather|all-to-all|collective-permute|all-reduce)\b", compiled.as_text()))
+    return set(
+        re.findall(r"\b(all-gather|all-to-all|collective-permute|all-reduce)\b", compiled.as_text())
+    )
 
 
-def sharded(backend: str, spec: PartitionSpec, the_mesh: Mesh, arrays: list[jax.Array], **keywords: Any) -> Any:
+def sharded(
+    backend: str, spec: PartitionSpec, the_mesh: Mesh, arrays: list[jax.Array], **keywords: Any
+) -> Any:
     """Lowers with all four arrays sharded by `spec`, checks the values, returns the compiled program."""
     run = value_and_grads(backend, **keywords)
     want = jax.jit(run)(*arrays)
@@ -77,7 +83,9 @@ def batch_sharding_gathers_nothing(backend: str) -> None:
 
 @check
 def head_sharding_gathers_nothing(backend: str) -> None:
-    compiled = sharded(backend, PartitionSpec(None, None, "x"), mesh((4,), "x"), drawn(heads=8, kv_heads=4))
+    compiled = sharded(
+        backend, PartitionSpec(None, None, "x"), mesh((4,), "x"), drawn(heads=8, kv_heads=4)
+    )
     assert not collectives(compiled), collectives(compiled)
 
 
@@ -143,14 +151,18 @@ def cotangents_of_replicated_operands_are_summed(backend: str) -> None:
     def local(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return jattn.dot_product_attention(q, k, v, bias, implementation=backend)
 
-    mapped = jax.shard_map(local, mesh=mesh((4,), "x"), in_specs=(batch, whole, whole, whole), out_specs=batch)
+    mapped = jax.shard_map(
+        local, mesh=mesh((4,), "x"), in_specs=(batch, whole, whole, whole), out_specs=batch
+    )
 
     def plain(q: Any, k: Any, v: Any, bias: Any) -> Any:
         repeated = (jnp.broadcast_to(x, (4, *x.shape[1:])) for x in (k, v))
         return jattn.dot_product_attention(q, *repeated, bias, implementation=backend)
 
     def gradients(function: Any) -> Any:
-        return jax.jit(jax.grad(lambda *x: (function(*x) * dout).sum(), argnums=(0, 1, 2, 3)))(q, k, v, bias)
+        return jax.jit(jax.grad(lambda *x: (function(*x) * dout).sum(), argnums=(0, 1, 2, 3)))(
+            q, k, v, bias
+        )
 
     close(gradients(mapped), gradients(plain))
 
@@ -202,7 +214,9 @@ def main() -> None:
                 function(backend)
             except Exception as error:  # the test that asked for this line reports it
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                outcome[f"{name}-{backend}"] = f"{type(error).__name__}: {error} ({where.name}:{where.lineno})"[:2000]
+                outcome[f"{name}-{backend}"] = (
+                    f"{type(error).__name__}: {error} ({where.name}:{where.lineno})"[:2000]
+                )
             else:
                 outcome[f"{name}-{backend}"] = "ok"
     print(json.dumps(outcome))

@@ -13,7 +13,9 @@ from jattn.testing.inputs import Array, Operands
 WELL_BELOW_BOUND = 0.95
 WELL_BELOW_RMS = 0.65
 
-TAILED = Case(name="mutants", q_len=70, kv_len=90, num_heads=4, num_kv_heads=2, head_dim=32, head_dim_v=32)
+TAILED = Case(
+    name="mutants", q_len=70, kv_len=90, num_heads=4, num_kv_heads=2, head_dim=32, head_dim_v=32
+)
 
 
 def emulated(case: Case, operands: Operands, precision: str = "ieee") -> dict[str, Array]:
@@ -28,7 +30,9 @@ def broken(report: compare.Report) -> set[str]:
 @pytest.mark.parametrize("case", cases.sweep(), ids=str)
 def test_a_correct_implementation_is_well_below_the_limits(case: Case) -> None:
     operands, solution = compare.solved(case)
-    report = compare.assert_close(case, operands, baseline.solve(case, operands, solution), solution=solution)
+    report = compare.assert_close(
+        case, operands, baseline.solve(case, operands, solution), solution=solution
+    )
     for tensor in report.tensors:
         assert tensor.bound_ratio < WELL_BELOW_BOUND, str(report)
         assert tensor.rms_ratio < WELL_BELOW_RMS, str(report)
@@ -50,7 +54,9 @@ def test_a_loss_of_precision_fails_in_every_tensor(dtype: str, distribution: str
         want = getattr(solution, name)
         # The excess goes on before the rounding, as a kernel that accumulates in a narrower type would do it.
         worse = want + factor * (result.astype(np.float64) - want)
-        report = compare.check(case, operands, {name: worse.astype(result.dtype)}, solution=solution)
+        report = compare.check(
+            case, operands, {name: worse.astype(result.dtype)}, solution=solution
+        )
         assert broken(report) == {name}, str(report)
 
 
@@ -60,7 +66,9 @@ def test_scores_rounded_to_the_input_type_fail(dtype: str) -> None:
     case = TAILED.but("low-scores", dtype=dtype, distribution="normal_x3")
     operands, solution = compare.solved(case)
     low = inputs.numpy_dtype("bfloat16")
-    s = (solution.q.astype(np.float32) @ solution.k.astype(np.float32).swapaxes(2, 3)) * np.float32(case.scale_value)
+    s = (solution.q.astype(np.float32) @ solution.k.astype(np.float32).swapaxes(2, 3)) * np.float32(
+        case.scale_value
+    )
     s = s.astype(low).astype(np.float32)
     weights = np.exp(s - s.max(axis=3, keepdims=True))
     p = (weights / weights.sum(axis=3, keepdims=True)).astype(operands.q.dtype).astype(np.float32)
@@ -98,7 +106,9 @@ def test_three_tf32_products_are_close_to_ieee() -> None:
     report = compare.assert_close(case, operands, thrice, precision="tf32x3", solution=solution)
     assert max(tensor.bound_ratio for tensor in report.tensors) < WELL_BELOW_BOUND
     once = emulated(case, operands, "tf32")
-    assert broken(compare.check(case, operands, once, precision="tf32x3", solution=solution)) == set(once)
+    assert broken(
+        compare.check(case, operands, once, precision="tf32x3", solution=solution)
+    ) == set(once)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -122,17 +132,33 @@ def test_a_wrong_problem_fails(dtype: str, what: str, mutation: dict[str, object
         case = dataclasses.replace(case, window=(12, 40))  # some row has to see the last key
     operands, solution = compare.solved(case)
     mutant = dataclasses.replace(case, **mutation)
-    lengths = {name: np.asarray(mutation[name], np.int32) for name in ("q_lengths", "kv_lengths") if name in mutation}
+    lengths = {
+        name: np.asarray(mutation[name], np.int32)
+        for name in ("q_lengths", "kv_lengths")
+        if name in mutation
+    }
     results = emulated(mutant, dataclasses.replace(operands, **lengths))
     report = compare.check(case, operands, results, solution=solution)
-    assert broken(report) >= {"out", "lse", "dq", "dk", "dv"} - {"lse" if what.startswith("the last q") else ""}, what
+    assert broken(report) >= {"out", "lse", "dq", "dk", "dv"} - {
+        "lse" if what.startswith("the last q") else ""
+    }, what
 
 
 def test_one_dropped_key_among_a_thousand_fails() -> None:
-    case = Case(name="dropped-key", batch=1, q_len=5, kv_len=1000, head_dim=32, head_dim_v=32, dtype="bfloat16")
+    case = Case(
+        name="dropped-key",
+        batch=1,
+        q_len=5,
+        kv_len=1000,
+        head_dim=32,
+        head_dim_v=32,
+        dtype="bfloat16",
+    )
     operands, solution = compare.solved(case)
     mutant = dataclasses.replace(case, kv_lengths=(999,))
-    results = emulated(mutant, dataclasses.replace(operands, kv_lengths=np.asarray([999], np.int32)))
+    results = emulated(
+        mutant, dataclasses.replace(operands, kv_lengths=np.asarray([999], np.int32))
+    )
     assert {"lse", "dk", "dv"} <= broken(compare.check(case, operands, results, solution=solution))
 
 
@@ -142,10 +168,18 @@ def test_a_missing_rescale_fails(distribution: str) -> None:
     case = TAILED.but("rescale", distribution=distribution)
     operands, solution = compare.solved(case)
     half = case.kv_len // 2
-    row_max = [solution.s[..., part].max(axis=3, keepdims=True) for part in (slice(0, half), slice(0, None))]
-    weights = np.exp(solution.s - np.concatenate([np.repeat(row_max[0], half, 3), np.repeat(row_max[1], half, 3)], 3))
+    row_max = [
+        solution.s[..., part].max(axis=3, keepdims=True)
+        for part in (slice(0, half), slice(0, None))
+    ]
+    weights = np.exp(
+        solution.s
+        - np.concatenate([np.repeat(row_max[0], half, 3), np.repeat(row_max[1], half, 3)], 3)
+    )
     out = (weights / weights.sum(axis=3, keepdims=True)) @ solution.v
-    report = compare.check(case, operands, {"out": out.transpose(0, 2, 1, 3).astype(np.float32)}, solution=solution)
+    report = compare.check(
+        case, operands, {"out": out.transpose(0, 2, 1, 3).astype(np.float32)}, solution=solution
+    )
     assert broken(report) == {"out"}
 
 
@@ -153,11 +187,15 @@ def test_a_finite_minus_infinity_fails() -> None:
     """Masked keys that win because every visible score is below the sentinel."""
     case = TAILED.but("sentinel", distribution="logits_low", kv_lengths=(41, 90))
     operands, solution = compare.solved(case)
-    unmasked = oracle.solve(dataclasses.replace(case, kv_lengths=None), dataclasses.replace(operands, kv_lengths=None))
+    unmasked = oracle.solve(
+        dataclasses.replace(case, kv_lengths=None), dataclasses.replace(operands, kv_lengths=None)
+    )
     s = np.where(solution.visible, unmasked.s, -1e4)
     weights = np.exp(s - s.max(axis=3, keepdims=True))
     out = (weights / weights.sum(axis=3, keepdims=True)) @ unmasked.v
-    report = compare.check(case, operands, {"out": out.transpose(0, 2, 1, 3).astype(np.float32)}, solution=solution)
+    report = compare.check(
+        case, operands, {"out": out.transpose(0, 2, 1, 3).astype(np.float32)}, solution=solution
+    )
     assert broken(report) == {"out"}
 
 
@@ -184,11 +222,19 @@ def test_the_smallest_value_where_zero_is_due_fails(tensor: str) -> None:
     case = TAILED.but("zeros", q_lengths=(70, 20), kv_lengths=(30, 90), bias_form="bnts")
     operands, solution = compare.solved(case)
     results = emulated(case, operands)
-    place = (1, -1, 0, 0) if tensor in ("out", "dq") else (0, -1, 0, 0) if tensor in ("dk", "dv") else (0, 0, 0, -1)
+    place = (
+        (1, -1, 0, 0)
+        if tensor in ("out", "dq")
+        else (0, -1, 0, 0)
+        if tensor in ("dk", "dv")
+        else (0, 0, 0, -1)
+    )
     assert results[tensor][place] == 0
     results[tensor] = results[tensor].copy()
     results[tensor][place] = 1e-38
-    [report] = [r for r in compare.check(case, operands, results, solution=solution).tensors if not r.passed]
+    [report] = [
+        r for r in compare.check(case, operands, results, solution=solution).tensors if not r.passed
+    ]
     assert report.name == tensor
     assert "must be exactly 0" in str(report)
 
@@ -212,26 +258,36 @@ def test_a_nan_must_arrive_and_must_not_spread() -> None:
     operands = dataclasses.replace(operands, q=q, v=v)
     solution = oracle.solve(case, operands)
     assert np.isnan(solution.out[0, 5, 1]).all()
-    assert np.isnan(solution.out).sum() == 32 + 2 * 70  # one row; one channel of every row of the two heads that read it
+    assert (
+        np.isnan(solution.out).sum() == 32 + 2 * 70
+    )  # one row; one channel of every row of the two heads that read it
     out = emulated(case, operands)["out"]
     out[1, :, :2, 3] = np.nan
     out[0, 5, 1] = np.nan
     correct = np.where(np.isnan(solution.out), np.float32(np.nan), solution.out.astype(np.float32))
     assert compare.check(case, operands, {"out": correct}, solution=solution).passed
     swallowed = np.where(np.isnan(correct), np.float32(0), correct)
-    assert "must be NaN" in str(compare.check(case, operands, {"out": swallowed}, solution=solution))
+    assert "must be NaN" in str(
+        compare.check(case, operands, {"out": swallowed}, solution=solution)
+    )
     spread = correct.copy()
     spread[0, 6, 1, 0] = np.nan
-    assert "must be finite" in str(compare.check(case, operands, {"out": spread}, solution=solution))
+    assert "must be finite" in str(
+        compare.check(case, operands, {"out": spread}, solution=solution)
+    )
 
 
 def test_wrong_shapes_types_and_names_are_found() -> None:
     operands, solution = compare.solved(TAILED)
     results = emulated(TAILED, operands)
     transposed = results["lse"].transpose(0, 2, 1)
-    assert "shape is (2, 4, 70)" in str(compare.check(TAILED, operands, {"lse": transposed}, solution=solution))
+    assert "shape is (2, 4, 70)" in str(
+        compare.check(TAILED, operands, {"lse": transposed}, solution=solution)
+    )
     wide = results["out"].astype(np.float64)
-    assert "dtype is float64" in str(compare.check(TAILED, operands, {"out": wide}, solution=solution))
+    assert "dtype is float64" in str(
+        compare.check(TAILED, operands, {"out": wide}, solution=solution)
+    )
     with pytest.raises(ValueError, match="must be some of"):
         compare.check(TAILED, operands, {"output": results["out"]})
     with pytest.raises(ValueError, match="nothing"):
@@ -242,7 +298,9 @@ def test_the_report_names_the_worst_element() -> None:
     operands, solution = compare.solved(TAILED)
     out = emulated(TAILED, operands)["out"].copy()
     out[1, 33, 2, 7] += 1.0
-    with pytest.raises(AssertionError, match=r"case mutants .*\n.*out: error/bound .*\n.*\[1, 33, 2, 7\]: got"):
+    with pytest.raises(
+        AssertionError, match=r"case mutants .*\n.*out: error/bound .*\n.*\[1, 33, 2, 7\]: got"
+    ):
         compare.assert_close(TAILED, operands, {"out": out}, solution=solution)
 
 
@@ -264,8 +322,14 @@ def test_poison_does_not_change_the_solution(case: Case) -> None:
     operands, solution = compare.solved(case)
     poisoned = inputs.poison(case, operands)
     q_padding, kv_padding = inputs.padding(case, operands)
-    assert np.isfinite(poisoned.q.astype(np.float64)).all(axis=(2, 3)).tolist() == (~q_padding).tolist()
-    assert np.isfinite(poisoned.v.astype(np.float64)).all(axis=(2, 3)).tolist() == (~kv_padding).tolist()
+    assert (
+        np.isfinite(poisoned.q.astype(np.float64)).all(axis=(2, 3)).tolist()
+        == (~q_padding).tolist()
+    )
+    assert (
+        np.isfinite(poisoned.v.astype(np.float64)).all(axis=(2, 3)).tolist()
+        == (~kv_padding).tolist()
+    )
     again = oracle.solve(case, poisoned)
     for name in ("out", "lse", "dq", "dk", "dv", "dbias"):
         np.testing.assert_array_equal(getattr(again, name), getattr(solution, name))
@@ -288,7 +352,10 @@ def test_the_table_has_unique_names_and_every_distribution() -> None:
         assert any(case.q_len == length != case.kv_len for case in lengths)
         assert any(case.q_len != length == case.kv_len for case in lengths)
         assert any(case.q_len == length == case.kv_len for case in lengths)
-    assert {case.q_len > case.kv_len for case in lengths if case.q_len != case.kv_len} == {True, False}
+    assert {case.q_len > case.kv_len for case in lengths if case.q_len != case.kv_len} == {
+        True,
+        False,
+    }
     assert {case.head_dim for case in cases.tagged("head_dim")} == set(cases.HEAD_DIMS)
     with pytest.raises(LookupError, match="no case is tagged"):
         cases.tagged("mistyped")

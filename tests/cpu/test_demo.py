@@ -131,9 +131,6 @@ def test_dense_mask_is_the_segments_spelled_out() -> None:
         [False, False, True, False],
         [False, False, False, False],
     ]
-    assert demo.positions_in_document(np.array([[0, 0, 0, 1, 1, 2]])).tolist() == [
-        [0, 1, 2, 0, 1, 0]
-    ]
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "3", "--compare-steps", "4"]])

@@ -64,7 +64,9 @@ PROBLEMS = (
 )
 
 
-def explained(case: Case, device: jattn.Device, *, needs_grad: bool, batch: int | None = None) -> jattn.Explanation:
+def explained(
+    case: Case, device: jattn.Device, *, needs_grad: bool, batch: int | None = None
+) -> jattn.Explanation:
     case = case if batch is None else dataclasses.replace(case, batch=batch)
     with jax.enable_x64(case.dtype == "float64"):
         (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
@@ -77,12 +79,17 @@ def table() -> str:
     for case in PROBLEMS:
         row = [case.name]
         for device in DEVICES.values():
-            chosen = [explained(case, device, needs_grad=needs_grad).chosen for needs_grad in (False, True)]
+            chosen = [
+                explained(case, device, needs_grad=needs_grad).chosen
+                for needs_grad in (False, True)
+            ]
             row.append(str(chosen[0]) if chosen[0] == chosen[1] else f"{chosen[0]}/{chosen[1]}")
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        + "\n"
+        for row in rows
     )
 
 
@@ -100,7 +107,9 @@ def test_the_batch_size_does_not_change_the_choice(device: str) -> None:
         chosen = set()
         for batch in (1, 2, 70_000 if case is BASE else 8):
             lengths = None if case.kv_lengths is None else case.kv_lengths * batch
-            one = dataclasses.replace(case, kv_lengths=lengths, q_len=2, kv_len=2, num_heads=1, num_kv_heads=1, head_dim=8)
+            one = dataclasses.replace(
+                case, kv_lengths=lengths, q_len=2, kv_len=2, num_heads=1, num_kv_heads=1, head_dim=8
+            )
             chosen.add(explained(one, DEVICES[device], needs_grad=True, batch=batch).chosen)
         assert len(chosen) == 1
 
@@ -121,7 +130,9 @@ def test_what_is_admitted_for_cuda_can_be_lowered(case: Case, device: str) -> No
         return jattn.dot_product_attention(q, k, v, **keywords).astype("float32").sum()
 
     with jattn.target_device(where):
-        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)))
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+        )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "jattn_forward" in text
     assert "jattn_backward" in text
@@ -130,13 +141,22 @@ def test_what_is_admitted_for_cuda_can_be_lowered(case: Case, device: str) -> No
 def test_explain_is_readable() -> None:
     """A person finds the problem, the choice, and the way out of every refusal."""
     text = str(explained(but("mask", mask_form="b1ts"), DEVICES["sm90"], needs_grad=True))
-    for words in ("cuda sm_90, forward and backward", "q bfloat16 (2, 128, 2, 64)", "mask", "chosen: mem_efficient", "flash: refuses"):
+    for words in (
+        "cuda sm_90, forward and backward",
+        "q bfloat16 (2, 128, 2, 64)",
+        "mask",
+        "chosen: mem_efficient",
+        "flash: refuses",
+    ):
         assert words in text
 
 
 def test_explain_takes_shapes_and_runs_nothing() -> None:
     x = jax.ShapeDtypeStruct((1, 1 << 20, 64, 128), "bfloat16")  # 16 GiB, if it existed
     ids = jax.ShapeDtypeStruct((1, 1 << 20), "int32")
-    assert jattn.explain(x, x, x, segment_ids=ids, device=DEVICES["sm90"], needs_grad=True).chosen == "flash"
+    assert (
+        jattn.explain(x, x, x, segment_ids=ids, device=DEVICES["sm90"], needs_grad=True).chosen
+        == "flash"
+    )
     with pytest.raises(TypeError, match="sgment_ids"):
         jattn.explain(x, x, x, sgment_ids=ids)

@@ -17,7 +17,9 @@ def test_temporaries_of_a_long_gradient(kind: str, backend: str) -> None:
     """T = S = 16384, one head, float32: the scores alone would be 1 GiB; forward and backward stay below 64 MiB."""
     x = jax.ShapeDtypeStruct((1, LENGTH, 1, 64), "float32")
     ids = jax.ShapeDtypeStruct((1, LENGTH), "int32")
-    attend = functools.partial(jattn.dot_product_attention, is_causal=kind == "causal", implementation=backend)
+    attend = functools.partial(
+        jattn.dot_product_attention, is_causal=kind == "causal", implementation=backend
+    )
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         return attend(q, k, v, segment_ids=ids if kind == "segments" else None).sum()

@@ -70,7 +70,10 @@ def test_J05_determinism_is_part_of_the_key(mode: str) -> None:
 
 
 def test_J05_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'sometimes'.*'off', 'warn' or 'strict'"), jattn.deterministic("sometimes"):  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match=r"'sometimes'.*'off', 'warn' or 'strict'"),
+        jattn.deterministic("sometimes"),
+    ):  # type: ignore[arg-type]
         pass
 
 
@@ -80,7 +83,10 @@ def test_J05_switch_off_and_on() -> None:
     try:
         jattn.set_enabled(False)
         assert set(counted(lambda: attend(X))) <= {"xla", "reference"}
-        with pytest.raises(jattn.NoBackendError) as error, pytest.warns(UserWarning, match="runtime disabled"):
+        with (
+            pytest.raises(jattn.NoBackendError) as error,
+            pytest.warns(UserWarning, match="runtime disabled"),
+        ):
             jattn.dot_product_attention(X, X, X, implementation="cpu")
         assert "DISABLED" in {reason.code for reason in error.value.reasons}
     finally:
@@ -98,7 +104,7 @@ def test_J05_options_reach_a_backward_traced_later() -> None:
 def test_J05_options_reach_a_lowering_done_later() -> None:
     with jattn.sdpa_kernel(["reference"]):
         traced = fresh().trace(X)
-    assert set(counted(lambda: traced.lower())) == {"reference"}
+    assert set(counted(traced.lower)) == {"reference"}
 
 
 def test_J05_other_threads_see_the_default() -> None:
@@ -126,7 +132,7 @@ def test_names_are_tried_in_order() -> None:
 
     assert chosen("reference", "cpu") == "reference"
     assert chosen("flash", "xla", "cpu") == "xla"
-    with pytest.raises(ValueError, match="'flsh' is not a backend; known are .*flash"):
+    with pytest.raises(ValueError, match=r"'flsh' is not a backend; known are .*flash"):
         jattn.dot_product_attention(X, X, X, implementation="flsh")
 
 
@@ -140,6 +146,8 @@ def test_strict_fallback_is_an_error_and_a_fallback_warns_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             jax.eval_shape(jax.jit(lambda x: jattn.dot_product_attention(x, x, x)), shape)
-            jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x, implementation="xla"), shape)
+            jax.eval_shape(
+                lambda x: jattn.dot_product_attention(x, x, x, implementation="xla"), shape
+            )
         with jattn.strict_fallback(), pytest.raises(jattn.NoBackendError, match="HEAD_DIM"):
             jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x), shape)

@@ -1,4 +1,4 @@
-"""Rows of choosing and of dtype limits whose numbers lie past T060, so far as no GPU is needed: T068, T069, T070, T088, T089."""
+"""Rows past T060 that are about choosing, and need no GPU for it."""
 
 import jax
 import pytest
@@ -23,7 +23,9 @@ def test_T069_determinism_does_not_change_the_choice(mode: str) -> None:
     arrays = alike(1, 64, 8, 64, dtype="float32")
     with jattn.sdpa_kernel(["mem_efficient", "reference"]), jattn.deterministic(mode):  # type: ignore[arg-type]
         for needs_grad in (False, True):
-            assert jattn.select_backend(*arrays, device=SM90, needs_grad=needs_grad) == "mem_efficient"
+            assert (
+                jattn.select_backend(*arrays, device=SM90, needs_grad=needs_grad) == "mem_efficient"
+            )
 
 
 @pytest.mark.parametrize("case", ["T088", "T089"])

@@ -17,7 +17,12 @@ from jattn.testing.run import verify
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The seed's tolerances of the CPU kernel against the reference.
-CPU_TOLERANCE = {"float64": (5e-6, 1e-5), "float32": (5e-6, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (1e-2, 1e-2)}
+CPU_TOLERANCE = {
+    "float64": (5e-6, 1e-5),
+    "float32": (5e-6, 1e-5),
+    "bfloat16": (5e-2, 5e-2),
+    "float16": (1e-2, 1e-2),
+}
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
@@ -60,29 +65,46 @@ def test_T053_choice_on_cpu(dtype: str) -> None:
 @pytest.mark.parametrize("head_dim", [8, 16])
 @pytest.mark.parametrize("length", [267, 1030])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_T054_cpu_kernel_against_the_reference(dtype: str, length: int, head_dim: int, is_causal: bool) -> None:
+def test_T054_cpu_kernel_against_the_reference(
+    dtype: str, length: int, head_dim: int, is_causal: bool
+) -> None:
     """Short list: batch 2, 3 heads. The seed's train and eval cases are the two halves of one test here."""
     with jax.enable_x64(dtype == "float64"):
         # 16-bit references run in float32 and are compared in it.
         wide = "float64" if dtype == "float64" else "float32"
-        packed = jax.random.normal(jax.random.key(length), (2, length, 3 * 3 * head_dim), wide).astype(dtype)
+        packed = jax.random.normal(
+            jax.random.key(length), (2, length, 3 * 3 * head_dim), wide
+        ).astype(dtype)
 
         def forward_backward(backend: str, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-            attend = functools.partial(packed_attention, num_heads=3, is_causal=is_causal, implementation=backend)
+            attend = functools.partial(
+                packed_attention, num_heads=3, is_causal=is_causal, implementation=backend
+            )
             out, pullback = jax.vjp(attend, packed)
             return out, pullback(jnp.ones_like(out))[0]
 
         out, grad = jax.jit(functools.partial(forward_backward, "cpu"))(packed)
-        want_out, want_grad = jax.jit(functools.partial(forward_backward, "reference"))(packed.astype(wide))
+        want_out, want_grad = jax.jit(functools.partial(forward_backward, "reference"))(
+            packed.astype(wide)
+        )
         rtol, atol = CPU_TOLERANCE[dtype]
         np.testing.assert_allclose(np.asarray(out, wide), want_out, rtol=rtol, atol=atol)
         np.testing.assert_allclose(np.asarray(grad, wide), want_grad, rtol=rtol, atol=atol)
-        alone = jax.jit(functools.partial(packed_attention, num_heads=3, is_causal=is_causal, implementation="cpu"))
+        alone = jax.jit(
+            functools.partial(
+                packed_attention, num_heads=3, is_causal=is_causal, implementation="cpu"
+            )
+        )
         np.testing.assert_array_equal(alone(packed), out)
 
 
 # {T, 1} x {S, 1} and {B, 1} x {N, 1} x {T, 1} x {S, 1}: the twenty mask shapes of T055.
-MASK_FORMS = tuple(map("".join, itertools.chain(itertools.product("t1", "s1"), itertools.product("b1", "n1", "t1", "s1"))))
+MASK_FORMS = tuple(
+    map(
+        "".join,
+        itertools.chain(itertools.product("t1", "s1"), itertools.product("b1", "n1", "t1", "s1")),
+    )
+)
 
 
 @pytest.mark.backends("cpu")
@@ -123,7 +145,11 @@ def test_T056_banded_minus_infinity(backend: str) -> None:
     attend = functools.partial(jattn.dot_product_attention, q, k, v)
     want = attend(bias, implementation="reference")
     assert np.isfinite(np.asarray(want)).all()
-    for keywords in ({"bias": bias}, {"is_causal": True, "local_window_size": (9, 0)}, {"mask": bias == 0}):
+    for keywords in (
+        {"bias": bias},
+        {"is_causal": True, "local_window_size": (9, 0)},
+        {"mask": bias == 0},
+    ):
         got = attend(implementation=backend, **keywords)
         np.testing.assert_allclose(got, want, rtol=1.3e-6, atol=1e-5)
 
@@ -141,7 +167,13 @@ def test_T057_negative_scale_of_the_seed(backend: str) -> None:
 @pytest.mark.parametrize("scale", [-10000.0, -0.5, 0.0])
 def test_T057_negative_and_zero_scale(scale: float, backend: str) -> None:
     case = Case(
-        name=f"T057-{scale:g}", batch=1, num_heads=3, num_kv_heads=3, dtype="bfloat16", scale=scale, is_causal=True
+        name=f"T057-{scale:g}",
+        batch=1,
+        num_heads=3,
+        num_kv_heads=3,
+        dtype="bfloat16",
+        scale=scale,
+        is_causal=True,
     )
     verify(case, backend)
 
@@ -206,12 +238,18 @@ def test_T019_against_the_plain_formula(
     with jax.enable_x64(dtype == "float64"):
         lead = 0 if rank == 3 else slice(None)
         q, k, v = (jnp.asarray(x[lead]) for x in (operands.q, operands.k, operands.v))
-        mask = None if operands.mask is None else jnp.asarray(operands.mask if mask_rank != 4 else operands.mask[lead])
+        mask = (
+            None
+            if operands.mask is None
+            else jnp.asarray(operands.mask if mask_rank != 4 else operands.mask[lead])
+        )
         attend = functools.partial(
             jattn.dot_product_attention, mask=mask, is_causal=is_causal, implementation=backend
         )
         got = np.asarray(attend(q, k, v))
-        tolerance = {"rtol": 1.3e-6, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-7, "atol": 1e-7}
+        tolerance = (
+            {"rtol": 1.3e-6, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-7, "atol": 1e-7}
+        )
         np.testing.assert_allclose(got, want.out.astype(dtype)[lead], **tolerance)
         assert np.isfinite(got).all()
         if mask is None and dtype == "float64":

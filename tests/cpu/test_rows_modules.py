@@ -21,7 +21,9 @@ import jattn.flax
 
 GOLDEN = {
     name: np.asarray(rows)
-    for name, rows in json.loads((Path(__file__).parents[1] / "golden" / "encoder.json").read_text()).items()
+    for name, rows in json.loads(
+        (Path(__file__).parents[1] / "golden" / "encoder.json").read_text()
+    ).items()
 }
 # Of the golden numbers' second input batch: positions that are not padding.
 GOLDEN_KEEP = np.asarray([[1, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
@@ -63,7 +65,9 @@ def key_mask(keep: Any) -> jax.Array:
 
 def close(got: Any, want: Any, *, rtol: float = 1.3e-6, atol: float = 1e-5) -> None:
     """Default closeness of float32 rows; NaN is never equal."""
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=rtol, atol=atol, equal_nan=False)
+    np.testing.assert_allclose(
+        np.asarray(got), np.asarray(want), rtol=rtol, atol=atol, equal_nan=False
+    )
 
 
 def calls_of(function: Callable[[], Any]) -> dict[str, dict[str, int]]:
@@ -93,7 +97,9 @@ def test_T001_rank_2_mask_equals_rank_4(backend: str) -> None:
     module = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=attend_with(backend))
     params = initial(module, tokens)
     rank_2 = module.apply(params, tokens, mask=zeros_and_ones)
-    close(module.apply(params, tokens, mask=jnp.broadcast_to(zeros_and_ones, (10, 4, 16, 16))), rank_2)
+    close(
+        module.apply(params, tokens, mask=jnp.broadcast_to(zeros_and_ones, (10, 4, 16, 16))), rank_2
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
@@ -130,7 +136,9 @@ def test_T002_train_with_padding(backend: str) -> None:
         losses.append(float(loss))
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
-    train, evaluate = (model.apply(params, x, mask, deterministic)[:, :2] for deterministic in (False, True))
+    train, evaluate = (
+        model.apply(params, x, mask, deterministic)[:, :2] for deterministic in (False, True)
+    )
     assert float(jnp.abs(train - evaluate).mean()) < 1e-4
 
 
@@ -138,13 +146,19 @@ def test_T002_train_with_padding(backend: str) -> None:
 @pytest.mark.parametrize("kind", ["bool", "float32"])
 @pytest.mark.parametrize("padding_dim", [2, None])
 @pytest.mark.parametrize("mask_dim", [2, 3, None])
-def test_T003_mask_ranks_and_padding(mask_dim: int | None, padding_dim: int | None, kind: str, backend: str) -> None:
+def test_T003_mask_ranks_and_padding(
+    mask_dim: int | None, padding_dim: int | None, kind: str, backend: str
+) -> None:
     x = normal(1, 2, 4, 8)
     rng = np.random.default_rng(0)
     shapes = {2: (4, 4), 3: (2 * 4, 4, 4)}
     parts = []
     if mask_dim is not None:
-        part = rng.integers(0, 2, shapes[mask_dim]).astype(bool) if kind == "bool" else rng.random(shapes[mask_dim])
+        part = (
+            rng.integers(0, 2, shapes[mask_dim]).astype(bool)
+            if kind == "bool"
+            else rng.random(shapes[mask_dim])
+        )
         parts.append(part if mask_dim == 2 else part.reshape(2, 4, 4, 4))
     if padding_dim is not None:
         keep = rng.integers(0, 2, (2, 4)).astype(bool) if kind == "bool" else rng.random((2, 4))
@@ -212,8 +226,12 @@ T006_INPUTS = (
 def computed_in(dtype: Any, attend: Any) -> Any:
     """An attention function that works in `dtype` inside a model of another one, as autocast makes it."""
 
-    def attention_fn(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None) -> jax.Array:
-        return attend(query.astype(dtype), key.astype(dtype), value.astype(dtype), mask=mask).astype(query.dtype)
+    def attention_fn(
+        query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = None
+    ) -> jax.Array:
+        return attend(
+            query.astype(dtype), key.astype(dtype), value.astype(dtype), mask=mask
+        ).astype(query.dtype)
 
     return attention_fn
 
@@ -223,7 +241,7 @@ def computed_in(dtype: Any, attend: Any) -> Any:
     ("d_model", "inputs"), [(12, T006_INPUTS), (256, T006_INPUTS[:2])], ids=["d12", "d256"]
 )
 def test_T006_masked_and_length_arms_agree(d_model: int, inputs: Any, autocast: bool) -> None:
-    """Dense mask, lengths and the oracle backend agree on valid positions. (1024: where an old kernel changed algorithm.)"""
+    """Dense mask, lengths and XLA agree on valid positions. (1024: where an old kernel changed algorithm.)"""
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if autocast else {}
 
     def arm(backend: str | None, mask: Any) -> np.ndarray[Any, Any]:
@@ -258,7 +276,10 @@ def cosine_parameters(num_layers: int, final_norm: bool, dtype: str) -> Params:
     attention: Params = {"out": {"kernel": cosines(4, 4).T.reshape(2, 2, 4), "bias": cosines(4)}}
     for i, name in enumerate(("query", "key", "value")):
         rows = slice(4 * i, 4 * i + 4)
-        attention[name] = {"kernel": in_weight[rows].T.reshape(4, 2, 2), "bias": in_bias[rows].reshape(2, 2)}
+        attention[name] = {
+            "kernel": in_weight[rows].T.reshape(4, 2, 2),
+            "bias": in_bias[rows].reshape(2, 2),
+        }
     norm = {"LayerNorm_0": {"scale": cosines(4), "bias": cosines(4)}}
     feed_forward = {
         "Dense_0": {"kernel": cosines(16, 4).T, "bias": cosines(16)},
@@ -278,7 +299,13 @@ def cosine_parameters(num_layers: int, final_norm: bool, dtype: str) -> Params:
 
 def golden_encoder(backend: str, num_layers: int, dtype: Any, final_norm: bool = False) -> Encoder:
     return encoder(
-        backend, num_layers=num_layers, num_heads=2, hidden=16, final_norm=final_norm, dtype=dtype, param_dtype=dtype
+        backend,
+        num_layers=num_layers,
+        num_heads=2,
+        hidden=16,
+        final_norm=final_norm,
+        dtype=dtype,
+        param_dtype=dtype,
     )
 
 
@@ -300,7 +327,14 @@ def test_T007_square_input(backend: str) -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(
     ("letter", "num_layers", "final_norm"),
-    [("A", 1, False), ("B", 1, False), ("C", 2, False), ("D", 6, False), ("E", 2, True), ("F", 6, True)],
+    [
+        ("A", 1, False),
+        ("B", 1, False),
+        ("C", 2, False),
+        ("D", 6, False),
+        ("E", 2, True),
+        ("F", 6, True),
+    ],
 )
 def test_T008_golden_encoder(
     letter: str, num_layers: int, final_norm: bool, batch_first: bool, backend: str
@@ -316,8 +350,12 @@ def test_T008_golden_encoder(
             if batch_first:
                 got = jax.jit(model.apply)(params, x, mask)
             else:  # there is one layout; the caller transposes around it, and XLA may fuse that into what it feeds us
-                apply = jax.jit(lambda x, mask: model.apply(params, x.swapaxes(0, 1), mask).swapaxes(0, 1))
-                got = np.swapaxes(apply(jnp.asarray(np.ascontiguousarray(GOLDEN["x"].swapaxes(0, 1))), mask), 0, 1)
+                apply = jax.jit(
+                    lambda x, mask: model.apply(params, x.swapaxes(0, 1), mask).swapaxes(0, 1)
+                )
+                got = np.swapaxes(
+                    apply(jnp.asarray(np.ascontiguousarray(GOLDEN["x"].swapaxes(0, 1))), mask), 0, 1
+                )
             close(got, GOLDEN[letter], rtol=1e-7, atol=1e-5)
 
 
@@ -351,7 +389,9 @@ def test_T009_causal_and_padding_together_say_nothing(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.backends("xla", "cpu")
-def test_T010_decoder_with_causal_and_memory_padding(caplog: pytest.LogCaptureFixture, backend: str) -> None:
+def test_T010_decoder_with_causal_and_memory_padding(
+    caplog: pytest.LogCaptureFixture, backend: str
+) -> None:
     x, memory = normal(1, 2, 3, 16), normal(2, 2, 5, 16)
     _, mask = both_masks(3, [3, 2])
     memory_mask, _ = both_masks(5, [5, 3])
@@ -372,7 +412,9 @@ def test_T011_is_causal_equals_the_mask(backend: str) -> None:
     q, k, v = (normal(i, 1, 5, 1, 3) for i in range(3))
     attend = functools.partial(jattn.dot_product_attention, implementation=backend)
     close(attend(q, k, v, is_causal=True), attend(q, k, v, mask=causal_mask(5)))
-    close(attend(q, k, v, is_causal=True, mask=causal_mask(5)), attend(q, k, v, mask=causal_mask(5)))
+    close(
+        attend(q, k, v, is_causal=True, mask=causal_mask(5)), attend(q, k, v, mask=causal_mask(5))
+    )
 
 
 @pytest.mark.backends("xla", "cpu")
@@ -380,7 +422,9 @@ def test_T011_is_causal_equals_the_mask(backend: str) -> None:
 @pytest.mark.parametrize("num_heads", [1, 8])
 def test_T012_module_with_and_without_bias(num_heads: int, use_bias: bool, backend: str) -> None:
     x = normal(1, 8, 100, 128)
-    module = nn.MultiHeadDotProductAttention(num_heads=num_heads, use_bias=use_bias, attention_fn=attend_with(backend))
+    module = nn.MultiHeadDotProductAttention(
+        num_heads=num_heads, use_bias=use_bias, attention_fn=attend_with(backend)
+    )
     params = initial(module, x)
     out = module.apply(params, x)
     assert np.isfinite(np.asarray(out)).all()
@@ -498,7 +542,9 @@ def test_T022_module_without_bias_parameters(backend: str) -> None:
     x = jax.random.uniform(jax.random.key(1), (1, 5, 10))
 
     def run(name: str) -> Any:
-        module = nn.MultiHeadDotProductAttention(num_heads=1, use_bias=False, attention_fn=attend_with(name))
+        module = nn.MultiHeadDotProductAttention(
+            num_heads=1, use_bias=False, attention_fn=attend_with(name)
+        )
         return module.apply(initial(module, x), x)
 
     close(run(backend), run("reference"))
@@ -548,7 +594,9 @@ def test_T025_ones_give_exactly_sixteen(backend: str) -> None:
 def test_T025_head_dim_2_is_accepted(backend: str) -> None:
     """The seed's kernels refused float32 with head dim 2; here any head dim up to the limit runs (D04)."""
     projected = jnp.full((1, 2, 1, 2), 4.0)
-    out = jattn.dot_product_attention(projected, projected, projected, is_causal=True, implementation=backend)
+    out = jattn.dot_product_attention(
+        projected, projected, projected, is_causal=True, implementation=backend
+    )
     assert (np.asarray(out) == 4.0).all()
 
 
@@ -557,7 +605,9 @@ def test_T027_cross_attention_with_other_features() -> None:
     x, memory = normal(1, 2, 6, 128), normal(2, 2, 9, 256)
 
     def function(name: str | None) -> tuple[Callable[..., Any], Params]:
-        module = nn.MultiHeadDotProductAttention(num_heads=8, qkv_features=128, attention_fn=attend_with(name))
+        module = nn.MultiHeadDotProductAttention(
+            num_heads=8, qkv_features=128, attention_fn=attend_with(name)
+        )
         return module.apply, initial(module, x, memory)
 
     apply, params = function(None)

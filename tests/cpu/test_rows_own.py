@@ -44,7 +44,9 @@ def test_J07_every_head_dim(head_dim: int, backend: str) -> None:
 
 
 def test_J08_rank_3_equals_batch_1(backend: str) -> None:
-    q, k, v = (normal(i, length, heads, 8) for i, length, heads in ((1, 9, 4), (2, 13, 2), (3, 13, 2)))
+    q, k, v = (
+        normal(i, length, heads, 8) for i, length, heads in ((1, 9, 4), (2, 13, 2), (3, 13, 2))
+    )
     bias = normal(4, 4, 9, 13)
     attend = functools.partial(
         jattn.dot_product_attention, is_causal=True, implementation=backend, return_lse=True
@@ -65,7 +67,9 @@ def test_J08_leading_axes_are_folded(backend: str) -> None:
     lengths = jnp.asarray([[5, 2, 0], [1, 5, 3]], jnp.int32)
     attend = functools.partial(jattn.dot_product_attention, implementation=backend)
     got = attend(q, k, v, key_value_seq_lengths=lengths)
-    want = attend(*(x.reshape(6, 5, 2, 4) for x in (q, k, v)), key_value_seq_lengths=lengths.reshape(6))
+    want = attend(
+        *(x.reshape(6, 5, 2, 4) for x in (q, k, v)), key_value_seq_lengths=lengths.reshape(6)
+    )
     np.testing.assert_array_equal(got, want.reshape(2, 3, 5, 2, 4))
 
 
@@ -75,7 +79,9 @@ def test_J09_grouped_heads_equal_repeated_ones(kv_heads: int, backend: str) -> N
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, repeats: int) -> jax.Array:
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-        return jnp.sin(jattn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)).sum()
+        return jnp.sin(
+            jattn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
+        ).sum()
 
     gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), static_argnums=3)
     got, want = gradients(q, k, v, 1), gradients(q, k, v, 4 // kv_heads)
@@ -102,9 +108,7 @@ def test_J10_decoding_equals_the_causal_pass(backend: str) -> None:
             np.testing.assert_allclose(got, want[:, t : t + 1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "how", ["mask", "bias", "lengths", "segments", "lower_right", "window"]
-)
+@pytest.mark.parametrize("how", ["mask", "bias", "lengths", "segments", "lower_right", "window"])
 def test_J11_rows_without_keys(how: str, backend: str) -> None:
     """out 0, lse -inf, every gradient 0, whatever hides the keys; the other rows are untouched by it."""
     q, k, v = normal(1, 2, 6, 2, 8), normal(2, 2, 4, 2, 8), normal(3, 2, 4, 2, 8)
@@ -116,7 +120,10 @@ def test_J11_rows_without_keys(how: str, backend: str) -> None:
         "mask": {"mask": hidden},
         "bias": {"bias": jnp.where(hidden, 0.0, -jnp.inf)},
         "lengths": {"key_value_seq_lengths": jnp.asarray([0, 4], jnp.int32)},
-        "segments": {"query_segment_ids": ids, "key_value_segment_ids": jnp.zeros((2, 4), jnp.int32)},
+        "segments": {
+            "query_segment_ids": ids,
+            "key_value_segment_ids": jnp.zeros((2, 4), jnp.int32),
+        },
         "lower_right": {"is_causal": True, "causal_alignment": "lower_right"},
         "window": {"local_window_size": (0, 0), "causal_alignment": "lower_right"},
     }[how]
@@ -125,7 +132,9 @@ def test_J11_rows_without_keys(how: str, backend: str) -> None:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any) -> Any:
         named = {name: x for name, x in keywords.items() if name != "bias"}
-        return jattn.dot_product_attention(q, k, v, bias, implementation=backend, return_lse=True, **named)
+        return jattn.dot_product_attention(
+            q, k, v, bias, implementation=backend, return_lse=True, **named
+        )
 
     (out, lse), pullback = jax.vjp(attend, q, k, v, keywords.get("bias"))
     dq, dk, dv, dbias = pullback((jnp.ones_like(out), jnp.ones_like(lse)))
@@ -136,7 +145,8 @@ def test_J11_rows_without_keys(how: str, backend: str) -> None:
     assert all(np.isfinite(np.asarray(x)).all() for x in (out, dq, dk, dv))
     assert np.abs(np.asarray(out)[~empty]).min(axis=-1).all()
     if how == "lengths":
-        assert not np.asarray(dk)[0].any() and not np.asarray(dv)[0].any()
+        assert not np.asarray(dk)[0].any()
+        assert not np.asarray(dv)[0].any()
     if dbias is not None:
         assert (np.asarray(dbias)[:, :, :2] == 0).all()
         assert np.isfinite(np.asarray(dbias)).all()
@@ -155,7 +165,10 @@ def test_J11_rows_without_keys(how: str, backend: str) -> None:
         {"mask": True, "is_causal": True},
         {"bias": True, "mask": True, "return_residual": True},
         {"key_value_seq_lengths": jnp.asarray([7, 3], jnp.int32)},
-        {"query_seq_lengths": jnp.asarray([7, 3], jnp.int32), "key_value_seq_lengths": jnp.asarray([7, 3], jnp.int32)},
+        {
+            "query_seq_lengths": jnp.asarray([7, 3], jnp.int32),
+            "key_value_seq_lengths": jnp.asarray([7, 3], jnp.int32),
+        },
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -164,7 +177,7 @@ def test_J12_agrees_with_jax_nn(options: dict[str, Any], backend: str) -> None:
     q, k, v = normal(1, 2, 7, 4, 8), normal(2, 2, 7, 2, 8), normal(3, 2, 7, 2, 8)
     mask = jax.random.bernoulli(jax.random.key(4), 0.5, (2, 4, 7, 7)) | jnp.eye(7, dtype=bool)
     arrays = {"bias": normal(5, 1, 4, 7, 7), "mask": mask}
-    keywords = {name: arrays[name] if name in arrays else value for name, value in options.items()}
+    keywords = {name: arrays.get(name, value) for name, value in options.items()}
     got = jattn.dot_product_attention(q, k, v, implementation=backend, **keywords)
     want = jax.nn.dot_product_attention(q, k, v, **keywords)
     rows = np.ones((2, 7), bool)
@@ -180,7 +193,11 @@ def test_J13_lse_and_its_gradient(backend: str) -> None:
     """(B, T, N), float32, natural logarithm, scale and masks included; its gradient alone is p k and p q."""
     q, k, v = normal(1, 2, 9, 4, 8), normal(2, 2, 11, 2, 8), normal(3, 2, 11, 2, 8)
     attend = functools.partial(
-        jattn.dot_product_attention, is_causal=True, scale=-0.7, implementation=backend, return_lse=True
+        jattn.dot_product_attention,
+        is_causal=True,
+        scale=-0.7,
+        implementation=backend,
+        return_lse=True,
     )
     lse = jax.jit(attend)(q, k, v)[1]
     assert lse.shape == (2, 9, 4)
@@ -192,7 +209,9 @@ def test_J13_lse_and_its_gradient(backend: str) -> None:
     np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-6)
     p = np.exp(s - want[..., None])
     dq, dk, dv = jax.jit(jax.grad(lambda *x: attend(*x)[1].sum(), argnums=(0, 1, 2)))(q, k, v)
-    np.testing.assert_allclose(dq, -0.7 * np.einsum("btns,bsnd->btnd", p, wide_k), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        dq, -0.7 * np.einsum("btns,bsnd->btnd", p, wide_k), rtol=1e-5, atol=1e-5
+    )
     want_dk = -0.7 * np.einsum("btns,btnd->bsnd", p, wide_q).reshape(2, 11, 2, 2, 8).sum(axis=3)
     np.testing.assert_allclose(dk, want_dk, rtol=1e-5, atol=1e-5)
     assert not np.asarray(dv).any()
@@ -200,7 +219,9 @@ def test_J13_lse_and_its_gradient(backend: str) -> None:
 
 def test_J13_return_residual_has_no_gradient(backend: str) -> None:
     x = normal(1, 1, 5, 2, 8, dtype="bfloat16")
-    attend = functools.partial(jattn.dot_product_attention, implementation=backend, return_residual=True)
+    attend = functools.partial(
+        jattn.dot_product_attention, implementation=backend, return_residual=True
+    )
     out, residual = attend(x, x, x)
     assert residual.shape == (1, 5, 2)
     assert residual.dtype == out.dtype == jnp.bfloat16
@@ -213,7 +234,9 @@ def test_J14_repeated_calls_keep_no_memory(backend: str) -> None:
 
     @jax.jit
     def step(q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total = functools.partial(jattn.dot_product_attention, is_causal=True, implementation=backend)
+        total = functools.partial(
+            jattn.dot_product_attention, is_causal=True, implementation=backend
+        )
         return jax.value_and_grad(lambda q: total(q, q, q).sum())(q)
 
     def run(times: int) -> None:

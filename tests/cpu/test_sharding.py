@@ -17,7 +17,11 @@ PROGRAM = Path(on_four_devices.__file__)
 def outcome() -> dict[str, str]:
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env={**os.environ, **flags}, capture_output=True, text=True, check=False
+        [sys.executable, str(PROGRAM)],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]

@@ -26,7 +26,9 @@ def drawn(length: int = 12, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
     bias = jax.random.normal(keys[3], (1, heads, length, length))
     mask = jax.random.bernoulli(keys[4], 0.8, (3, 1, length, length))
     lengths = jnp.asarray([length, 5, 0], jnp.int32)
-    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 2, (3, length)), axis=1), jnp.int32)
+    segments = jnp.asarray(
+        np.sort(np.random.default_rng(0).integers(-1, 2, (3, length)), axis=1), jnp.int32
+    )
     return q, k, v, bias, mask, lengths, segments
 
 
@@ -34,7 +36,15 @@ def attend(backend: str, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """out and lse; rows without keys have lse 0 here, so that a loss over it stays finite."""
     q, k, v, bias, mask, lengths, segments = arrays
     out, lse = jattn.dot_product_attention(
-        q, k, v, bias, mask, key_value_seq_lengths=lengths, segment_ids=segments, implementation=backend, return_lse=True
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        key_value_seq_lengths=lengths,
+        segment_ids=segments,
+        implementation=backend,
+        return_lse=True,
     )
     return out, jnp.where(jnp.isfinite(lse), lse, 0)
 
@@ -63,8 +73,12 @@ def test_J01_jit_equals_the_plain_call(backend: str) -> None:
     close(jax.jit(grad)(*arrays), grad(*arrays))
 
 
-@pytest.mark.backends("cpu")  # the rule lies above the backends; the others meet it in the next tests
-@pytest.mark.parametrize(("operand", "axis"), [(i, axis) for i in range(7) for axis in (0, 1, -1)], ids=str)
+@pytest.mark.backends(
+    "cpu"
+)  # the rule lies above the backends; the others meet it in the next tests
+@pytest.mark.parametrize(
+    ("operand", "axis"), [(i, axis) for i in range(7) for axis in (0, 1, -1)], ids=str
+)
 def test_J01_vmap_over_one_operand(operand: int, axis: int, backend: str) -> None:
     """Any operand, mapped at any axis, the others shared."""
     arrays = drawn(length=6, head_dim=4)
@@ -72,12 +86,12 @@ def test_J01_vmap_over_one_operand(operand: int, axis: int, backend: str) -> Non
     stacked = jnp.stack([arrays[operand], jnp.roll(arrays[operand], 1, axis=0)], axis=axis)
     if operand == 3:
         stacked = jnp.stack([arrays[3], -arrays[3]], axis=axis)
-    changed = arrays[:operand] + (stacked,) + arrays[operand + 1 :]
+    changed = (*arrays[:operand], stacked, *arrays[operand + 1 :])
     function = functools.partial(attend, backend)
     in_axes = tuple(axis if i == operand else None for i in range(7))
     got = jax.jit(jax.vmap(function, in_axes))(*changed)
     for i in range(2):
-        alone = arrays[:operand] + (jnp.take(stacked, i, axis=axis),) + arrays[operand + 1 :]
+        alone = (*arrays[:operand], jnp.take(stacked, i, axis=axis), *arrays[operand + 1 :])
         close([x[i] for x in got], jax.jit(function)(*alone))
 
 
@@ -100,7 +114,8 @@ def test_J01_vmap_of_grad(bias_mapped: bool, backend: str) -> None:
     """Gradients per example: also of an operand that all examples share (jax PR#36702)."""
     arrays = drawn(length=6, head_dim=4)
     stacked = tuple(
-        x if i == 3 and not bias_mapped else jnp.stack([x, jnp.roll(x, 1, axis=0)]) for i, x in enumerate(arrays)
+        x if i == 3 and not bias_mapped else jnp.stack([x, jnp.roll(x, 1, axis=0)])
+        for i, x in enumerate(arrays)
     )
     in_axes = tuple(None if i == 3 and not bias_mapped else 0 for i in range(7))
     grad = jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3))
@@ -129,7 +144,9 @@ def test_J01_grad_of_vmap(backend: str) -> None:
     [(None, 2), ("jattn", 1), ("everything", 1)],
     ids=["recompute-all", "jattn-policy", "save-all"],
 )
-def test_J01_checkpoint_recomputes_what_its_policy_says(policy: str | None, calls: int, backend: str) -> None:
+def test_J01_checkpoint_recomputes_what_its_policy_says(
+    policy: str | None, calls: int, backend: str
+) -> None:
     """The ready-made policy keeps out and lse, so the forward pass is not run again in the backward."""
     arrays = drawn()
     policies = {
@@ -140,7 +157,10 @@ def test_J01_checkpoint_recomputes_what_its_policy_says(policy: str | None, call
     block = jax.checkpoint(functools.partial(loss, backend), policy=policies[policy])
     grad = jax.grad(lambda q: block(jnp.sin(q), *arrays[1:]))
     assert forward_calls(str(jax.make_jaxpr(grad)(arrays[0]))) == calls
-    close(jax.jit(grad)(arrays[0]), jax.jit(jax.grad(lambda q: loss(backend, jnp.sin(q), *arrays[1:])))(arrays[0]))
+    close(
+        jax.jit(grad)(arrays[0]),
+        jax.jit(jax.grad(lambda q: loss(backend, jnp.sin(q), *arrays[1:])))(arrays[0]),
+    )
 
 
 def test_J01_scan_body(backend: str) -> None:
@@ -163,14 +183,16 @@ def test_J01_scan_body(backend: str) -> None:
         return q, jnp.stack(sums)
 
     close(jax.jit(scanned)(arrays[0]), jax.jit(unrolled)(arrays[0]))
-    gradients = [jax.jit(jax.grad(lambda q, f=f: f(q)[0].sum()))(arrays[0]) for f in (scanned, unrolled)]  # type: ignore[misc]
+    gradients = [
+        jax.jit(jax.grad(lambda q, f=f: f(q)[0].sum()))(arrays[0]) for f in (scanned, unrolled)
+    ]  # type: ignore[misc]
     close(*gradients)
 
 
 def exported(function: Callable[..., Any], *arguments: Any) -> Any:
-    return jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=jattn.export_disabled_checks())(
-        *arguments
-    )
+    return jax.export.export(
+        jax.jit(function), platforms=["cpu"], disabled_checks=jattn.export_disabled_checks()
+    )(*arguments)
 
 
 def test_J01_export_round_trip(backend: str) -> None:
@@ -204,12 +226,17 @@ def small(kinds: str) -> tuple[Callable[..., Any], Arrays]:
     q = jax.random.normal(keys[0], (1, 3, 2, 2), "float64")
     k, v = (jax.random.normal(key, (1, 4, 1, 2), "float64") for key in keys[1:3])
     bias = jax.random.normal(keys[3], (1, 2, 3, 4), "float64")
-    options: dict[str, Any] = {"plain": {}, "causal": {"is_causal": True, "causal_alignment": "lower_right"}}.get(kinds, {})
+    options: dict[str, Any] = {
+        "plain": {},
+        "causal": {"is_causal": True, "causal_alignment": "lower_right"},
+    }.get(kinds, {})
     if kinds == "softcap":
         options = {"logits_soft_cap": 2.0, "key_value_seq_lengths": jnp.asarray([3], jnp.int32)}
 
     def function(backend: str, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> Any:
-        return jattn.dot_product_attention(q, k, v, bias, implementation=backend, return_lse=True, **options)
+        return jattn.dot_product_attention(
+            q, k, v, bias, implementation=backend, return_lse=True, **options
+        )
 
     return function, (q, k, v, bias)
 
@@ -219,7 +246,9 @@ def test_J04_forward_mode(kinds: str, backend: str) -> None:
     """jax.jvp through every backend equals numerical differences (README: it must never raise)."""
     with jax.enable_x64(True):
         function, arrays = small(kinds)
-        check_grads(jax.jit(functools.partial(function, backend)), arrays, order=1, modes=("fwd", "rev"))
+        check_grads(
+            jax.jit(functools.partial(function, backend)), arrays, order=1, modes=("fwd", "rev")
+        )
 
 
 @pytest.mark.backends("reference", "cpu")  # xla is what the others differentiate
@@ -227,7 +256,9 @@ def test_J04_forward_mode(kinds: str, backend: str) -> None:
 def test_J03_second_order(kinds: str, backend: str) -> None:
     with jax.enable_x64(True):
         function, arrays = small(kinds)
-        check_grads(jax.jit(functools.partial(function, backend)), arrays, order=2, modes=("rev", "fwd"))
+        check_grads(
+            jax.jit(functools.partial(function, backend)), arrays, order=2, modes=("rev", "fwd")
+        )
 
 
 def test_J03_hessian_and_grad_of_grad(backend: str) -> None:

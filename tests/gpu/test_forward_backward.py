@@ -13,7 +13,12 @@ from jattn.testing.run import serves, verify
 # Device time is dear: each value distribution runs in the one type that the table gives it beside float32.
 CASES = [case for case in cases.sweep() if "values" not in case.tags or case.dtype != "float32"]
 SM90 = jattn.Device("cuda", arch=(9, 0))
-ADMITTED = [(backend, case) for backend in ("mem_efficient", "flash") for case in CASES if serves(case, backend, SM90)]
+ADMITTED = [
+    (backend, case)
+    for backend in ("mem_efficient", "flash")
+    for case in CASES
+    if serves(case, backend, SM90)
+]
 
 
 @pytest.mark.parametrize(("backend", "case"), ADMITTED, ids=str)
@@ -25,8 +30,14 @@ def test_the_rules_admit_what_they_promise() -> None:
     """mem_efficient: everything but float64. flash: 16-bit types without a dense mask or bias, head dims up to 256."""
     for case in CASES:
         assert (("mem_efficient", case) in ADMITTED) == (case.dtype != "float64"), case.name
-        plain = case.bias_form is None and case.mask_form is None and max(case.head_dim, case.head_dim_v) <= 256
-        assert (("flash", case) in ADMITTED) == (plain and case.dtype in ("float16", "bfloat16")), case.name
+        plain = (
+            case.bias_form is None
+            and case.mask_form is None
+            and max(case.head_dim, case.head_dim_v) <= 256
+        )
+        assert (("flash", case) in ADMITTED) == (plain and case.dtype in ("float16", "bfloat16")), (
+            case.name
+        )
 
 
 @pytest.mark.parametrize("distribution", ["outlier_token", "lse_plus_200", "late", "logits_low"])

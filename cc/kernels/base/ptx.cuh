@@ -50,6 +50,18 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint2 load_shared_u32x2(uint32_t address) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");

@@ -19,6 +19,7 @@
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
 namespace jattn::sm80 {
@@ -50,7 +51,10 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const uint32_t dout_base = q_base + kStages * KeyTile::bytes(kTileQ);
   const ScoreTile ds_tile{dout_base + kStages * ValueTile::bytes(kTileQ)};
   const uint32_t statistics_base = ds_tile.address + (kFused ? ScoreTile::bytes(kTileKv) : 0);
-  const uint32_t saved = statistics_base + kStages * backward_statistics_bytes(kConfig);
+  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
+  constexpr int kStagedBytes = staged_bias_bytes(kConfig) + staged_mask_bytes(kConfig);
+  const uint32_t staged_base = statistics_base + kStages * backward_statistics_bytes(kConfig);
+  const uint32_t saved = staged_base + kStages * kStagedBytes;
 
   const ProblemParams& problem = params.problem;
   const auto item_of = [&](int block) {
@@ -117,6 +121,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     dout_rows.data += int64_t(step.member) * (problem.head_dim_v * element_bytes(kElement));
     load_tile<kElement, kDv, kTileQ, kThreads, kNarrow, false>(ValueTile{dout_base + stage * ValueTile::bytes(kTileQ)},
                                                                dout_rows, row0, sequence.q_length, false, EveryRow{});
+    PairTiles<kConfig>{staged_base + stage * kStagedBytes}.template load<kTileQ, kThreads>(problem, item.batch, head_of(step),
+                                                                                          row0, row_begin, 0);
     constexpr int kChunks = kTileQ / 4;  // 16 bytes each, of lse and of delta
 #pragma unroll
     for (int first = 0; first < 2 * kChunks; first += kThreads) {
@@ -200,7 +206,12 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     scale_scores<kConfig>(s, problem);
     SoftcapDerivative<kConfig, kM, kN> derivative;
     derivative.keep(s, problem);
-    if constexpr (kConfig.bias) add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
+    const PairTiles<kConfig> pairs{staged_base + stage * kStagedBytes};
+    if constexpr (kStagedBias) {
+      add_bias_columns<kConfig.bias_element>(s, pairs.bias(), warp_row);
+    } else if constexpr (kConfig.bias) {
+      add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
+    }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (step.tile < int(full.x) || step.tile >= int(full.y)) {
       const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + ptx::thread_index_anew() / 32 * kWarpRows;
@@ -211,7 +222,11 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         mask_segments(s, kv_segments, q_segments, problem.kv_len, problem.q_len, row0, column0);
       }
     }
-    if constexpr (kConfig.mask) mask_dense<true>(s, problem, item.batch, head_of(step), row0, column0);
+    if constexpr (kStagedMask) {
+      mask_columns(s, pairs.mask(), warp_row);
+    } else if constexpr (kConfig.mask) {
+      mask_dense<true>(s, problem, item.batch, head_of(step), row0, column0);
+    }
 
     // lse is +inf in rows that see no key: their probabilities are 0.
 #pragma unroll

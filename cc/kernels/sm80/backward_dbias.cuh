@@ -38,6 +38,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   const KeyTile k_tile{dout_tile.address + ValueTile::bytes(kTileQ)};
   const ValueTile v_tile{k_tile.address + KeyTile::bytes(kTileKv)};
 
+  const PairTiles<kConfig> pairs{v_tile.address + ValueTile::bytes(kTileKv)};
+
   const BackwardParams& params = dbias.backward;
   const ProblemParams& problem = params.problem;
   const bool all_queries = dbias.extent_query == 1 && problem.q_len != 1;
@@ -117,6 +119,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
                               problem.copy_bytes_v),
           kv_tile * kTileKv, sequence.kv_length, padded, sees_queries);
     }
+    pairs.template load<kTileQ, kThreads>(problem, batch, head, row_begin, kv_tile * kTileKv, 0);
     loaded_batch = batch, loaded_head = head, loaded_q_tile = q_tile_index, loaded_kv_tile = kv_tile;
     ptx::copy_commit();
     RowGradientStatistics<kM> rows;
@@ -129,7 +132,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,
-                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, false);
+                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, pairs, warp_row,
+                            false);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

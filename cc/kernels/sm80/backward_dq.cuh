@@ -75,6 +75,12 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   };
 
   const int warp_row = (threadIdx.x / 32) * kWarpRows;
+  constexpr bool kStaged = (kConfig.bias && kConfig.staged_bias) || (kConfig.mask && kConfig.staged_mask);
+  // A warp copies and reads its own rows only, so one tile is enough: it is filled again right after it was read.
+  const PairTiles<kConfig> pairs{v_base + kStages * ValueTile::bytes(kTileKv)};
+  const auto copy_pairs = [&](int tile) {
+    pairs.template load<kWarpRows, 32>(problem, item.batch, item.head, row_begin + warp_row, tile * kTileKv, warp_row);
+  };
   const auto q_operand = RowOperand<kElement, kD>::a(q_tile, warp_row);
   const auto dout_operand = RowOperand<kElement, kDv>::a(dout_tile, warp_row);
   RowGradientStatistics<kM> rows;
@@ -86,6 +92,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   if (tile >= 0) {
     load_query_tiles<kConfig, kThreads>(params, q_tile, dout_tile, item.batch, item.head, row_begin, sequence.q_length);
     if constexpr (kStages > 1) copy_keys(tile, 0);
+    copy_pairs(tile);
     ptx::copy_commit();
   }
   int stage = 0;
@@ -114,7 +121,12 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
                             range.full(tile), same_segment, q_operand, dout_operand, RowOperand<kElement, kD>::b(k_tile, 0),
-                            RowOperand<kElement, kDv>::b(v_tile, 0), true);
+                            RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, true);
+    if constexpr (kStaged) {
+      __syncwarp();  // all lanes have read
+      if (next >= 0) copy_pairs(next);
+      ptx::copy_commit();
+    }
     multiply_accumulator(
         dq, ds, ColumnOperand<kElement, kD, (kConfig.grad_slices > 1)>(k_tile, 0, item.slice * kSliceD, false));
     if constexpr (kStages > 1) stage ^= 1;

@@ -3,6 +3,7 @@
 
 #include "base/types.cuh"
 #include "config.cuh"
+#include "sm80/forward_shape.cuh"
 
 namespace jattn::sm80 {
 
@@ -21,8 +22,9 @@ JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool
   const int keys = config.tile_kv * (config.head_dim + config.head_dim_v);
   const int queries = config.tile_q * (config.head_dim + config.head_dim_v);
   const int gradients = fused ? config.tile_kv * config.tile_q : 0;
-  return (keys + config.stages * queries + gradients) * bytes + config.stages * backward_statistics_bytes(config) +
-         backward_saved_bytes();
+  const int staged = staged_bias_bytes(config) + staged_mask_bytes(config);
+  return (keys + config.stages * queries + gradients) * bytes +
+         config.stages * (backward_statistics_bytes(config) + staged) + backward_saved_bytes();
 }
 
 // How the warps of the fused kernel share the product dq = ds k, of tile_q x head_dim / grad_slices: rows x columns.
@@ -53,7 +55,8 @@ JATTN_HOST_DEVICE constexpr int backward_dq_min_blocks(const Config&) { return 1
 
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
-  return (config.tile_q + config.stages * config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes;
+  return (config.tile_q + config.stages * config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes +
+         staged_bias_bytes(config) + staged_mask_bytes(config);
 }
 
 JATTN_HOST_DEVICE constexpr int backward_dbias_threads(const Config& config) { return config.num_warps * 32; }
@@ -62,7 +65,8 @@ JATTN_HOST_DEVICE constexpr int backward_dbias_min_blocks(const Config&) { retur
 // One float per column, row and warp at the end, when the tiles are no longer needed.
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
-  const int loop = (config.tile_q + config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes;
+  const int loop = (config.tile_q + config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes +
+                   staged_bias_bytes(config) + staged_mask_bytes(config);
   const int sums = config.num_warps * config.tile_kv * 4;
   return loop > sums ? loop : sums;
 }

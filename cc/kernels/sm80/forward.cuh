@@ -21,6 +21,7 @@
 #include "params.cuh"
 #include "sm80/forward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
 namespace jattn::sm80 {
@@ -74,6 +75,16 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   }
 
+  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
+  const uint32_t staged = base + forward_shared_bytes(kConfig) - forward_saved_bytes() - staged_bias_bytes(kConfig) -
+                          staged_mask_bytes(kConfig);
+  const PairTiles<kConfig> pairs{staged};
+  // A warp copies and reads its own rows only, so one tile is enough: it is filled again right after it was read.
+  const auto copy_pairs = [&](int tile) {
+    const int first = ptx::thread_index_anew() / 32 * kWarpRows;
+    pairs.template load<kWarpRows, 32>(problem, item.batch, item.head, row_begin + first, tile * kTileKv, first);
+  };
+
   const uint32_t saved = base + forward_shared_bytes(kConfig) - forward_saved_bytes();
   if (threadIdx.x == 0) {
     save_rows(saved, k_rows);
@@ -112,6 +123,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const bool ask = padded(tile);
     copy_keys(tile, 0, ask);
     if constexpr (kConfig.stages > 1) copy_values(tile, 0, ask);
+    copy_pairs(tile);
     ptx::copy_commit();
   }
   int stage = 0;
@@ -144,7 +156,11 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const int column0 = tile * kTileKv;
     const int row0 = row_begin + warp_row;
     scale_scores<kConfig>(s, problem);
-    if constexpr (kConfig.bias) add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
+    if constexpr (kStagedBias) {
+      add_bias_rows<kConfig.bias_element>(s, pairs.bias(), warp_row);
+    } else if constexpr (kConfig.bias) {
+      add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
+    }
     const uint4 full = ptx::load_shared_u32x4(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
       mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length,
@@ -156,7 +172,16 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
                       row0, column0);
       }
     }
-    if constexpr (kConfig.mask) mask_dense<false>(s, problem, item.batch, item.head, row0, column0);
+    if constexpr (kStagedMask) {
+      mask_rows(s, pairs.mask(), warp_row);
+    } else if constexpr (kConfig.mask) {
+      mask_dense<false>(s, problem, item.batch, item.head, row0, column0);
+    }
+    if constexpr (kStagedBias || kStagedMask) {
+      __syncwarp();  // all lanes have read
+      if (next >= 0) copy_pairs(next);
+      ptx::copy_commit();
+    }
 
     softmax_step(s, out, rows, factor);
     multiply_accumulator(out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));

@@ -6,6 +6,7 @@
 #include "attn/sequence.cuh"
 #include "params.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
 namespace jattn::sm80 {
@@ -64,6 +65,7 @@ __device__ __forceinline__ void clear_empty_queries(const BackwardParams& params
   __syncwarp();
 }
 
+// pairs: the staged tiles, of which the warp's rows start at warp_row.
 // to_products: the gradient of q.k * scale (through the softcap), otherwise that of the score that the bias was added to.
 template <Config kConfig, int kM, int kN>
 __device__ __forceinline__ void score_gradient(
@@ -71,14 +73,18 @@ __device__ __forceinline__ void score_gradient(
     int batch, int head, int row0, int column0, bool full, bool same_segment,
     RowOperand<kConfig.element, kConfig.head_dim> q_operand, RowOperand<kConfig.element, kConfig.head_dim_v> dout_operand,
     RowOperand<kConfig.element, kConfig.head_dim> k_operand, RowOperand<kConfig.element, kConfig.head_dim_v> v_operand,
-    bool to_products) {
+    PairTiles<kConfig> pairs, int warp_row, bool to_products) {
   const ProblemParams& problem = params.problem;
   clear(s);
   multiply_rows(s, q_operand, k_operand);
   scale_scores<kConfig>(s, problem);
   SoftcapDerivative<kConfig, kM, kN> derivative;
   derivative.keep(s, problem);
-  if constexpr (kConfig.bias) add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
+  if constexpr (kConfig.bias && kConfig.staged_bias) {
+    add_bias_rows<kConfig.bias_element>(s, pairs.bias(), warp_row);
+  } else if constexpr (kConfig.bias) {
+    add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
+  }
   if (!full) mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
   if constexpr (kConfig.segments) {
     if (!same_segment) {
@@ -86,7 +92,11 @@ __device__ __forceinline__ void score_gradient(
                     problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0, column0);
     }
   }
-  if constexpr (kConfig.mask) mask_dense<false>(s, problem, batch, head, row0, column0);
+  if constexpr (kConfig.mask && kConfig.staged_mask) {
+    mask_rows(s, pairs.mask(), warp_row);
+  } else if constexpr (kConfig.mask) {
+    mask_dense<false>(s, problem, batch, head, row0, column0);
+  }
   const float factor = score_factor<kConfig>(problem);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

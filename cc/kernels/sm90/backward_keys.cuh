@@ -69,12 +69,15 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags) const {
+  // first_query: of the queries whose scores these are, among those of the tile.
+  template <int kCount>
+  __device__ __forceinline__ void finish_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
+                                                int first_query = 0) const {
     if constexpr (BackwardScoreStage<C>::kActive) {
 #pragma unroll
-      for (int i = 0; i < C.tile_q / 2; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
+      for (int i = 0; i < kCount; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
     }
-    const int column = lane() % 4 * 2;
+    const int column = first_query + lane() % 4 * 2;
     if (flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
       const int row = first_row() + warp_row() + lane() / 4;
       const int first = control.headers[ring.index].first;
@@ -85,15 +88,20 @@ struct KeyConsumer {
   }
 
   // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
-  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) const {
-    transposed_gradients<C>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8);
+  template <int kCount>
+  __device__ __forceinline__ void finish_gradients(unsigned (&ds)[kCount / 2], const float (&weights)[kCount],
+                                                   const float (&dp)[kCount], int first_query = 0) const {
+    transposed_gradients<C>(ds, weights, dp,
+                            shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4);
     if constexpr (kFused) {
 #pragma unroll
-      for (int step = 0; step < C.tile_q / kStepDepth; ++step) {
-        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), step), ds[4 * step], ds[4 * step + 1],
-                     ds[4 * step + 2], ds[4 * step + 3]);
+      for (int step = 0; step < kCount / 8; ++step) {
+        store_matrix(
+            block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step), ds[4 * step],
+            ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
-      fence_async_proxy();
+      // One fence after the last half: it waits for the reductions of the step before, too, which had better be old.
+      if (first_query + 2 * kCount == C.tile_q) fence_async_proxy();
     }
   }
 
@@ -284,6 +292,80 @@ struct KeyConsumer {
     add_dq(dq, target);
   }
 
+  // The same for 128 queries in two halves, whose scores and gradients do not fit into registers at once: the products of
+  // one half run while the other's scores are worked on. dq takes the whole tile.
+  __device__ __forceinline__ void visit_halves(Dk& dk, Dv& dv) {
+    static_assert(kFused && C.tile_q == 128 && C.head_dim == 64 && C.head_dim_v == 64);
+    constexpr int kHalf = 64;
+    using HalfScores = float[kHalf / 2];
+    using HalfFragments = unsigned[kHalf / 4];
+    pin_registers(dk);
+    pin_registers(dv);
+    const unsigned k = tiles + kLayout.k + first_row() * kChunkRowBytes, v = tiles + kLayout.v + first_row() * kChunkRowBytes;
+    int before = -1;  // stage of the step before
+    unsigned ds_parity = 1;
+    float* target = nullptr;
+    for (bool last = false; !last; ring.advance()) {
+      HalfScores s, next_s, dp;
+      HalfFragments p, ds;
+      Dq dq;
+      const unsigned q = q_address(ring.index), dout = dout_address(ring.index);
+      constexpr int kHalfBytes = kHalf * kChunkRowBytes;
+      if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
+      start_dq(dq);
+      wait_products<1>();
+      pin_registers(dk);
+      pin_registers(dv);
+      if (before >= 0) {
+        target = dq_target(before);
+        release_by_warpgroup(&control.second_empty[before]);
+        release_by_warpgroup(&control.first_empty[before]);
+      }
+      const int flags = wait_queries();
+      last = flags & kLastStep;
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(s, k, q);
+      wait_products<1>();
+      pin_registers(dq);
+      if (before >= 0) add_dq(dq, target);
+      before = ring.index;
+      buffer ^= 1;
+      ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
+      wait_dout();
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout);
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, p, flags);
+      start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, p, dout);
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(next_s, k, q + kHalfBytes);
+      wait_products<2>();
+      pin_registers(dp);
+      finish_gradients(ds, s, dp);
+      start_fragment_product<C.element, kHalf, C.head_dim, C.tile_q>(dk, ds, q);
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout + kHalfBytes);
+      wait_products<2>();
+      pin_registers(next_s);
+      pin_registers(dv);
+      HalfFragments next_p, next_ds;
+      finish_scores(next_s, next_p, flags, kHalf);
+      start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, next_p, dout + kHalfBytes);
+      wait_products<1>();
+      pin_registers(dp);
+      pin_registers(dk);
+      finish_gradients(next_ds, next_s, dp, kHalf);
+      release_by_warp(&control.exchange_full[buffer]);
+      start_fragment_product<C.element, kHalf, C.head_dim, C.tile_q>(dk, next_ds, q + kHalfBytes);
+    }
+    Dq dq;
+    wait(&control.exchange_full[buffer], ds_parity);
+    start_dq(dq);
+    target = dq_target(before);
+    wait_products<0>();
+    pin_registers(dk);
+    pin_registers(dv);
+    pin_registers(dq);
+    add_dq(dq, target);
+  }
+
   // Keys beyond their length get 0. Both tiles of keys are free when both warpgroups have arrived.
   __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) const {
     const BackwardItem item = control.item;  // read again: registers are short in the loop
@@ -317,6 +399,8 @@ struct KeyConsumer {
         visit_plainly(dk, dv);
       } else if constexpr (C.loop_order == 1) {
         visit_overlapped(dk, dv);
+      } else if constexpr (C.tile_q == 128) {
+        visit_halves(dk, dv);
       } else {
         visit_deferred(dk, dv);
       }

@@ -42,14 +42,11 @@ struct Consumer {
     return {first_row() + warp_row() + lane() / 4, lane() % 4 * 2};
   }
 
-  // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup). In a
-  // cluster the buffers of all blocks are filled together, so each producer hears of every reader.
+  // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup).
   __device__ __forceinline__ static void release(Barrier* empty) {
     if constexpr (S::kReleases == 4) {
       __syncwarp();
       if (lane() == 0) arrive(empty);
-    } else if constexpr (C.cluster_size > 1) {
-      if (lane() == 0 && thread() / 32 < C.cluster_size) arrive_at_block(empty, thread() / 32);
     } else {
       if (thread() == 0) arrive(empty);
     }

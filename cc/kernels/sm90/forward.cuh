@@ -19,7 +19,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256 && C.tile_kv <= 256);
   static_assert(!C.mask && !C.bias);
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
-  static_assert(C.cluster_size == 1 || (!C.segments && C.schedule != 2 && C.tile_kv % 16 == 0));
   static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order != 2 && C.schedule != 0));
   static_assert(C.num_warps == forward_threads(C) / 32);
   static_assert(forward_shared_bytes(C) <= kMaxSharedBytes);
@@ -30,7 +29,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
-    constexpr int kReleases = S::kConsumers * S::kReleases * C.cluster_size;
+    constexpr int kReleases = S::kConsumers * S::kReleases;
     for (int buffer = 0; buffer < S::kQBuffers; ++buffer) {
       init_barrier(&control.q_full[buffer], 1);
       init_barrier(&control.q_empty[buffer], S::kConsumers);
@@ -48,11 +47,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     prefetch_tensor_map(&params.v);
     prefetch_tensor_map(&params.out);
   }
-  if constexpr (C.cluster_size > 1) {
-    sync_cluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
@@ -70,8 +65,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     acquire_registers<consumer_registers(C)>();
     Consumer<C>{params, control, tiles, warpgroup - 1}.run();
   }
-  // Other blocks may still write to this one's shared memory, or signal its barriers.
-  if constexpr (C.cluster_size > 1) sync_cluster();
 }
 
 }  // namespace jattn::sm90

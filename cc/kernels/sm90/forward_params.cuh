@@ -12,13 +12,13 @@ struct alignas(64) TensorMap {
 
 struct ForwardParams {
   TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
-  TensorMap k;    // axes (D, S, K, B), box (64, tile_kv / cluster_size, 1, 1), likewise
-  TensorMap v;    // axes (Dv, S, K, B), box as of k, likewise
+  TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
+  TensorMap v;    // axes (Dv, S, K, B), box (64, tile_kv, 1, 1), likewise
   TensorMap out;  // axes (Dv, T, N, B), box (64, 64, 1, 1), likewise
   ProblemParams problem;
   float* lse;             // [B, N, T]
   int32_t* next_item;     // zero at launch; read only if Config::schedule is 2
-  int32_t tiles;          // query tiles of one head, a cluster's tiles counted as one
+  int32_t tiles;          // query tiles of one head
   int32_t items;          // B * N * tiles
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
 };

@@ -13,7 +13,7 @@ struct ItemQueue {
   int item;
   int fetched = 0;
 
-  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x / C.cluster_size) {}
+  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x) {}
 
   __device__ __forceinline__ bool valid() const { return item < params.items; }
 
@@ -30,7 +30,7 @@ struct ItemQueue {
     if constexpr (C.schedule == 0) {
       item = params.items;
     } else if constexpr (C.schedule == 1) {
-      item += gridDim.x / C.cluster_size;
+      item += gridDim.x;
     } else {
       item = gridDim.x + __shfl_sync(~0u, fetched, 0);
     }
@@ -125,7 +125,7 @@ struct Producer {
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags};
       expect_bytes(full, S::kKBytes);
-      load_tile<C.tile_kv, C.head_dim, C.cluster_size>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
+      load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        kv_tile * C.tile_kv, record.head / params.problem.group_size, record.batch);
     }
     if constexpr (C.segments) {
@@ -154,7 +154,7 @@ struct Producer {
     wait(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
-      load_tile<C.tile_kv, C.head_dim_v, C.cluster_size>(v_tile, &params.v, target, kv_tile * C.tile_kv,
+      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, kv_tile * C.tile_kv,
                                          record.head / params.problem.group_size, record.batch);
     }
     if (has_padding) {

@@ -22,36 +22,14 @@ __device__ __forceinline__ void load_box(unsigned destination, const TensorMap* 
       : "memory");
 }
 
-// The same into the same place of every block of the cluster, signalling the barrier of each.
-__device__ __forceinline__ void load_box_to_cluster(unsigned destination, const TensorMap* map, Barrier* barrier,
-                                                    int column, int row, int head, int batch, int cluster_size) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
-      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch),
-      "h"(static_cast<unsigned short>((1 << cluster_size) - 1))
-      : "memory");
-}
-
 // Copies a tile of kRows rows and kColumns columns, one box per chunk of 64 columns. What lies outside the array
-// arrives as 0 and counts towards the announced bytes. With kClusterSize blocks that want the same tile, each copies its
-// share of the rows to all.
-template <int kRows, int kColumns, int kClusterSize = 1>
+// arrives as 0 and counts towards the announced bytes.
+template <int kRows, int kColumns>
 __device__ __forceinline__ void load_tile(unsigned destination, const TensorMap* map, Barrier* barrier, int row,
                                           int head, int batch) {
-  if constexpr (kClusterSize == 1) {
 #pragma unroll
-    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-      load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
-    }
-  } else {
-    constexpr int kShare = kRows / kClusterSize;
-    const int first = rank_in_cluster() * kShare;
-#pragma unroll
-    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-      load_box_to_cluster(destination + (chunk * kRows + first) * kChunkRowBytes, map, barrier, chunk * kChunkColumns,
-                          row + first, head, batch, kClusterSize);
-    }
+  for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+    load_box(destination + chunk * kRows * kChunkRowBytes, map, barrier, chunk * kChunkColumns, row, head, batch);
   }
 }
 

@@ -60,8 +60,7 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
       work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads);
   ItemRecord record;
   record.status = kItemRuns;
-  record.q_begin = place.tile * C.cluster_size * C.tile_q;
-  if constexpr (C.cluster_size > 1) record.q_begin += rank_in_cluster() * C.tile_q;
+  record.q_begin = place.tile * C.tile_q;
   record.head = place.head;
   record.batch = place.batch;
   record.q_length = problem.q_len;
@@ -79,24 +78,11 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
 // The key tiles that some query of the item may see. Tiles below full_begin need the lower test, from full_end on the
 // upper.
 template <Config C>
-__device__ __forceinline__ TileRange tiles_of_queries(const ItemRecord& record, int q_begin, int num_queries) {
-  const int last = min(q_begin + num_queries, record.q_length);
-  if (last <= q_begin) return {0, 0, 0, 0};
-  const Band band{-record.lower_offset, record.upper_offset - 1, 0};
-  return visible_tiles<C.band>(q_begin, last, band, record.kv_length, C.tile_kv);
-}
-
-// The blocks of a cluster visit the same tiles: those that any of them needs. What needs masking is each one's own.
-template <Config C>
 __device__ __forceinline__ TileRange item_tiles(const ItemRecord& record) {
-  TileRange range = tiles_of_queries<C>(record, record.q_begin, C.tile_q);
-  if constexpr (C.cluster_size > 1) {
-    const int first = record.q_begin - rank_in_cluster() * C.tile_q;
-    const TileRange all = tiles_of_queries<C>(record, first, C.cluster_size * C.tile_q);
-    range.begin = all.begin;
-    range.end = all.end;
-  }
-  return range;
+  const int last = min(record.q_begin + C.tile_q, record.q_length);
+  if (last <= record.q_begin) return {0, 0, 0, 0};
+  const Band band{-record.lower_offset, record.upper_offset - 1, 0};
+  return visible_tiles<C.band>(record.q_begin, last, band, record.kv_length, C.tile_kv);
 }
 
 }  // namespace jattn::sm90

@@ -1,0 +1,194 @@
+// Tiles of a dense bias or mask in shared memory: one element per (query, key) pair, queries along rows.
+//
+// Reading a bias from global memory in fragment order waits for every element in the middle of a step and touches each
+// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias, staged_mask)
+// the tile is copied ahead of its use like K and V.
+#pragma once
+
+#include "attn/score.cuh"
+#include "base/ptx.cuh"
+#include "base/swizzle.cuh"
+#include "params.cuh"
+#include "sm80/forward_shape.cuh"
+
+namespace jattn::sm80 {
+
+// kBytes per element, kColumns keys.
+template <int kBytes, int kColumns>
+struct PairTile {
+  static constexpr int kRowBytes = kBytes * kColumns;
+  using Layout = SwizzledRows<kRowBytes>;
+  uint32_t address;
+
+  // Starts the copy of queries [query0, query0 + kRows) into tile rows from first_row on, by kThreads threads. Pairs outside
+  // the array become 0, which a mask understands as invisible.
+  template <int kRows, int kThreads>
+  __device__ __forceinline__ void load(const BroadcastArray& array, const ProblemParams& problem, int batch, int head,
+                                       int query0, int key0, int first_row) const {
+    constexpr int kChunks = kRowBytes / 16, kChunkElements = 16 / kBytes;
+    const int thread = ptx::thread_index_anew() % kThreads;
+    const int64_t origin = batch * array.stride_batch + head * array.stride_head + key0;
+    const unsigned char* data = static_cast<const unsigned char*>(array.data) + origin * kBytes;
+    const int64_t row_bytes = array.stride_query * kBytes;
+#pragma unroll 4
+    for (int i = thread; i < kRows * kChunks; i += kThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const bool valid = query0 + row < problem.q_len && key0 + chunk * kChunkElements < problem.kv_len;
+      ptx::copy_async<16>(address + Layout::offset(first_row + row, chunk), data + (query0 + row) * row_bytes + chunk * 16,
+                          valid);
+    }
+  }
+};
+
+// The staged tiles of one stage: the bias, then the mask; either may be absent.
+template <Config kConfig>
+struct PairTiles {
+  uint32_t address;
+
+  __device__ __forceinline__ PairTile<element_bytes(kConfig.bias_element), kConfig.tile_kv> bias() const { return {address}; }
+  __device__ __forceinline__ PairTile<1, kConfig.tile_kv> mask() const { return {address + staged_bias_bytes(kConfig)}; }
+
+  template <int kRows, int kThreads>
+  __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int head, int query0, int key0,
+                                       int first_row) const {
+    if constexpr (kConfig.bias && kConfig.staged_bias) {
+      bias().template load<kRows, kThreads>(problem.bias, problem, batch, head, query0, key0, first_row);
+    }
+    if constexpr (kConfig.mask && kConfig.staged_mask) {
+      mask().template load<kRows, kThreads>(problem.mask, problem, batch, head, query0, key0, first_row);
+    }
+  }
+};
+
+// s += log2(e) * bias for a fragment whose rows are queries: tile row row0 is the first of the warp.
+template <Element kBias, int kColumns, int kM, int kN>
+__device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile, int row0) {
+  using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
+  constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
+  const int lane = ptx::thread_index_anew() & 31;
+  const int g = lane >> 2, t = lane & 3;
+  if constexpr (kBias == Element::kF32) {
+    const uint32_t base = tile.address + row0 * kRowBytes + Layout::offset(g, t >> 1) + (t & 1) * 8;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 x = ptx::load_shared_f32x2(Layout::advance(base, 2 * n) + (16 * m + 8 * h) * kRowBytes);
+          s[m][n][2 * h] += bias_log2<kBias>(x.x);
+          s[m][n][2 * h + 1] += bias_log2<kBias>(x.y);
+        }
+      }
+    }
+  } else {
+    using Traits = ElementTraits<kBias>;
+    const uint32_t base = tile.address + row0 * kRowBytes + Layout::offset(g, 0) + t * 4;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t x = ptx::load_shared_u32(Layout::advance(base, n) + (16 * m + 8 * h) * kRowBytes);
+          s[m][n][2 * h] += bias_log2<kBias>(Traits::low(x));
+          s[m][n][2 * h + 1] += bias_log2<kBias>(Traits::high(x));
+        }
+      }
+    }
+  }
+}
+
+// The same for a fragment whose rows are keys: key0 is the warp's first key in the tile.
+template <Element kBias, int kColumns, int kM, int kN>
+__device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile,
+                                                 int key0) {
+  using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
+  constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
+  const int lane = ptx::thread_index_anew() & 31;
+  if constexpr (kBias == Element::kF32) {
+    const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int chunk = (key0 + 16 * m + 8 * h + g) / 4;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t base = tile.address + Layout::offset(2 * t + e, chunk) + (g & 3) * 4;
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            s[m][n][2 * h + e] += bias_log2<kBias>(ptx::load_shared_f32(base + n * (8 * kRowBytes)));
+          }
+        }
+      }
+    }
+  } else {
+    using Traits = ElementTraits<kBias>;
+    static_assert(kN % 2 == 0);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      // Transposed 8x8 matrices are fragments of keys by queries.
+      const uint32_t base =
+          tile.address + Layout::offset((lane & 7) + (lane >> 4) * 8, (key0 + 16 * m) / 8 + ((lane >> 3) & 1));
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t x[4];
+        ptx::load_matrix_x4_transposed(x, base + n * (8 * kRowBytes));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[m][n + i / 2][2 * (i % 2)] += bias_log2<kBias>(Traits::low(x[i]));
+          s[m][n + i / 2][2 * (i % 2) + 1] += bias_log2<kBias>(Traits::high(x[i]));
+        }
+      }
+    }
+  }
+}
+
+// s = -inf where the mask is 0; rows are queries.
+template <int kColumns, int kM, int kN>
+__device__ __forceinline__ void mask_rows(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int row0) {
+  using Layout = typename PairTile<1, kColumns>::Layout;
+  constexpr int kRowBytes = PairTile<1, kColumns>::kRowBytes;
+  const int lane = ptx::thread_index_anew() & 31;
+  const uint32_t base = tile.address + row0 * kRowBytes + Layout::offset(lane >> 2, 0) + (lane & 3) * 2;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t x =
+            ptx::load_shared_u16(Layout::advance(base, n / 2) + (n % 2) * 8 + (16 * m + 8 * h) * kRowBytes);
+        if ((x & 0x00ff) == 0) s[m][n][2 * h] = -infinity();
+        if ((x & 0xff00) == 0) s[m][n][2 * h + 1] = -infinity();
+      }
+    }
+  }
+}
+
+// The same; rows are keys.
+template <int kColumns, int kM, int kN>
+__device__ __forceinline__ void mask_columns(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int key0) {
+  using Layout = typename PairTile<1, kColumns>::Layout;
+  constexpr int kRowBytes = PairTile<1, kColumns>::kRowBytes;
+  const int lane = ptx::thread_index_anew() & 31;
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // key0 is a multiple of 16: both halves of a fragment lie in one chunk.
+      const uint32_t base = tile.address + Layout::offset(2 * t + e, (key0 + 16 * m) / 16) + g;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if (ptx::load_shared_u8(base + n * (8 * kRowBytes) + 8 * h) == 0) s[m][n][2 * h + e] = -infinity();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jattn::sm80

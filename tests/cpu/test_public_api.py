@@ -1,0 +1,116 @@
+"""What users import: the names, the signature that is jax.nn's and more, and what an import does not do."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jattn
+
+NAMES = (
+    "Backend",
+    "CausalBias",
+    "Device",
+    "Explanation",
+    "FallbackWarning",
+    "NoBackendError",
+    "Reason",
+    "Residuals",
+    "Wants",
+    "__version__",
+    "call_counters",
+    "causal_lower_right",
+    "causal_upper_left",
+    "checkpoint_policy",
+    "deterministic",
+    "dot_product_attention",
+    "explain",
+    "export_disabled_checks",
+    "register_backend",
+    "reset_call_counters",
+    "sdpa_kernel",
+    "select_backend",
+    "set_enabled",
+    "strict_fallback",
+    "target_device",
+    "unregister_backend",
+)
+
+
+def test_the_public_names_are_there() -> None:
+    assert [name for name in NAMES if not hasattr(jattn, name)] == []
+
+
+def test_the_signature_begins_with_that_of_jax_nn() -> None:
+    """Same names, order, kinds and defaults, so that one can stand for the other."""
+    ours = list(inspect.signature(jattn.dot_product_attention).parameters.values())
+    theirs = list(inspect.signature(jax.nn.dot_product_attention).parameters.values())
+    facts = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (ours, theirs)]
+    assert facts[0][: len(facts[1])] == facts[1]
+    added = ours[len(theirs) :]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added)
+    assert all(p.default is not inspect.Parameter.empty for p in added)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if inspect.isfunction(inspect.unwrap(getattr(jattn, n)))]
+)
+def test_functions_are_documented_with_every_parameter(name: str) -> None:
+    function = inspect.unwrap(getattr(jattn, name))
+    docstring = inspect.getdoc(function)
+    assert docstring
+    verb = docstring.split()[0]
+    assert verb.endswith("s"), f"{name}: the docstring begins with {verb!r}, not with a verb"
+    if name == "dot_product_attention":
+        for parameter in inspect.signature(function).parameters:
+            assert parameter in docstring
+
+
+# Each in a process of its own: the order of importing jattn and of starting JAX's backend must not matter.
+FRESH = {
+    "import starts no backend": """
+import sys, jattn
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+libraries = [word for word in open("/proc/self/maps").read().lower().split() if ".so" in word]
+assert not any("cuda" in name or "nvrtc" in name for name in libraries)
+""",
+    "import before a backend exists, eager first": """
+import jattn, jax.numpy as jnp
+x = jnp.ones((1, 4, 2, 8))
+assert float(jattn.dot_product_attention(x, x, x, implementation="cpu").sum()) == 64
+""",
+    "import after a backend exists, jit first": """
+import jax, jax.numpy as jnp
+x = jnp.ones((1, 4, 2, 8))
+jax.block_until_ready(x + 1)
+import jattn
+assert float(jax.jit(lambda x: jattn.dot_product_attention(x, x, x, implementation="cpu"))(x).sum()) == 64
+""",
+    "other programs still run": """
+import jattn, jax, jax.numpy as jnp
+assert float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((4, 4)))) == 64
+""",
+    "switched off from outside": """
+import os
+os.environ["JATTN_DISABLE"] = "1"
+import jattn, jax.numpy as jnp
+x = jnp.ones((1, 4, 2, 8))
+assert jattn.select_backend(x, x, x) in ("xla", "reference")
+""",
+}
+
+
+@pytest.mark.parametrize("what", list(FRESH))
+def test_in_a_fresh_process(what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FRESH[what]],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 #include "cuda/attention_params.h"
 #include "cuda/backward.h"
+#include "cuda/backward_sm90.h"
 #include "cuda/forward.h"
 #include "cuda/forward_sm90.h"
 
@@ -26,12 +27,17 @@ void planned_forward(const Problem& problem, const ForwardResults& results, cons
 }
 
 int64_t planned_backward_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
-  return backward_scratch_bytes(problem, buffers, plan);
+  return plans_backward_sm90(plan) ? backward_sm90_scratch_bytes(problem, buffers, plan)
+                                   : backward_scratch_bytes(problem, buffers, plan);
 }
 
 void planned_backward(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch,
                       CUstream stream) {
-  backward(problem, buffers, plan, scratch, stream);
+  if (plans_backward_sm90(plan)) {
+    backward_sm90(problem, buffers, plan, scratch, stream);
+  } else {
+    backward(problem, buffers, plan, scratch, stream);
+  }
 }
 
 }  // namespace jattn::cuda

@@ -13,12 +13,11 @@ __all__ = ["KNOWN_NAMES", "ORDER", "SLOW", "Backend", "Residuals", "Wants"]
 
 _REFERENCE = ReferenceBackend()
 _XLA = XlaBackend()
-_MEM_EFFICIENT = MemEfficientBackend()
 
 # Platform -> what "auto" walks through; every other platform has the entry "".
 ORDER: dict[str, tuple[Backend, ...]] = {
     "cpu": (CpuBackend(), _XLA, _REFERENCE),
-    "cuda": (FlashBackend(_MEM_EFFICIENT), _MEM_EFFICIENT, _XLA, _REFERENCE),
+    "cuda": (FlashBackend(), MemEfficientBackend(), _XLA, _REFERENCE),
     "": (_XLA, _REFERENCE),
 }
 

@@ -1,9 +1,4 @@
-"""The backend "flash": our Hopper kernels (cc/kernels/sm90), 16-bit types.
-
-The forward pass is the Hopper kernel; the backward pass of these problems runs the kernels of
-"mem_efficient", which read the same residuals. ``for_backward`` says so, and the call counters count
-it under that name.
-"""
+"""The backend "flash": our Hopper kernels (cc/kernels/sm90), 16-bit types."""
 
 from __future__ import annotations
 
@@ -13,14 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jattn import ffi
-from jattn.backends import flash_tiles
+from jattn.backends import flash_backward_tiles, flash_tiles
 from jattn.backends.base import Backend, Residuals, Wants, symbolic_extents, wrong_dtype
-from jattn.backends.mem_efficient import (
-    MemEfficientBackend,
-    cuda_kernels_missing,
-    plan_attributes,
-    wide_heads,
-)
+from jattn.backends.mem_efficient import cuda_kernels_missing, plan_attributes, wide_heads
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -32,18 +22,18 @@ DTYPES = ("float16", "bfloat16")
 
 
 class FlashBackend:
-    """Warp-specialised kernels with the tensor memory accelerator and warpgroup products."""
+    """Warp-specialised kernels with the tensor memory accelerator and warpgroup products.
+
+    The tensor memory accelerator needs rows of a multiple of 16 bytes: arrays with other head dims are padded with
+    zeros, which changes no score (the scale stays that of the true head dim), and the results are cut back.
+    """
 
     name = "flash"
     understands = frozenset(FEATURES) - {"bias", "mask"}
 
-    def __init__(self, backward_backend: MemEfficientBackend) -> None:
-        """``backward_backend`` runs the backward pass."""
-        self._backward_backend = backward_backend
-
     def for_backward(self) -> Backend:
-        """The backend that runs the backward pass."""
-        return self._backward_backend
+        """This backend runs its backward pass itself."""
+        return self
 
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
@@ -58,20 +48,8 @@ class FlashBackend:
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns out and lse.
-
-        The tensor memory accelerator needs rows of a multiple of 16 bytes: other head dims are padded with zeros, which
-        changes no score (the scale stays that of the true head dim), and the result is cut back.
-        """
-        head_dim, head_dim_v = (
-            _round_up(d, flash_tiles.HEAD_DIM_MULTIPLE) for d in (spec.head_dim, spec.head_dim_v)
-        )
-        padded = operands._replace(
-            q=_pad_head_dim(operands.q, head_dim),
-            k=_pad_head_dim(operands.k, head_dim),
-            v=_pad_head_dim(operands.v, head_dim_v),
-        )
-        padded_spec = dataclasses.replace(spec, head_dim=head_dim, head_dim_v=head_dim_v)
+        """Returns out and lse."""
+        padded_spec, padded = _pad(spec, operands)
         plan = flash_tiles.plan_forward(padded_spec, spec.batch)
         attributes = plan_attributes(self.name, plan.kernels)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
@@ -86,12 +64,44 @@ class FlashBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients, from the backend of ``for_backward``."""
-        return self.for_backward().backward(spec, operands, residuals, wants, device, determinism)
+        """Returns the wanted gradients."""
+        padded_spec, padded = _pad(spec, operands)
+        padded_residuals = dataclasses.replace(
+            residuals,
+            out=_pad_head_dim(residuals.out, padded_spec.head_dim_v),
+            dout=_pad_head_dim(residuals.dout, padded_spec.head_dim_v),
+        )
+        plan = flash_backward_tiles.plan_backward(
+            padded_spec,
+            spec.batch,
+            spec.num_heads,
+            wants=(wants.q, wants.k, wants.v),
+            deterministic=determinism == "strict",
+        )
+        attributes = plan_attributes(self.name, plan.kernels)
+        grads = ffi.backward(
+            padded_spec, padded, padded_residuals, wants, attributes, (plan.scratch_bytes,)
+        )
+        return Gradients(
+            q=grads.q[..., : spec.head_dim],
+            k=grads.k[..., : spec.head_dim],
+            v=grads.v[..., : spec.head_dim_v],
+            bias=None,
+        )
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
+    """The same problem with head dims that the kernels can copy."""
+    head_dim, head_dim_v = (
+        -(-d // flash_tiles.HEAD_DIM_MULTIPLE) * flash_tiles.HEAD_DIM_MULTIPLE
+        for d in (spec.head_dim, spec.head_dim_v)
+    )
+    padded = operands._replace(
+        q=_pad_head_dim(operands.q, head_dim),
+        k=_pad_head_dim(operands.k, head_dim),
+        v=_pad_head_dim(operands.v, head_dim_v),
+    )
+    return dataclasses.replace(spec, head_dim=head_dim, head_dim_v=head_dim_v), padded
 
 
 def _pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:

@@ -112,9 +112,22 @@ struct OnlineSoftmax {
         row_sum[r] *= alpha[r];
       }
     }
+    float factor = unit;
     float shift[2];  // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf)
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = row_max[r] == -infinity() ? 0.0f : row_max[r] * unit;
+    if constexpr (!kScaled) {
+      // A fused multiply-add sees the rounding error of the shift, which is more than 1 from here on: equal scores must
+      // give p = 1, so their products are rounded like the shift.
+      constexpr float kLargestExactShift = 16777216.0f;
+      const bool inexact = fabsf(shift[0]) > kLargestExactShift || fabsf(shift[1]) > kLargestExactShift;
+      if (__any_sync(~0u, inexact)) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[i] = __fmul_rn(s[i], unit) - shift[i / 2 % 2];
+        factor = 1.0f;
+        shift[0] = shift[1] = 0.0f;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
 #pragma unroll
@@ -122,7 +135,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[4 * i + 2 * r + c];
-          x = exp2_fast(kScaled ? x - shift[r] : fmaf(x, unit, -shift[r]));
+          x = exp2_fast(kScaled ? x - shift[r] : fmaf(x, factor, -shift[r]));
           row_sum[r] += x;
         }
       }

@@ -69,7 +69,7 @@ class Config:
 
         Rounding inside attention is relative 2^-24 or 2^-8 an element; training feeds it back at every step.
         """
-        return 1e-4 if self.dtype == "float32" else 2e-2
+        return 1e-4 if self.dtype == "float32" else 5e-3
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
     add(
         "--compare-steps",
         type=int,
-        default=50 if on_gpu else 25,
+        default=30 if on_gpu else 25,
         help="steps of the two runs compared with (%(default)s)",
     )
     add("--batch", type=int, default=8 if on_gpu else 4, help="rows in a batch (%(default)s)")

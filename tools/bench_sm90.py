@@ -80,7 +80,12 @@ class Variant:
         """Returns the file name: equal for variants that differ in the order of items only."""
         flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
         shape = f"{self.element}_d{self.head_dim}x{self.head_dim_v or self.head_dim}_tile{self.tile_q}x{self.tile_kv}"
-        tags = [shape, f"stages{self.stages}", f"schedule{self.schedule}", f"order{self.loop_order}"]
+        tags = [
+            shape,
+            f"stages{self.stages}",
+            f"schedule{self.schedule}",
+            f"order{self.loop_order}",
+        ]
         tags += [flag for flag in flags if getattr(self, flag)]
         return "_".join([*tags, *([self.compiler] if self.compiler != "nvcc" else [])])
 
@@ -94,7 +99,9 @@ def variants() -> list[Variant]:
 
         def add(tag: str, base: Variant = base, mask: str = mask, **members: Any) -> None:
             variant = replace(base, **members)
-            width = f"d{variant.head_dim}" + (f"v{variant.head_dim_v}" if variant.head_dim_v else "")
+            width = f"d{variant.head_dim}" + (
+                f"v{variant.head_dim_v}" if variant.head_dim_v else ""
+            )
             found.append(replace(variant, name=f"{width}_{mask}_{tag}"))
 
         d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "stages": 4}
@@ -141,12 +148,24 @@ def variants() -> list[Variant]:
     found.append(replace(checked, name="check_stride", schedule=1))
     found.append(replace(checked, name="check_full", band=0))
     found.append(replace(checked, name="check_segments", segments=1))
-    found.append(replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192, loop_order=1))
+    found.append(
+        replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192, loop_order=1)
+    )
     found.append(replace(checked, name="check_serial", tile_q=192, loop_order=2, integer_max=1))
     found.append(replace(checked, name="check_chain", chain_items=1))
-    found.append(replace(checked, name="check_chain_stride", chain_items=1, schedule=1, head_dim=96))
     found.append(
-        replace(checked, name="check_chain64", chain_items=1, head_dim=64, tile_q=192, loop_order=1, segments=1)
+        replace(checked, name="check_chain_stride", chain_items=1, schedule=1, head_dim=96)
+    )
+    found.append(
+        replace(
+            checked,
+            name="check_chain64",
+            chain_items=1,
+            head_dim=64,
+            tile_q=192,
+            loop_order=1,
+            segments=1,
+        )
     )
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
     found.append(replace(checked, name="check_softcap", softcap=1))
@@ -231,7 +250,11 @@ class TensorMap(ctypes.Structure):
 class BroadcastArray(ctypes.Structure):
     """Mirror of jattn::BroadcastArray."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("pairs", ctypes.c_bool)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 4),
+        ("pairs", ctypes.c_bool),
+    ]
 
 
 POINTERS = "q k v".split()
@@ -282,7 +305,9 @@ def check_layout(facts: dict[str, Any]) -> None:
                 here, there = getattr(mirror, name).offset, offsets[name]
                 raise RuntimeError(f"{mirror.__name__}.{name} is at {here}, in C++ at {there}")
         if ctypes.sizeof(mirror) != offsets["size"]:
-            raise RuntimeError(f"{mirror.__name__} has {ctypes.sizeof(mirror)} bytes, in C++ {offsets['size']}")
+            raise RuntimeError(
+                f"{mirror.__name__} has {ctypes.sizeof(mirror)} bytes, in C++ {offsets['size']}"
+            )
 
 
 class Driver:
@@ -409,7 +434,9 @@ def make_data(torch: Any, case: Case, seed: int, poison: bool) -> Data:
         draw(case.batch, case.q_len, case.heads, case.head_dim),
         draw(case.batch, case.kv_len, case.kv_heads, case.head_dim),
         draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
-        torch.full((case.batch, case.q_len, case.heads, case.width_v), math.nan, device="cuda", dtype=dtype),
+        torch.full(
+            (case.batch, case.q_len, case.heads, case.width_v), math.nan, device="cuda", dtype=dtype
+        ),
         torch.full((case.batch, case.heads, case.q_len), math.nan, device="cuda"),
         torch.full((1,), -(2**30), device="cuda", dtype=torch.int32),
     )
@@ -452,8 +479,16 @@ def visibility(torch: Any, data: Data) -> Any:
     t = torch.arange(case.q_len, device="cuda")[None, :, None]
     j = torch.arange(case.kv_len, device="cuda")[None, None, :]
     ones = torch.ones(case.batch, 1, 1, device="cuda", dtype=torch.int64)
-    q_lengths = data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None] if case.lengths else ones * case.q_len
-    kv_lengths = data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None] if case.lengths else ones * case.kv_len
+    q_lengths = (
+        data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None]
+        if case.lengths
+        else ones * case.q_len
+    )
+    kv_lengths = (
+        data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None]
+        if case.lengths
+        else ones * case.kv_len
+    )
     visible = (t < q_lengths) & (j < kv_lengths)
     offset = (kv_lengths - q_lengths) if case.lower_right else 0 * ones
     if case.left is not None:
@@ -478,7 +513,11 @@ def reference(torch: Any, data: Data) -> tuple[Any, Any]:
         s = case.softcap * torch.tanh(s / case.softcap)
     s = torch.where(visibility(torch, data), s, -math.inf)
     lse = torch.logsumexp(s, -1)
-    p = torch.where(torch.isneginf(lse)[..., None], 0.0, torch.exp(s - torch.nan_to_num(lse, neginf=0.0)[..., None]))
+    p = torch.where(
+        torch.isneginf(lse)[..., None],
+        0.0,
+        torch.exp(s - torch.nan_to_num(lse, neginf=0.0)[..., None]),
+    )
     return (p @ v).transpose(1, 2), lse
 
 
@@ -637,7 +676,9 @@ def check_cases(variant: Variant) -> list[Case]:
             replace(causal, name="causal square", q_len=777, kv_len=777),
             replace(causal, name="causal small", q_len=300, kv_len=300),
             replace(causal, name="lower right", lower_right=True),
-            replace(causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333),
+            replace(
+                causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333
+            ),
             replace(base, name="window", left=100, right=30),
             replace(base, name="window, one side", left=0, right=None, q_len=600),
             replace(base, name="window of one", left=0, right=0),
@@ -647,12 +688,18 @@ def check_cases(variant: Variant) -> list[Case]:
         ]
     if variant.segments:
         cases = [replace(case, segments="documents") for case in cases]
-        cases += [replace(base, name="shuffled", segments="shuffled"), replace(base, name="long", segments="documents")]
+        cases += [
+            replace(base, name="shuffled", segments="shuffled"),
+            replace(base, name="long", segments="documents"),
+        ]
         cases[-1] = replace(cases[-1], q_len=5000, kv_len=5000, heads=2, right=0)
     if variant.softcap:
         cases = [replace(case, softcap=2.0) for case in cases]
     if variant.scale_first:
-        cases += [replace(base, name="negative scale", scale=-0.2), replace(base, name="zero scale", scale=0.0)]
+        cases += [
+            replace(base, name="negative scale", scale=-0.2),
+            replace(base, name="zero scale", scale=0.0),
+        ]
     return [case for case in cases if fits(variant, case)]
 
 
@@ -812,7 +859,11 @@ def runs_timed(variant: Variant, case: Case) -> bool:
 
 def clocks() -> str:
     """Returns what the card says of its clock, power and heat."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,power.draw,temperature.gpu",
+        "--format=csv,noheader",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -826,20 +877,28 @@ def report(case: Case, milliseconds: dict[str, list[float]]) -> dict[str, Any]:
     median = {name: statistics.median(times) for name, times in milliseconds.items()}
     speed = {name: flops / time / 1e9 for name, time in median.items()}
     cudnn = speed.get("torch cudnn")
-    fa3 = FA3_OVER_CUDNN.get((case.head_dim, case.right == 0, case.q_len)) if case.left is None else None
+    fa3 = (
+        FA3_OVER_CUDNN.get((case.head_dim, case.right == 0, case.q_len))
+        if case.left is None
+        else None
+    )
     print(f"{case.name}: {clocks()}")
     for name in sorted(speed, key=lambda name: -speed[name]):
         spread = max(milliseconds[name]) / min(milliseconds[name])
         ratio = f"{speed[name] / cudnn:5.2f}x cudnn" if cudnn else ""
         bar = f"{speed[name] / cudnn / fa3:5.2f}x fa3 (by table)" if cudnn and fa3 else ""
-        print(f"  {name:34s}{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f} {ratio} {bar}")
+        print(
+            f"  {name:34s}{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f} {ratio} {bar}"
+        )
     sys.stdout.flush()
     return {"case": case.name, "tflops": speed, "milliseconds": milliseconds}
 
 
 def summarize(records: list[dict[str, Any]]) -> None:
     """Prints, per variant family, the best of ours over torch cuDNN by case, and the geometric mean."""
-    print("\nbest of ours (mean of its two names) over torch cudnn; fa3 measured here if present, else by table")
+    print(
+        "\nbest of ours (mean of its two names) over torch cudnn; fa3 measured here if present, else by table"
+    )
     ratios, bars = [], []
     for record in records:
         speed = record["tflops"]
@@ -850,16 +909,23 @@ def summarize(records: list[dict[str, Any]]) -> None:
         value = (speed[best] + speed[best + "'"]) / 2
         ratio = value / speed["torch cudnn"]
         ratios.append(ratio)
-        width, mask, length = re.match(r"d(\d+)(?:v\d+)? (?:gqa )?(\w+) (\d+)", record["case"]).groups()
+        width, mask, length = re.match(
+            r"d(\d+)(?:v\d+)? (?:gqa )?(\w+) (\d+)", record["case"]
+        ).groups()
         table = FA3_OVER_CUDNN.get((int(width), mask == "causal", int(length)))
         bar = value / speed["fa3"] if "fa3" in speed else ratio / table if table else None
         if bar:
             bars.append(bar)
-        print(f"  {record['case']:24s}{best:28s}{value:7.1f}  {ratio:5.2f}x cudnn  " + (f"{bar:5.2f}x fa3" if bar else ""))
+        print(
+            f"  {record['case']:24s}{best:28s}{value:7.1f}  {ratio:5.2f}x cudnn  "
+            + (f"{bar:5.2f}x fa3" if bar else "")
+        )
     for label, values in (("cudnn", ratios), ("fa3", bars)):
         if values:
             mean = math.exp(sum(map(math.log, values)) / len(values))
-            print(f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases")
+            print(
+                f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases"
+            )
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
@@ -902,7 +968,14 @@ def check_apart(folder: Path, names: list[str]) -> list[str]:
     while waiting:
         log = folder / "check.log"
         with log.open("w") as stream:
-            command = [sys.executable, __file__, "--folder", str(folder), "--check-here", ",".join(waiting)]
+            command = [
+                sys.executable,
+                __file__,
+                "--folder",
+                str(folder),
+                "--check-here",
+                ",".join(waiting),
+            ]
             child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
             size, since = 0, time.monotonic()
             while child.poll() is None and time.monotonic() - since < seconds_without_news:
@@ -916,7 +989,9 @@ def check_apart(folder: Path, names: list[str]) -> list[str]:
         begun, ended, wrong, other = [], [], [], []
         for line in log.read_text().splitlines():
             word, _, rest = line.partition(" ")
-            {"begin": begun, "end": ended, "wrong": wrong}.get(word, other).append(rest if word else line)
+            {"begin": begun, "end": ended, "wrong": wrong}.get(word, other).append(
+                rest if word else line
+            )
         for name in ended:
             mistakes = [line for line in wrong if line.startswith(name + ",")]
             print(f"{name:34s}{'wrong' if mistakes else 'right'}")
@@ -935,13 +1010,27 @@ def check_apart(folder: Path, names: list[str]) -> list[str]:
 
 def main() -> int:
     """Runs checks and timings; returns 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("build/sm90"), help="cubins and facts.json")
-    parser.add_argument("--write-units", action="store_true", help="write sources into the folder and stop")
-    parser.add_argument("--check-layout", action="store_true", help="compare Params with facts.json and stop")
-    parser.add_argument("--check-here", default="", help="check these variants in this process and stop")
-    parser.add_argument("--variants", default="", help="only variants whose name matches this expression")
-    parser.add_argument("--cases", default="", help="only timed cases whose name matches this expression")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/sm90"), help="cubins and facts.json"
+    )
+    parser.add_argument(
+        "--write-units", action="store_true", help="write sources into the folder and stop"
+    )
+    parser.add_argument(
+        "--check-layout", action="store_true", help="compare Params with facts.json and stop"
+    )
+    parser.add_argument(
+        "--check-here", default="", help="check these variants in this process and stop"
+    )
+    parser.add_argument(
+        "--variants", default="", help="only variants whose name matches this expression"
+    )
+    parser.add_argument(
+        "--cases", default="", help="only timed cases whose name matches this expression"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-check", action="store_true")

@@ -15,8 +15,16 @@ def main() -> int:
     unit, cubin, include = sys.argv[1:4]
     library = ctypes.CDLL("libnvrtc.so.13")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    library.nvrtcCreateProgram(ctypes.byref(program), Path(unit).read_bytes(), b"unit.cu", 0, None, None)
-    options = ["--gpu-architecture=sm_90a", "-std=c++20", "-default-device", "--ptxas-options=-v", f"-I{include}"]
+    library.nvrtcCreateProgram(
+        ctypes.byref(program), Path(unit).read_bytes(), b"unit.cu", 0, None, None
+    )
+    options = [
+        "--gpu-architecture=sm_90a",
+        "-std=c++20",
+        "-default-device",
+        "--ptxas-options=-v",
+        f"-I{include}",
+    ]
     values = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = library.nvrtcCompileProgram(program, len(options), values)
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))

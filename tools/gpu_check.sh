@@ -4,7 +4,7 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
-# Logs and JSON go to FOLDER. Every stage has its own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
+# FOLDER gets log.txt (of all stages), summary.json, the benchmarks' JSON and what the demo writes. Every stage has its own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
 # later one; only a failed build stops the rest. Needs: python3 with jax for CUDA, flax, optax, pytest, cmake, ninja,
 # nanobind and scikit-build-core; nvcc; compute-sanitizer. Exit status: 0 if every stage passed.
 set -uo pipefail
@@ -38,11 +38,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 
+logs=$(mktemp -d)
+: >"$out/log.txt"
 summary=()   # "stage|result|seconds|note"
 build_failed=false
 
-# stage NAME LIMIT NOTE_COMMAND COMMAND...: runs COMMAND under the limit, its output in FOLDER/NAME.log; NOTE_COMMAND is
-# given that file and prints one line for the table.
+# stage NAME LIMIT NOTE_COMMAND COMMAND...: runs COMMAND under the limit, its output goes to log.txt; NOTE_COMMAND is
+# given its output and prints one line for the table.
 stage() {
   local name=$1 limit=$2 note_command=$3
   shift 3
@@ -53,15 +55,16 @@ stage() {
   fi
   [ "$limit" -le "$left" ] || limit=$left
   echo "== $name (at most $limit s): $*"
-  timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+  timeout --kill-after=10 "$limit" "$@" >"$logs/$name" 2>&1 </dev/null
   status=$?
+  { echo "== $name"; cat "$logs/$name"; } >>"$out/log.txt"
   case $status in
     0) result=passed ;;
     124 | 137) result="TIMED OUT" ;;
     *) result="FAILED ($status)" ;;
   esac
-  [ "$status" -eq 0 ] || tail -n 25 "$out/$name.log"
-  summary+=("$name|$result|$((SECONDS - begin))|$($note_command "$out/$name.log")")
+  [ "$status" -eq 0 ] || tail -n 25 "$logs/$name"
+  summary+=("$name|$result|$((SECONDS - begin))|$($note_command "$logs/$name")")
   return "$status"
 }
 
@@ -131,9 +134,9 @@ for name in bench bench-f32; do
     "$python" -m benchmarks.report "$out/$name.json"
   fi
 done
-if [ -f "$out/demo.log" ]; then
+if [ -f "$logs/demo" ]; then
   echo
-  grep -E '^(attention|jattn|jax\.nn|ok|FAILED|entropy)' "$out/demo.log"
+  grep -E '^(attention|jattn|jax\.nn|ok|FAILED|entropy)' "$logs/demo"
 fi
 
 echo

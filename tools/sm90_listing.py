@@ -56,7 +56,9 @@ def listing(cubin: Path) -> list[Instruction]:
     tool = shutil.which("cuobjdump")
     if tool is None:
         raise SystemExit("cuobjdump is not on PATH")
-    text = subprocess.run([tool, "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        [tool, "-sass", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
     found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
     return [Instruction(int(address, 16), body.strip()) for address, body in found]
 
@@ -69,7 +71,9 @@ def main_loop(code: list[Instruction]) -> Loop:
             continue
         body = [other for other in code if line.target <= other.address <= line.address]
         text = [other.text for other in body]
-        both = any("tnspB" in t for t in text) and any("HGMMA" in t and "tnspB" not in t for t in text)
+        both = any("tnspB" in t for t in text) and any(
+            "HGMMA" in t and "tnspB" not in t for t in text
+        )
         if both and (best is None or len(body) < len(best)):
             best = body
     if best is None:
@@ -121,7 +125,9 @@ def describe(cubin: Path) -> tuple[str, list[str]]:
     if used > kept:
         faults.append(f"the producer keeps {kept} registers and uses {used}")
     masked = loop.count(r"^(@!?U?P\d )?(FSEL|ISETP)")
-    figures = f"{products} products, {len(loop.body)} instructions ({masked} FSEL/ISETP), {waits} waits, "
+    figures = (
+        f"{products} products, {len(loop.body)} instructions ({masked} FSEL/ISETP), {waits} waits, "
+    )
     figures += f"producer {used} of {kept}, "
     return figures + f"{shadow}/{exponentials} exponentials under the output product", faults
 

@@ -54,6 +54,7 @@ constexpr Member kMembers[] = {
     {"narrow_rows", &Config::narrow_rows},
     {"staged_bias", &Config::staged_bias},
     {"staged_mask", &Config::staged_mask},
+    {"shared_scores", &Config::shared_scores},
     {"grad_slices", &Config::grad_slices, {1, 8, 1}},
     {"schedule", &Config::schedule, {0, 2, 1}},
     {"loop_order", &Config::loop_order, {0, 2, 1}},
@@ -61,6 +62,7 @@ constexpr Member kMembers[] = {
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
     {"integer_max", &Config::integer_max},
+    {"ds_in_registers", &Config::ds_in_registers},
     {"bulk_reduce", &Config::bulk_reduce},
 };
 

@@ -26,35 +26,36 @@ class BackwardPass {
         dk_parts_(at<Acc>(scratch, plan.dk_offset)),
         dv_parts_(at<Acc>(scratch, plan.dv_offset)),
         dbias_(problem, plan, buffers.dbias, static_cast<char*>(scratch)),
+        milestones_(at<int64_t>(scratch, plan.milestones_offset), 2 * num_groups() + 2),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
         group_(problem.num_heads / problem.num_kv_heads),
         scale_(static_cast<Acc>(problem.scale)) {}
 
   void run(const TaskRunner& runner) {
-    const int64_t query_blocks = problem_.batch * problem_.num_heads * plan_.query_tiles;
-    const auto prepare = [&](int64_t i) {
-      if (i < query_blocks) {
-        prepare_queries(i);
-      } else {
-        dbias_.clear_piece(i - query_blocks);
-      }
-    };
-    run_tasks(runner, query_blocks + dbias_.num_pieces(), prepare);
-
-    const auto task = [&](int64_t) { differentiate(convoy_.take()); };
-    run_tasks(runner, plan_.num_tasks, task);
-
+    const int64_t query_tiles = problem_.batch * problem_.num_heads * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
-    const auto finish = [&](int64_t i) {
-      if (i < query_blocks) {
-        finish_dq(i);
-      } else if (i < query_blocks + kv_blocks) {
-        join_chunks(i - query_blocks);
-      } else {
-        dbias_.finish_piece(i - query_blocks - kv_blocks);
+    Tickets tickets;
+    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), plan_.num_tasks, query_tiles, kv_blocks,
+                              dbias_.num_pieces()};
+    int64_t num_tickets = 0;
+    for (const int64_t stage : stages) num_tickets += stage;
+    run_tasks(runner, num_tickets, [&](int64_t) {
+      int64_t i = tickets.take();
+      int stage = 0;
+      for (const int64_t size : stages) {
+        if (i < size) break;
+        i -= size;
+        ++stage;
       }
-    };
-    run_tasks(runner, query_blocks + kv_blocks + dbias_.num_pieces(), finish);
+      switch (stage) {
+        case 0: prepare_queries(i); break;
+        case 1: clear_dbias(i); break;
+        case 2: differentiate(i); break;
+        case 3: finish_dq(i); break;
+        case 4: join_chunks(i); break;
+        default: finish_dbias(i); break;
+      }
+    });
   }
 
  private:
@@ -66,6 +67,15 @@ class BackwardPass {
   static T* at(void* scratch, int64_t offset_bytes) {
     return reinterpret_cast<T*>(static_cast<char*>(scratch) + offset_bytes);
   }
+
+  int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
+
+  // Milestones: for each (batch, kv_head) its query tiles prepared and its tasks done; pieces of dbias cleared; all
+  // tasks done.
+  int64_t prepared(int64_t group) const { return group; }
+  int64_t differentiated(int64_t group) const { return num_groups() + group; }
+  int64_t dbias_cleared() const { return 2 * num_groups(); }
+  int64_t all_differentiated() const { return 2 * num_groups() + 1; }
 
   int64_t num_kv_rows() const { return problem_.batch * problem_.num_kv_heads * problem_.kv_len; }
   // Row i of a tile of keys or values.
@@ -94,6 +104,10 @@ class BackwardPass {
     return {problem_, plan_, head / problem_.num_heads, head % problem_.num_heads, index % plan_.query_tiles};
   }
 
+  int64_t group_of(const QueryTile& tile) const {
+    return tile.batch * problem_.num_kv_heads + tile.head / group_;
+  }
+
   // Row i of a tile of [B, T, N, row_size].
   auto query_rows(const void* array, const QueryTile& tile, int64_t row_size) const {
     const int64_t stride = problem_.num_heads * row_size;
@@ -103,7 +117,7 @@ class BackwardPass {
   }
 
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
-  void prepare_queries(int64_t index) const {
+  void prepare_queries(int64_t index) {
     const QueryTile tile = query_tile(index);
     const int64_t head_dim_v = problem_.head_dim_v;
     const auto out_row = query_rows(buffers_.out, tile, head_dim_v);
@@ -126,6 +140,12 @@ class BackwardPass {
                                packed_queries_ + index * kTile * plan_.row_len,
                                packed_douts_ + index * kTile * plan_.row_len_v, workspace);
     clear(dq_sums_ + index * kTile * plan_.row_len, kTile * plan_.row_len);
+    milestones_.count(prepared(group_of(tile)));
+  }
+
+  void clear_dbias(int64_t piece) {
+    dbias_.clear_piece(piece);
+    milestones_.count(dbias_cleared());
   }
 
   Task decode(int64_t index) const {
@@ -164,6 +184,10 @@ class BackwardPass {
     const uint64_t bad_keys = products.set_keys_and_values(max_of(keys.count, 0),
                                                            kv_rows(problem_.k, task, problem_.head_dim),
                                                            kv_rows(problem_.v, task, problem_.head_dim_v));
+    const int64_t group = task.batch * problem_.num_kv_heads + task.kv_head;
+    milestones_.wait(prepared(group), group_ * plan_.query_tiles);
+    milestones_.wait(dbias_cleared(), dbias_.num_pieces());
+
     // Last queries first: with a causal band the tasks then start at the same tile, one after the other.
     const int64_t first_tile = task.chunk * plan_.chunk_tiles;
     const int64_t end_tile = min_of(plan_.query_tiles, first_tile + plan_.chunk_tiles);
@@ -190,6 +214,8 @@ class BackwardPass {
     convoy_.finish(index);
     products.finish(max_of(keys.count, 0));
     write_dk_dv(task, products);
+    milestones_.count(differentiated(group));
+    milestones_.count(all_differentiated());
   }
 
   // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
@@ -340,6 +366,7 @@ class BackwardPass {
 
   // Sums the chunks' dk and dv of kTile key rows, in the order of the chunks.
   void join_chunks(int64_t block) const {
+    milestones_.wait(all_differentiated(), plan_.num_tasks);
     const auto join = [&](Acc* parts, int64_t index, int64_t row_len) {
       Acc* sum = parts + index * row_len;
       for (int64_t chunk = 1; chunk < plan_.num_chunks; ++chunk) {
@@ -359,10 +386,16 @@ class BackwardPass {
 
   void finish_dq(int64_t index) const {
     const QueryTile tile = query_tile(index);
+    milestones_.wait(differentiated(group_of(tile)), plan_.kv_tiles * plan_.num_chunks);
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t row = (tile.batch * problem_.q_len + tile.first + i) * problem_.num_heads + tile.head;
       write_row(dq_sums_ + (index * kTile + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
     }
+  }
+
+  void finish_dbias(int64_t piece) const {
+    milestones_.wait(all_differentiated(), plan_.num_tasks);
+    dbias_.finish_piece(piece);
   }
 
   const Problem& problem_;
@@ -373,6 +406,7 @@ class BackwardPass {
   uint64_t* not_finite_;  // rows of packed tiles
   Acc *delta_, *dq_sums_, *dk_parts_, *dv_parts_;
   BiasGradient<Acc> dbias_;
+  Milestones milestones_;
   Convoy convoy_;
   int64_t group_;
   Acc scale_;

@@ -22,6 +22,7 @@ class ForwardPass {
         packed_keys_(at<Acc>(scratch, plan.packed_keys_offset)),
         packed_values_(at<Acc>(scratch, plan.packed_values_offset)),
         not_finite_(at<uint64_t>(scratch, plan.not_finite_offset)),
+        milestones_(at<int64_t>(scratch, plan.milestones_offset), num_groups() + 1),
         partial_out_(at<Acc>(scratch, plan.partial_out_offset)),
         partial_max_(at<Acc>(scratch, plan.partial_max_offset)),
         partial_sum_(at<Acc>(scratch, plan.partial_sum_offset)),
@@ -31,16 +32,19 @@ class ForwardPass {
         score_unit_(has_score_rule_ ? Acc{1} : scale_) {}
 
   void run(const TaskRunner& runner) {
-    if (plan_.packs_first) {
-      const auto pack = [&](int64_t i) { pack_tile(i); };
-      run_tasks(runner, problem_.batch * problem_.num_kv_heads * plan_.kv_tiles, pack);
-    }
-    const auto task = [&](int64_t i) { attend(i); };
-    run_tasks(runner, plan_.num_tasks, task);
-    if (plan_.num_splits > 1) {
-      const auto merge = [&](int64_t i) { merge_splits(i); };
-      run_tasks(runner, (num_rows() + kTile - 1) / kTile, merge);
-    }
+    const int64_t num_packs = plan_.packs_first ? num_groups() * plan_.kv_tiles : 0;
+    const int64_t num_merges = plan_.num_splits > 1 ? (num_rows() + kTile - 1) / kTile : 0;
+    Tickets tickets;
+    run_tasks(runner, num_packs + plan_.num_tasks + num_merges, [&](int64_t) {
+      const int64_t ticket = tickets.take();
+      if (ticket < num_packs) {
+        pack_tile(ticket);
+      } else if (ticket < num_packs + plan_.num_tasks) {
+        attend(ticket - num_packs);
+      } else {
+        merge_splits(ticket - num_packs - plan_.num_tasks);
+      }
+    });
   }
 
  private:
@@ -73,6 +77,9 @@ class ForwardPass {
     return reinterpret_cast<T*>(static_cast<char*>(scratch) + offset_bytes);
   }
 
+  // Milestones: tiles packed of each (batch, kv_head), then tasks done.
+  int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
+
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
   int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
     return (batch * problem_.q_len + query) * problem_.num_heads + head;
@@ -89,13 +96,15 @@ class ForwardPass {
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
-  void pack_tile(int64_t index) const {
+  void pack_tile(int64_t index) {
     const int64_t head = index / plan_.kv_tiles, tile = index % plan_.kv_tiles;
     const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
     const Sequence sequence(problem_, batch);
-    if (tile * kTile >= sequence.kv_length) return;
-    Workspace workspace(Products::pack_bytes(plan_));
-    not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
+    if (tile * kTile < sequence.kv_length) {
+      Workspace workspace(Products::pack_bytes(plan_));
+      not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
+    }
+    milestones_.count(head);
   }
 
   KvTile packed_tile(int64_t index) const {
@@ -134,7 +143,7 @@ class ForwardPass {
   }
 
   // Attention of one block of queries to one range of keys.
-  void attend(int64_t index) const {
+  void attend(int64_t index) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
@@ -160,6 +169,8 @@ class ForwardPass {
              query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
     });
 
+    if (plan_.packs_first) milestones_.wait(task.batch * problem_.num_kv_heads + task.kv_head, plan_.kv_tiles);
+
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
@@ -176,6 +187,7 @@ class ForwardPass {
       finish(task, panel, tiles.by_query);
     } else {
       save_partial(task, panel, tiles.by_query);
+      milestones_.count(num_groups());
     }
   }
 
@@ -326,6 +338,7 @@ class ForwardPass {
 
   // Joins the splits of kTile output rows, in the order of the splits.
   void merge_splits(int64_t block) const {
+    milestones_.wait(num_groups(), plan_.num_tasks);
     Workspace workspace(Workspace::bytes<Acc>(plan_.row_len_v));
     Acc* merged = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t row = block * kTile; row < min_of(num_rows(), (block + 1) * kTile); ++row) {
@@ -363,6 +376,7 @@ class ForwardPass {
   Acc* lse_;
   Acc *packed_keys_, *packed_values_;
   uint64_t* not_finite_;
+  Milestones milestones_;
   Acc *partial_out_, *partial_max_, *partial_sum_;
   int64_t group_;
   bool has_score_rule_;

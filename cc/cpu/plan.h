@@ -39,6 +39,8 @@ struct ForwardPlan {
   int64_t kv_tiles;
   int64_t packed_keys_offset, packed_values_offset, not_finite_offset;
 
+  int64_t milestones_offset;  // int64_t [B * K + 1]
+
   // Only with num_splits > 1, per split: out before normalisation [B, N, T, row_len_v], row_max and row_sum [B, N, T].
   int64_t partial_out_offset, partial_max_offset, partial_sum_offset;
   int64_t scratch_bytes;
@@ -60,7 +62,8 @@ struct BackwardPlan {
   // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows, and a bit per
   // row that is not finite.
   int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;
-  int64_t progress_offset;  // int64_t [num_tasks]
+  int64_t milestones_offset;  // int64_t [2 * B * K + 2]
+  int64_t progress_offset;    // int64_t [num_tasks]
   int64_t delta_offset;     // [B, N, T]
   int64_t dq_offset;        // [B, N, query_tiles, kTile, row_len]
   int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]

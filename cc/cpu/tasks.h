@@ -33,12 +33,44 @@ class Workspace {
   char* next_;
 };
 
+// Spins, then lets other threads run, until `is_over` returns true.
+template <typename Condition>
+inline void wait_until(const Condition& is_over) {
+  constexpr int kSpinsBeforeYield = 1000;
+  for (int spins = 0; !is_over(); ++spins) {
+    if (spins >= kSpinsBeforeYield) yield_thread();
+  }
+}
+
+// All stages of a pass run as one set of tasks, so that threads meet only once, at the end. Every task draws a ticket;
+// it may wait for tasks with earlier tickets (Milestones, Convoy) and never for later ones. Those it waits for are
+// running or done, and the earliest running task waits for nobody: nothing can hang, whatever the number of threads.
+class Tickets {
+ public:
+  int64_t take() { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
+
+ private:
+  int64_t next_ = 0;
+};
+
+// Counts of tasks that are done.
+class Milestones {
+ public:
+  Milestones(int64_t* counts, int64_t size) : counts_(counts) {
+    for (int64_t i = 0; i < size; ++i) counts_[i] = 0;
+  }
+  void count(int64_t milestone) { __atomic_fetch_add(counts_ + milestone, 1, __ATOMIC_RELEASE); }
+  void wait(int64_t milestone, int64_t wanted) const {
+    wait_until([&] { return __atomic_load_n(counts_ + milestone, __ATOMIC_ACQUIRE) >= wanted; });
+  }
+
+ private:
+  int64_t* counts_;
+};
+
 // Tasks that walk the same steps in the same order, every `distance`-th task forming one chain. A task adds to memory
 // that it shares with its chain only after all earlier tasks of the chain are past that step, so the sums at one place
-// are formed in the order of the task indices.
-//
-// Tasks are started in that order too (indices come from `take`): the oldest running task never waits, and nothing can
-// hang, whatever the number of threads.
+// are formed in the order of the task indices, which is that of their tickets.
 class Convoy {
  public:
   static constexpr int64_t kAllSteps = INT64_MAX;
@@ -47,8 +79,6 @@ class Convoy {
     for (int64_t i = 0; i < num_tasks; ++i) progress_[i] = 0;
   }
 
-  int64_t take() { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
-
   // The task will not touch shared memory at any of its first `steps` steps again.
   void announce(int64_t task, int64_t steps) { __atomic_store_n(progress_ + task, steps, __ATOMIC_RELEASE); }
 
@@ -56,9 +86,7 @@ class Convoy {
   void wait(int64_t task, int64_t steps) const {
     for (int64_t earlier = task - distance_; earlier >= 0; earlier -= distance_) {
       int64_t finished = 0;
-      for (int spins = 0; (finished = __atomic_load_n(progress_ + earlier, __ATOMIC_ACQUIRE)) < steps; ++spins) {
-        if (spins >= kSpinsBeforeYield) yield_thread();
-      }
+      wait_until([&] { return (finished = __atomic_load_n(progress_ + earlier, __ATOMIC_ACQUIRE)) >= steps; });
       if (finished == kAllSteps) return;  // announced by `finish`: so are all before it
     }
   }
@@ -69,10 +97,8 @@ class Convoy {
   }
 
  private:
-  static constexpr int kSpinsBeforeYield = 1000;
   int64_t* progress_;
   int64_t distance_;
-  int64_t next_ = 0;
 };
 
 }  // namespace

@@ -33,14 +33,14 @@ sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch, int64_
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
 }
 
-// Query heads whose tiles are handed out together. Where tiles differ in work, as many as keep their keys and values
-// within a quarter of the L2 cache; else the tiles of one key/value head follow each other.
-int32_t heads_of_section(const Problem& problem, const Config& config) {
+// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make one wave of items: then the
+// long items of all run at once and share keys and values in L2. Measured on H200, causal, head_dim 128, 8192 keys: half a
+// wave 615, one 665, two 640, five 615 TFLOP/s. Else the tiles of one key/value head follow each other.
+int32_t heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
   const int64_t group = problem.group_size();
   if (!config.band && !config.lengths && !config.segments) return static_cast<int32_t>(group);
-  constexpr int64_t kSectionBytes = int64_t{16} << 20;
-  const int64_t kv_head_bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
-  const int64_t kv_heads = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, kv_head_bytes));
+  const int64_t items = tiles * group;  // of one key/value head
+  const int64_t kv_heads = std::max<int64_t>(1, (num_sms + items / 2) / items);
   return static_cast<int32_t>(std::min(problem.batch * problem.num_heads, kv_heads * group));
 }
 
@@ -89,10 +89,10 @@ void forward_sm90(const Problem& problem, const ForwardResults& results, const P
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
-  params.section_heads = heads_of_section(problem, config);
+  const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
+  params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
 
-  const int64_t blocks =
-      config.schedule == kOneBlockPerItem ? items : std::min<int64_t>(items, device_facts(plan.device_ordinal).sm_count);
+  const int64_t blocks = config.schedule == kOneBlockPerItem ? items : std::min(items, num_sms);
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),

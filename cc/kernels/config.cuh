@@ -26,6 +26,7 @@ struct Config {
   bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
   bool staged_bias = false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
   bool staged_mask = false;  // likewise of the mask
+  bool shared_scores = false;  // backward: p and ds pass through shared memory, so that warps share products along both axes
   int grad_slices = 1;       // parts of the columns of dq, dk, dv, each computed by a block of its own
 
   // Read by kernels/sm90 only.
@@ -35,6 +36,7 @@ struct Config {
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product
   bool integer_max = false;     // row maximum by three-input integer instructions
+  bool ds_in_registers = false;  // ds as a register operand of the product for dq
   bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
 };
 

@@ -63,6 +63,7 @@ class Tile:
     num_warps: int
     stages: int
     grad_slices: int = 1
+    shared_scores: bool = False
 
 
 def shared_limit_bytes(arch: tuple[int, int]) -> int:
@@ -202,6 +203,8 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
     flags["staged_bias"] = staged_bias(tile, problem)
     flags["staged_mask"] = staged_mask(tile, problem)
     members |= {name: 1 for name, used in flags.items() if used}
+    if tile.shared_scores:
+        members["shared_scores"] = 1
     if tile.grad_slices > 1:
         members["grad_slices"] = tile.grad_slices
     return _key(family, arch, members)
@@ -246,10 +249,9 @@ def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
 
 def keys_shared_bytes(tile: Tile, problem: Problem, *, fused: bool) -> int:
     """Shared memory of the sm80 backward kernels that own keys."""
-    width = tile.head_dim + tile.head_dim_v
-    elements = (tile.tile_kv + tile.stages * tile.tile_q) * width + (
-        tile.tile_kv * tile.tile_q if fused else 0
-    )
+    rows = tile.tile_kv + tile.stages * tile.tile_q
+    score_tiles = 2 if tile.shared_scores else 1 if fused else 0
+    elements = rows * (tile.head_dim + tile.head_dim_v) + score_tiles * tile.tile_kv * tile.tile_q
     per_stage = 2 * tile.tile_q * 4 + staged_bytes(tile, problem)
     return elements * _element_bytes(problem.dtype) + tile.stages * per_stage + 64
 
@@ -273,15 +275,30 @@ def _backward_width(head_dim: int, slices: int) -> int:
     return _round_up(head_dim, 32 * slices)
 
 
-def _dq_warps_fit(tile: Tile) -> bool:
-    """Whether the warps of the fused kernel can share out dq in whole fragments (``sm80/backward_shape.cuh``)."""
-    width = tile.head_dim // tile.grad_slices
+def _warps_fit(tile: Tile, rows: int, columns: int) -> bool:
+    """Whether the warps can share a product in whole fragments (``warp_grid`` in ``sm80/backward_shape.cuh``)."""
     return any(
-        tile.num_warps % rows == 0
-        and tile.tile_q % (16 * rows) == 0
-        and width % (16 * (tile.num_warps // rows)) == 0
-        for rows in range(1, tile.num_warps + 1)
+        tile.num_warps % r == 0
+        and rows % (16 * r) == 0
+        and columns % (16 * (tile.num_warps // r)) == 0
+        for r in range(1, tile.num_warps + 1)
     )
+
+
+def _all_warps_fit(tile: Tile, *, fused: bool) -> bool:
+    """Whether that is so for every product of the backward kernel that owns keys."""
+    width, width_v = tile.head_dim // tile.grad_slices, tile.head_dim_v // tile.grad_slices
+    fits = not fused or _warps_fit(tile, tile.tile_q, width)
+    if tile.shared_scores:
+        fits &= _warps_fit(tile, tile.tile_kv, tile.tile_q)
+        fits &= _warps_fit(tile, tile.tile_kv, width) and _warps_fit(tile, tile.tile_kv, width_v)
+    return fits
+
+
+def shares_scores(dtype: str, widest: int) -> bool:
+    """Whether p and ds pass through shared memory in the backward kernel that owns keys."""
+    del dtype, widest
+    return False
 
 
 def _keys_candidates(dtype: str, widest: int, slices: int) -> _Candidates:
@@ -313,9 +330,10 @@ def keys_tile(problem: Problem, arch: tuple[int, int], *, fused: bool) -> Tile:
     most_queries = 128 if problem.softcap <= 0 else 64 if widest <= 64 else 32
     for tile_q, tile_kv, num_warps, stages in _keys_candidates(dtype, widest, slices):
         queries = min(tile_q, most_queries)
-        tile = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices)
+        shared = shares_scores(dtype, widest)
+        tile = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices, shared)
         fits = keys_shared_bytes(tile, problem, fused=fused) <= limit
-        if fits and (not fused or _dq_warps_fit(tile)):
+        if fits and _all_warps_fit(tile, fused=fused):
             return tile
     raise _too_wide(problem, limit)
 

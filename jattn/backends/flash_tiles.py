@@ -60,7 +60,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order: see ``Config``.
+      loop_order, q_in_registers, integer_max: see ``Config``.
     """
 
     head_dim: int
@@ -69,6 +69,8 @@ class Tile:
     tile_kv: int
     stages: int = 2
     loop_order: int = 0
+    q_in_registers: bool = False
+    integer_max: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -120,15 +122,25 @@ def forward_tile(problem: Problem) -> Tile:
             f"head dims {problem.head_dim} and {problem.head_dim_v}: at most {LARGEST_HEAD_DIM}"
         )
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
-    if head_dim <= 64 and head_dim_v <= 64:
-        if problem.softcap > 0:  # with the softmax last, 20 bytes of registers would spill
-            return Tile(head_dim, head_dim_v, tile_q=192, tile_kv=128)
-        return Tile(head_dim, head_dim_v, tile_q=192, tile_kv=128, loop_order=_SOFTMAX_LAST)
-    # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores and half as many packed
-    # probabilities.
+    if (
+        head_dim <= 64 and head_dim_v <= 64 and not problem.softcap > 0
+    ):  # with softcap 24 bytes of registers spill
+        if problem.band.unbounded:
+            return Tile(head_dim, head_dim_v, 192, 128, stages=4, loop_order=_SOFTMAX_LAST)
+        return Tile(head_dim, head_dim_v, 192, 128, stages=4, integer_max=True)
+    # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores, half as many packed
+    # probabilities and, if q is in registers, head_dim / 4 of its words.
     for tile_kv in (128, 96, 64):
-        tile = Tile(head_dim, head_dim_v, tile_q=128, tile_kv=tile_kv)
-        registers = head_dim_v // 2 + 3 * tile_kv // 4
+        q_in_registers = head_dim <= 128 and head_dim_v <= 128
+        tile = Tile(
+            head_dim,
+            head_dim_v,
+            128,
+            tile_kv,
+            q_in_registers=q_in_registers,
+            integer_max=q_in_registers,
+        )
+        registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
         if registers <= 192 and forward_shared_bytes(tile, problem.segments) <= MAX_SHARED_BYTES:
             return tile
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
@@ -158,6 +170,10 @@ def forward_key(problem: Problem, tile: Tile) -> str:
     members["schedule"] = _SCHEDULE_BY_COUNTER
     if tile.loop_order:
         members["loop_order"] = tile.loop_order
+    if tile.q_in_registers:
+        members["q_in_registers"] = 1
+    if tile.integer_max:
+        members["integer_max"] = 1
     if not problem.scale > 0 and not softcap:
         members["scale_first"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
@@ -173,3 +189,42 @@ def plan_forward(problem: Problem, batch: int) -> Plan:
         tiles = -(-problem.q_len // tile.tile_q) + -(-problem.kv_len // tile.tile_kv)
         scratch_bytes += batch * tiles * 8 + _SCRATCH_ALIGNMENT
     return Plan(";".join(keys), scratch_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotBand:
+    unbounded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotProblem:
+    """Self-attention without further features."""
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    band: _HotBand
+    q_len: int = 4096
+    kv_len: int = 4096
+    scale: float = 1.0
+    softcap: float = 0.0
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    segments: bool = False
+
+
+_HOT_HEAD_DIMS = {
+    "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+    "float16": ((64, 64), (128, 128)),
+}
+
+
+def hot_keys() -> tuple[str, ...]:
+    """Returns the kernel keys of the common problems, in the order and spelling of ``cc/core/hot_set.txt``."""
+    keys: dict[str, None] = {}
+    for dtype, head_dims in _HOT_HEAD_DIMS.items():
+        for head_dim, head_dim_v in head_dims:
+            for unbounded in (True, False):
+                problem = _HotProblem(dtype, head_dim, head_dim_v, _HotBand(unbounded))
+                keys[plan_forward(problem, 1).kernels] = None
+    return tuple(keys)

@@ -15,12 +15,7 @@ from jattn.testing.cases import Case
 from jattn.testing.run import run, verify
 
 IDS = jnp.zeros((2, 4), jnp.int32)
-PADDED = (
-    "mask-lengths",
-    "mask-segments-lengths",
-    "mask-lengths-lower-right",
-    "mask-segments-interleaved",
-)
+PADDED = ("mask-segments-lengths", "mask-lengths-lower-right")
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:

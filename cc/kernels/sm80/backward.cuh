@@ -5,10 +5,12 @@
 //   sm80_backward      backward<kConfig>      dk, dv, and dq into a float32 accumulator by reductions in memory
 //   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with sm80_backward_dq
 //
-// A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns); a warp owns
-// tile_kv / num_warps of the keys. It walks the queries of every head of the group, so that dk and dv are summed in
-// registers. Scores are held transposed, keys along rows: they are then operands of dv = p^T dout and dk = ds^T q as they
-// stand. Only dq needs ds in shared memory.
+// A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns). It walks the queries of every
+// head of the group, so that dk and dv are summed in registers. Scores are held transposed, keys along rows.
+//
+// Two ways to share the work among warps. With a warp that keeps its tile_kv / num_warps keys throughout, p and ds are
+// operands of dv = p^T dout and dk = ds^T q as they stand, and only dq needs ds in shared memory. With shared_scores both
+// pass through shared memory and every product is cut into the squarest parts, which need fewer reads of shared memory.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -27,21 +29,27 @@ namespace jattn::sm80 {
 template <Config kConfig, bool kFused>
 __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr Element kElement = kConfig.element;
-  constexpr int kThreads = backward_threads(kConfig), kWarps = kConfig.num_warps;
+  constexpr int kThreads = backward_threads(kConfig);
   constexpr int kTileQ = kConfig.tile_q, kTileKv = kConfig.tile_kv, kStages = kConfig.stages;
   constexpr int kD = kConfig.head_dim, kDv = kConfig.head_dim_v;
   constexpr int kSliceD = kD / kConfig.grad_slices, kSliceDv = kDv / kConfig.grad_slices;
-  constexpr int kWarpRows = kTileKv / kWarps;
-  constexpr int kM = kWarpRows / 16, kN = kTileQ / 8;
-  constexpr bool kAnyColumn = kConfig.grad_slices > 1;
+  constexpr WarpGrid kScoreGrid = score_warps(kConfig);
+  constexpr WarpGrid kDkGrid = key_gradient_warps(kConfig, kD), kDvGrid = key_gradient_warps(kConfig, kDv);
+  static_assert(kScoreGrid.rows > 0 && kDkGrid.rows > 0 && kDvGrid.rows > 0);
+  constexpr int kScoreRows = kTileKv / kScoreGrid.rows, kScoreColumns = kTileQ / kScoreGrid.columns;
+  constexpr int kDkRows = kTileKv / kDkGrid.rows, kDkColumns = kSliceD / kDkGrid.columns;
+  constexpr int kDvRows = kTileKv / kDvGrid.rows, kDvColumns = kSliceDv / kDvGrid.columns;
+  constexpr int kM = kScoreRows / 16, kN = kScoreColumns / 8;
+  constexpr bool kShared = kConfig.shared_scores;
+  constexpr bool kAnyColumn = kConfig.grad_slices > 1 || kShared;
   constexpr bool kNarrow = kConfig.narrow_rows;
   // Without these features every row sees a key.
   constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;
-  static_assert(kWarpRows % 16 == 0 && kTileQ % 16 == 0 && kRowPadding % kTileQ == 0);
+  static_assert(kScoreRows % 16 == 0 && kTileQ % 16 == 0 && kRowPadding % kTileQ == 0);
   static_assert(kSliceD % 16 == 0 && kSliceDv % 16 == 0 && kStages <= 2);
   using KeyTile = Tile<kElement, kD>;      // of k and q
   using ValueTile = Tile<kElement, kDv>;   // of v and dout
-  using ScoreTile = Tile<kElement, kTileQ>;  // ds, one row per key
+  using ScoreTile = Tile<kElement, kTileQ>;  // ds and p, one row per key
 
   extern __shared__ __align__(1024) unsigned char shared[];
   const uint32_t base = ptx::shared_address(shared);
@@ -50,7 +58,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const uint32_t q_base = v_tile.address + ValueTile::bytes(kTileKv);
   const uint32_t dout_base = q_base + kStages * KeyTile::bytes(kTileQ);
   const ScoreTile ds_tile{dout_base + kStages * ValueTile::bytes(kTileQ)};
-  const uint32_t statistics_base = ds_tile.address + (kFused ? ScoreTile::bytes(kTileKv) : 0);
+  const ScoreTile p_tile{ds_tile.address + ScoreTile::bytes(kTileKv)};
+  const uint32_t statistics_base = ds_tile.address + backward_score_tiles(kConfig, kFused) * ScoreTile::bytes(kTileKv);
   constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
   constexpr int kStagedBytes = staged_bias_bytes(kConfig) + staged_mask_bytes(kConfig);
   const uint32_t staged_base = statistics_base + kStages * backward_statistics_bytes(kConfig);
@@ -135,11 +144,13 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     }
   };
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int warp_row = warp * kWarpRows;
+  const int lane = threadIdx.x & 31;
+  // The first row (column) of this warp's part of a product.
+  const auto part_row = [](WarpGrid grid, int rows) { return ptx::thread_index_anew() / 32 / grid.columns * rows; };
+  const auto part_column = [](WarpGrid grid, int columns) { return ptx::thread_index_anew() / 32 % grid.columns * columns; };
   const float factor = score_factor<kConfig>(problem);
 
-  float dk[kM][kSliceD / 8][4], dv[kM][kSliceDv / 8][4];
+  float dk[kDkRows / 16][kDkColumns / 8][4], dv[kDvRows / 16][kDvColumns / 8][4];
   clear(dk);
   clear(dv);
 
@@ -177,22 +188,21 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     }
     const KeyTile q_tile{q_base + stage * KeyTile::bytes(kTileQ)};
     const ValueTile dout_tile{dout_base + stage * ValueTile::bytes(kTileQ)};
-    const uint32_t lse_address = statistics_base + stage * backward_statistics_bytes(kConfig) + (lane & 3) * 8;
-    const uint32_t delta_address = lse_address + kTileQ * 4;
+    const uint32_t statistics = statistics_base + stage * backward_statistics_bytes(kConfig);
+    const int warp_row = part_row(kScoreGrid, kScoreRows), warp_column = part_column(kScoreGrid, kScoreColumns);
 
     if constexpr (kEmptyRows) {
       // Rows that see no key (lse is +inf) and may hold anything: every warp finds the same answer.
-      const uint32_t lse_base = lse_address - (lane & 3) * 8;
       bool any_empty = false;
 #pragma unroll
       for (int first = 0; first < kTileQ; first += 64) {
         if (kTileQ % 64 == 0 || first + 2 * lane < kTileQ) {
-          const float2 lse = ptx::load_shared_f32x2(lse_base + (first + 2 * lane) * 4);
+          const float2 lse = ptx::load_shared_f32x2(statistics + (first + 2 * lane) * 4);
           any_empty |= lse.x == infinity() || lse.y == infinity();
         }
       }
       if (__any_sync(0xffffffffu, any_empty)) {
-        const auto empty = [&](int row) { return ptx::load_shared_f32(lse_base + row * 4) == infinity(); };
+        const auto empty = [&](int row) { return ptx::load_shared_f32(statistics + row * 4) == infinity(); };
         clear_rows<kElement, kD, kTileQ, kThreads>(q_tile, 0, empty);
         clear_rows<kElement, kDv, kTileQ, kThreads>(dout_tile, 0, empty);
         __syncthreads();
@@ -201,20 +211,20 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
     float s[kM][kN][4];  // rows: keys, columns: queries
     clear(s);
-    multiply_rows(s, RowOperand<kElement, kD>::a(k_tile, warp_row), RowOperand<kElement, kD>::b(q_tile, 0));
-    const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ;
+    multiply_rows(s, RowOperand<kElement, kD>::a(k_tile, warp_row), RowOperand<kElement, kD>::b(q_tile, warp_column));
+    const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ + warp_column;
     scale_scores<kConfig>(s, problem);
     SoftcapDerivative<kConfig, kM, kN> derivative;
     derivative.keep(s, problem);
     const PairTiles<kConfig> pairs{staged_base + stage * kStagedBytes};
     if constexpr (kStagedBias) {
-      add_bias_columns<kConfig.bias_element>(s, pairs.bias(), warp_row);
+      add_bias_columns<kConfig.bias_element>(s, pairs.bias(), warp_row, warp_column);
     } else if constexpr (kConfig.bias) {
       add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
     }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (step.tile < int(full.x) || step.tile >= int(full.y)) {
-      const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + ptx::thread_index_anew() / 32 * kWarpRows;
+      const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + warp_row;
       mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, mask_row, column0);
     }
     if constexpr (kConfig.segments) {
@@ -223,12 +233,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       }
     }
     if constexpr (kStagedMask) {
-      mask_columns(s, pairs.mask(), warp_row);
+      mask_columns(s, pairs.mask(), warp_row, warp_column);
     } else if constexpr (kConfig.mask) {
       mask_dense<true>(s, problem, item.batch, head_of(step), row0, column0);
     }
 
     // lse is +inf in rows that see no key: their probabilities are 0.
+    const uint32_t lse_address = statistics + (warp_column + (lane & 3) * 2) * 4;
+    const uint32_t delta_address = lse_address + kTileQ * 4;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_f32x2(lse_address + n * 32);
@@ -241,8 +253,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         }
       }
     }
-
-    multiply_accumulator(dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
+    float ones[kM][2];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) ones[m][0] = ones[m][1] = 1.0f;
+    if constexpr (kShared) {
+      stage_accumulator(p_tile, s, ones, warp_row, warp_column);
+    } else {
+      multiply_accumulator(dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
+    }
 
     // dp in parts of at most 64 queries: all of it beside s would not fit into registers at 128.
     constexpr int kPartN = kN < 8 ? kN : 8;
@@ -251,7 +269,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     for (int first = 0; first < kN; first += kPartN) {
       float dp[kM][kPartN][4];
       clear(dp);
-      multiply_rows(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row), RowOperand<kElement, kDv>::b(dout_tile, first * 8));
+      multiply_rows(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row),
+                    RowOperand<kElement, kDv>::b(dout_tile, warp_column + first * 8));
 #pragma unroll
       for (int n = 0; n < kPartN; ++n) {
         const float2 delta = ptx::load_shared_f32x2(delta_address + (first + n) * 32);
@@ -266,32 +285,35 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       }
     }
     derivative.apply(s);
+    if constexpr (kFused || kShared) stage_accumulator(ds_tile, s, ones, warp_row, warp_column);
 
-    if constexpr (kFused) {
-      float ones[kM][2];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) ones[m][0] = ones[m][1] = 1.0f;
-      stage_accumulator(ds_tile, s, ones, warp_row, 0);
+    if constexpr (kShared) {
+      __syncthreads();  // all of p and ds is there
+      multiply_row_column<kElement, kTileQ>(
+          dv, RowOperand<kElement, kTileQ>::paired(p_tile, part_row(kDvGrid, kDvRows)),
+          ColumnOperand<kElement, kDv, true>(dout_tile, 0, item.slice * kSliceDv + part_column(kDvGrid, kDvColumns), false));
+      multiply_row_column<kElement, kTileQ>(
+          dk, RowOperand<kElement, kTileQ>::paired(ds_tile, part_row(kDkGrid, kDkRows)),
+          ColumnOperand<kElement, kD, true>(q_tile, 0, item.slice * kSliceD + part_column(kDkGrid, kDkColumns), false));
+    } else {
+      multiply_accumulator(dk, s, ColumnOperand<kElement, kD, kAnyColumn>(q_tile, 0, item.slice * kSliceD, false));
+      if constexpr (kFused) __syncthreads();  // all of ds is there
     }
-    multiply_accumulator(dk, s, ColumnOperand<kElement, kD, kAnyColumn>(q_tile, 0, item.slice * kSliceD, false));
 
     if constexpr (kFused) {
       constexpr WarpGrid kGrid = dq_warps(kConfig);
       static_assert(kGrid.rows > 0);
       constexpr int kPartRows = kTileQ / kGrid.rows, kPartColumns = kSliceD / kGrid.columns;
       constexpr int kMq = kPartRows / 16, kNq = kPartColumns / 8;
-      __syncthreads();  // all of ds is there
-      const int thread = ptx::thread_index_anew();
-      const int part = thread / 32;
       float dq[kMq][kNq][4];
       clear(dq);
-      const int part_row = part / kGrid.columns * kPartRows;
-      const int part_column = item.slice * kSliceD + part % kGrid.columns * kPartColumns;
-      multiply_columns<kElement, kTileKv>(dq, ColumnOperand<kElement, kTileQ, true>(ds_tile, 0, part_row, true),
-                                          ColumnOperand<kElement, kD, true>(k_tile, 0, part_column, false));
+      multiply_columns<kElement, kTileKv>(
+          dq, ColumnOperand<kElement, kTileQ, true>(ds_tile, 0, part_row(kGrid, kPartRows), true),
+          ColumnOperand<kElement, kD, true>(k_tile, 0, item.slice * kSliceD + part_column(kGrid, kPartColumns), false));
       // Fragment order: a warp's instruction covers 512 contiguous bytes. cast_grad puts it straight.
+      const int thread = ptx::thread_index_anew();
       float* target = params.dq_accumulator + statistics_row(step) * kD + int64_t(step.tile) * (kTileQ * kD) +
-                      item.slice * (kTileQ * kSliceD) + part * (kPartRows * kPartColumns) + thread % 32 * 4;
+                      item.slice * (kTileQ * kSliceD) + thread / 32 * (kPartRows * kPartColumns) + thread % 32 * 4;
 #pragma unroll
       for (int m = 0; m < kMq; ++m) {
 #pragma unroll
@@ -305,35 +327,36 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   ptx::copy_wait<0>();
   __syncthreads();  // the staging tiles lie where other warps may still read
   const WorkItem end_item = item_of(ptx::block_index_anew());
-  const int end_row = end_item.tile * kTileKv + warp_row;
+  const int end_row = end_item.tile * kTileKv;
   const int kv_length = sequence_of<kConfig>(problem, end_item.batch).kv_length;
-  float dk_factor[kM][2], dv_factor[kM][2];
+  // What the rows of a warp's part are multiplied by: 0 beyond the length.
+  const auto factors = [&](auto& factor, int first, float scale) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < int(sizeof(factor) / sizeof(factor[0])); ++m) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool inside = end_row + 16 * m + 8 * h + (lane >> 2) < kv_length;
-      dk_factor[m][h] = inside ? problem.scale : 0.0f;
-      dv_factor[m][h] = inside ? 1.0f : 0.0f;
+      for (int h = 0; h < 2; ++h) {
+        factor[m][h] = end_row + first + 16 * m + 8 * h + (lane >> 2) < kv_length ? scale : 0.0f;
+      }
     }
-  }
-  using DkTile = Tile<kElement, kSliceD>;
-  using DvTile = Tile<kElement, kSliceDv>;
-  const DkTile dk_staging{k_tile.address};
-  const DvTile dv_staging{v_tile.address};
-  stage_accumulator(dk_staging, dk, dk_factor, warp_row, 0);
-  stage_accumulator(dv_staging, dv, dv_factor, warp_row, 0);
-  __syncwarp();
+  };
+  const Tile<kElement, kSliceD> dk_staging{k_tile.address};
+  const Tile<kElement, kSliceDv> dv_staging{v_tile.address};
+  float dk_factor[kDkRows / 16][2], dv_factor[kDvRows / 16][2];
+  factors(dk_factor, part_row(kDkGrid, kDkRows), problem.scale);
+  factors(dv_factor, part_row(kDvGrid, kDvRows), 1.0f);
+  stage_accumulator(dk_staging, dk, dk_factor, part_row(kDkGrid, kDkRows), part_column(kDkGrid, kDkColumns));
+  stage_accumulator(dv_staging, dv, dv_factor, part_row(kDvGrid, kDvRows), part_column(kDvGrid, kDvColumns));
+  __syncthreads();
   if (params.dk != nullptr) {
     const GlobalRows rows = head_rows<kElement>(params.dk, problem.kv_len, problem.num_kv_heads, problem.head_dim,
                                                 end_item.batch, end_item.head, end_item.slice * kSliceD, problem.copy_bytes);
-    store_tile<kElement, kSliceD, kWarpRows, 32, kNarrow>(dk_staging, rows, warp_row, end_row, problem.kv_len);
+    store_tile<kElement, kSliceD, kTileKv, kThreads, kNarrow>(dk_staging, rows, 0, end_row, problem.kv_len);
   }
   if (params.dv != nullptr) {
     const GlobalRows rows = head_rows<kElement>(params.dv, problem.kv_len, problem.num_kv_heads, problem.head_dim_v,
                                                 end_item.batch, end_item.head, end_item.slice * kSliceDv,
                                                 problem.copy_bytes_v);
-    store_tile<kElement, kSliceDv, kWarpRows, 32, kNarrow>(dv_staging, rows, warp_row, end_row, problem.kv_len);
+    store_tile<kElement, kSliceDv, kTileKv, kThreads, kNarrow>(dv_staging, rows, 0, end_row, problem.kv_len);
   }
 }
 

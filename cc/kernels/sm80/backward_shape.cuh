@@ -16,38 +16,55 @@ JATTN_HOST_DEVICE constexpr int backward_statistics_bytes(const Config& config) 
 // Rows of q and dout of the first head, limits of the tiles, first key and first head.
 JATTN_HOST_DEVICE constexpr int backward_saved_bytes() { return 4 * 16; }
 
-// fused: with the tile of score gradients that the product for dq reads
+// Tiles of keys by queries: ds if another warp reads it, and p likewise.
+JATTN_HOST_DEVICE constexpr int backward_score_tiles(const Config& config, bool fused) {
+  return config.shared_scores ? 2 : fused ? 1 : 0;
+}
+
 JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool fused) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
   const int keys = config.tile_kv * (config.head_dim + config.head_dim_v);
   const int queries = config.tile_q * (config.head_dim + config.head_dim_v);
-  const int gradients = fused ? config.tile_kv * config.tile_q : 0;
+  const int scores = backward_score_tiles(config, fused) * config.tile_kv * config.tile_q;
   const int staged = staged_bias_bytes(config) + staged_mask_bytes(config);
-  return (keys + config.stages * queries + gradients) * bytes +
+  return (keys + config.stages * queries + scores) * bytes +
          config.stages * (backward_statistics_bytes(config) + staged) + backward_saved_bytes();
 }
 
-// How the warps of the fused kernel share the product dq = ds k, of tile_q x head_dim / grad_slices: rows x columns.
+// How the warps of a block share a product: rows x columns of equal parts.
 struct WarpGrid {
   int rows, columns;
 };
 
-// The grid with the squarest parts: they need the fewest reads of shared memory.
-JATTN_HOST_DEVICE constexpr WarpGrid dq_warps(const Config& config) {
-  const int width = config.head_dim / config.grad_slices;
+// The grid with the squarest parts, whole fragments of 16 x 16: they need the fewest reads of shared memory.
+JATTN_HOST_DEVICE constexpr WarpGrid warp_grid(int warps, int rows, int columns) {
   WarpGrid best{0, 0};
   int best_size = 0;
-  for (int rows = 1; rows <= config.num_warps; ++rows) {
-    if (config.num_warps % rows != 0) continue;
-    const int columns = config.num_warps / rows;
-    if (config.tile_q % (16 * rows) != 0 || width % (16 * columns) != 0) continue;
-    const int size = config.tile_q / rows + width / columns;
+  for (int r = 1; r <= warps; ++r) {
+    if (warps % r != 0) continue;
+    const int c = warps / r;
+    if (rows % (16 * r) != 0 || columns % (16 * c) != 0) continue;
+    const int size = rows / r + columns / c;
     if (best_size == 0 || size < best_size) {
-      best = {rows, columns};
+      best = {r, c};
       best_size = size;
     }
   }
   return best;
+}
+
+// dq = ds k of the fused kernel
+JATTN_HOST_DEVICE constexpr WarpGrid dq_warps(const Config& config) {
+  return warp_grid(config.num_warps, config.tile_q, config.head_dim / config.grad_slices);
+}
+
+// p and ds; dk = ds^T q and dv = p^T dout. Without shared scores a warp keeps its keys throughout.
+JATTN_HOST_DEVICE constexpr WarpGrid score_warps(const Config& config) {
+  return config.shared_scores ? warp_grid(config.num_warps, config.tile_kv, config.tile_q) : WarpGrid{config.num_warps, 1};
+}
+JATTN_HOST_DEVICE constexpr WarpGrid key_gradient_warps(const Config& config, int head_dim) {
+  return config.shared_scores ? warp_grid(config.num_warps, config.tile_kv, head_dim / config.grad_slices)
+                              : WarpGrid{config.num_warps, 1};
 }
 
 JATTN_HOST_DEVICE constexpr int backward_dq_threads(const Config& config) { return config.num_warps * 32; }

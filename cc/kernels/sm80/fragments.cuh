@@ -114,9 +114,30 @@ struct RowOperand {  // rows along the result, columns along the sum
     const int lane = ptx::thread_index_anew() & 31;  // made per tile: nothing to keep in registers
     return {tile.address + row * kRowBytes + Layout::offset((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1)};
   }
+  // A operand for products with a ColumnOperand: in float32 slots t and t + 4 of a step are columns 2t and 2t + 1. The
+  // address then is that of the lane's own row.
+  static __device__ __forceinline__ RowOperand paired(Tile<kElement, kWidth> tile, int row) {
+    if constexpr (kElement != Element::kF32) return a(tile, row);
+    const int lane = ptx::thread_index_anew() & 31;
+    return {tile.address + row * kRowBytes + Layout::offset(lane >> 2, (lane >> 1) & 1) + (lane & 1) * 8};
+  }
+
   // 16 `block` rows further on, step `k` along the sum
   __device__ __forceinline__ uint32_t at(int block, int k) const {
     return Layout::advance(address, 2 * k) + block * (16 * kRowBytes);
+  }
+
+  __device__ __forceinline__ void load_paired(typename Fragments<kElement>::A& a, int block, int k) const {
+    if constexpr (kElement == Element::kF32) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 x = ptx::load_shared_f32x2(at(block, k) + h * (8 * kRowBytes));
+        Fragments<kElement>::split(a.big[h], a.rest[h], x.x);
+        Fragments<kElement>::split(a.big[2 + h], a.rest[2 + h], x.y);
+      }
+    } else {
+      Fragments<kElement>::load_a(a, at(block, k));
+    }
   }
 };
 
@@ -258,6 +279,30 @@ __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], cons
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[m], b[n & 1], i);
+      }
+    }
+  }
+}
+
+// c += A B with the summed axis along the rows of A and down the rows of B; kSum is its length.
+template <Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnB, int kM, int kN>
+__device__ __forceinline__ void multiply_row_column(float (&c)[kM][kN][4], RowOperand<kElement, kWidthA> a_operand,
+                                                    ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
+  using Fragment = Fragments<kElement>;
+  static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);
+#pragma unroll 4
+  for (int k = 0; k < kSum / Fragment::kStep; ++k) {
+    typename Fragment::A a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a_operand.load_paired(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      typename Fragment::B b;
+      b_operand.load_b(b, n, k);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[m], b, i);
       }
     }
   }

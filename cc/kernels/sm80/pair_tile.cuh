@@ -99,10 +99,10 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
   }
 }
 
-// The same for a fragment whose rows are keys: key0 is the warp's first key in the tile.
+// The same for a fragment whose rows are keys: key0 and query0 are the warp's first in the tile, multiples of 16.
 template <Element kBias, int kColumns, int kM, int kN>
 __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile,
-                                                 int key0) {
+                                                 int key0, int query0) {
   using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
   constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
   const int lane = ptx::thread_index_anew() & 31;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
         const int chunk = (key0 + 16 * m + 8 * h + g) / 4;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const uint32_t base = tile.address + Layout::offset(2 * t + e, chunk) + (g & 3) * 4;
+          const uint32_t base = tile.address + query0 * kRowBytes + Layout::offset(2 * t + e, chunk) + (g & 3) * 4;
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             s[m][n][2 * h + e] += bias_log2<kBias>(ptx::load_shared_f32(base + n * (8 * kRowBytes)));
@@ -129,8 +129,8 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       // Transposed 8x8 matrices are fragments of keys by queries.
-      const uint32_t base =
-          tile.address + Layout::offset((lane & 7) + (lane >> 4) * 8, (key0 + 16 * m) / 8 + ((lane >> 3) & 1));
+      const uint32_t base = tile.address + query0 * kRowBytes +
+                            Layout::offset((lane & 7) + (lane >> 4) * 8, (key0 + 16 * m) / 8 + ((lane >> 3) & 1));
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
         uint32_t x[4];
@@ -169,7 +169,7 @@ __device__ __forceinline__ void mask_rows(float (&s)[kM][kN][4], PairTile<1, kCo
 
 // The same; rows are keys.
 template <int kColumns, int kM, int kN>
-__device__ __forceinline__ void mask_columns(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int key0) {
+__device__ __forceinline__ void mask_columns(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int key0, int query0) {
   using Layout = typename PairTile<1, kColumns>::Layout;
   constexpr int kRowBytes = PairTile<1, kColumns>::kRowBytes;
   const int lane = ptx::thread_index_anew() & 31;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void mask_columns(float (&s)[kM][kN][4], PairTile<1, 
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       // key0 is a multiple of 16: both halves of a fragment lie in one chunk.
-      const uint32_t base = tile.address + Layout::offset(2 * t + e, (key0 + 16 * m) / 16) + g;
+      const uint32_t base = tile.address + query0 * kRowBytes + Layout::offset(2 * t + e, (key0 + 16 * m) / 16) + g;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll

@@ -27,6 +27,7 @@ struct KeyConsumer {
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
+  using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -55,17 +56,45 @@ struct KeyConsumer {
     start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
   }
 
+  // The fragments of ds for this warp's 16 queries and all keys, transposed on the way. Ordinary reads: no fence between
+  // proxies is needed, and such a fence waits for whatever the warp has running.
+  __device__ __forceinline__ void load_ds(DsFragments& ds) const {
+    const int query = (C.tile_q == 128 ? first_row() : 0) + warp_row();
+    const int row = lane() % 8 + lane() / 16 * 8;
+    const int column16 = query % kChunkColumns / 8 + lane() / 8 % 2;
+    const unsigned address = ds_address() + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes +
+                             (column16 ^ row % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(ds[4 * step]), "=r"(ds[4 * step + 1]), "=r"(ds[4 * step + 2]), "=r"(ds[4 * step + 3])
+                   : "r"(address + step * kStepDepth * kChunkRowBytes)
+                   : "memory");
+    }
+  }
+
+  // With head dim 128 there are registers for all of ds only when those of p are free; ptxas serialises otherwise (C7512).
+  __device__ __forceinline__ void finish_dv_for_ds(Dv& dv) const {
+    if constexpr (kFused && C.ds_in_registers && C.head_dim_v > 64) {
+      wait_products<0>();
+      pin_registers(dv);
+    }
+  }
+
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
-  __device__ __forceinline__ void start_dq(Dq& dq) const {
+  __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds) const {
     constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
+    constexpr int kColumnOffset =
+        C.tile_q == 128 ? 0 : kPartColumns < kChunkColumns ? kPartColumns * 2 : C.tile_kv * kChunkRowBytes;
+    const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
     if constexpr (!kFused) {
       return;
-    } else if constexpr (C.tile_q == 128) {
-      start_column_product<C.element, C.tile_kv, kPartColumns>(dq, ds_address() + warpgroup * kDsChunk, tiles + kLayout.k);
+    } else if constexpr (C.ds_in_registers) {
+      load_ds(ds);
+      start_fragment_product<C.element, C.tile_kv, kPartColumns, C.tile_kv, false>(dq, ds, k);
     } else {
-      constexpr int kColumnOffset = kPartColumns < kChunkColumns ? kPartColumns * 2 : C.tile_kv * kChunkRowBytes;
-      start_column_product<C.element, C.tile_kv, kPartColumns>(dq, ds_address(),
-                                                               tiles + kLayout.k + warpgroup * kColumnOffset);
+      start_column_product<C.element, C.tile_kv, kPartColumns>(
+          dq, ds_address() + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
     }
   }
 
@@ -101,7 +130,7 @@ struct KeyConsumer {
             ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
       // One fence after the last half: it waits for the reductions of the step before, too, which had better be old.
-      if (first_query + 2 * kCount == C.tile_q) fence_async_proxy();
+      if (!C.ds_in_registers && first_query + 2 * kCount == C.tile_q) fence_async_proxy();
     }
   }
 
@@ -164,6 +193,7 @@ struct KeyConsumer {
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
+      DsFragments all_ds;
       start_scores(s);
       wait_dout();
       start_dp(dp);
@@ -175,7 +205,8 @@ struct KeyConsumer {
       finish_gradients(ds, s, dp);
       start_dv(dv, p);
       sync_gradients();
-      start_dq(dq);
+      finish_dv_for_ds(dv);
+      start_dq(dq, all_ds);
       if constexpr (kFused) {
         wait_products<1>();
         pin_registers(dv);
@@ -206,6 +237,7 @@ struct KeyConsumer {
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
+      DsFragments all_ds;
       wait_products<0>();
       pin_registers(dk);
       if (q_read >= 0) release_by_warpgroup(&control.first_empty[q_read]);
@@ -223,7 +255,8 @@ struct KeyConsumer {
       pin_registers(dp);
       finish_gradients(ds, s, dp);
       sync_gradients();
-      start_dq(dq);
+      finish_dv_for_ds(dv);
+      start_dq(dq, all_ds);
       start_dk(dk, ds);
       wait_products<1>();
       pin_registers(dv);
@@ -250,8 +283,10 @@ struct KeyConsumer {
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
+      DsFragments all_ds;
       if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      start_dq(dq);
+      if constexpr (C.ds_in_registers) wait_products<0>();  // no product may run while operands are read (C7513)
+      start_dq(dq, all_ds);
       wait_products<1>();
       pin_registers(dk);
       pin_registers(dv);
@@ -282,8 +317,9 @@ struct KeyConsumer {
       start_dk(dk, ds);
     }
     Dq dq;
+    DsFragments all_ds;
     wait(&control.exchange_full[buffer], ds_parity);
-    start_dq(dq);
+    start_dq(dq, all_ds);
     target = dq_target(before);
     wait_products<0>();
     pin_registers(dk);
@@ -309,10 +345,12 @@ struct KeyConsumer {
       HalfScores s, next_s, dp;
       HalfFragments p, ds;
       Dq dq;
+      DsFragments all_ds;
       const unsigned q = q_address(ring.index), dout = dout_address(ring.index);
       constexpr int kHalfBytes = kHalf * kChunkRowBytes;
       if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      start_dq(dq);
+      if constexpr (C.ds_in_registers) wait_products<0>();  // no product may run while operands are read (C7513)
+      start_dq(dq, all_ds);
       wait_products<1>();
       pin_registers(dk);
       pin_registers(dv);
@@ -324,14 +362,14 @@ struct KeyConsumer {
       const int flags = wait_queries();
       last = flags & kLastStep;
       start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(s, k, q);
-      wait_products<1>();
+      wait_dout();
+      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout);
+      wait_products<2>();
       pin_registers(dq);
       if (before >= 0) add_dq(dq, target);
       before = ring.index;
       buffer ^= 1;
       ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
-      wait_dout();
-      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout);
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, p, flags);
@@ -356,8 +394,9 @@ struct KeyConsumer {
       start_fragment_product<C.element, kHalf, C.head_dim, C.tile_q>(dk, next_ds, q + kHalfBytes);
     }
     Dq dq;
+    DsFragments all_ds;
     wait(&control.exchange_full[buffer], ds_parity);
-    start_dq(dq);
+    start_dq(dq, all_ds);
     target = dq_target(before);
     wait_products<0>();
     pin_registers(dk);

@@ -385,8 +385,9 @@ struct Consumer {
       Output out;
       clear(out);
       if (item.status == kItemEmpty) {
-        if constexpr (!S::kOutAliasesQ) release_q();
         write(out, finish_rows(softmax, items), items);
+        // Only now: write() has brought the warps together, so none still waits for the round of q_full that this ends.
+        if constexpr (!S::kOutAliasesQ) release_q();
       } else if (skip_tiles(item)) {
         Queries q;
         load_queries(q);

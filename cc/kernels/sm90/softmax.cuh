@@ -66,6 +66,12 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   }
 }
 
+// Finite and from 2^24 on, where neighbouring floats are 2 apart: one comparison of the bits without the sign.
+__device__ __forceinline__ bool is_inexact(float x) {
+  constexpr unsigned k2To24 = 0x4b800000u, kInfinity = 0x7f800000u;
+  return (__float_as_uint(x) & 0x7fffffffu) - k2To24 < kInfinity - k2To24;
+}
+
 // kScaled: scores arrive in log2 units; else they are multiplied by a positive scale_log2 inside the exponent.
 //
 // row_max is the maximum that probabilities refer to, not always the true one: it follows only when a row of the warp
@@ -119,9 +125,7 @@ struct OnlineSoftmax {
     if constexpr (!kScaled) {
       // A fused multiply-add sees the rounding error of the shift, which is more than 1 from here on: equal scores must
       // give p = 1, so their products are rounded like the shift.
-      constexpr float kLargestExactShift = 16777216.0f;
-      const bool inexact = fabsf(shift[0]) > kLargestExactShift || fabsf(shift[1]) > kLargestExactShift;
-      if (__any_sync(~0u, inexact)) {
+      if (__any_sync(~0u, is_inexact(shift[0]) || is_inexact(shift[1]))) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) s[i] = __fmul_rn(s[i], unit) - shift[i / 2 % 2];
         factor = 1.0f;

@@ -71,8 +71,8 @@ class Variant:
         }
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in flags}
         order = (
-            "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule loop_order "
-            "chain_items scale_first q_in_registers integer_max"
+            "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap "
+            "schedule loop_order chain_items scale_first q_in_registers integer_max"
         ).split()
         return {name: values[name] for name in order}
 

@@ -29,10 +29,10 @@ from typing import Any
 LOG2E = 1.4426950408889634
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first bulk_reduce".split()
+FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
-    "bulk_reduce"
+    "ds_in_registers bulk_reduce"
 ).split()
 
 
@@ -81,6 +81,7 @@ class Variant:
     softcap: int = 0
     loop_order: int = 0
     scale_first: int = 0
+    ds_in_registers: int = 0
     bulk_reduce: int = 0
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -112,7 +113,7 @@ class Variant:
             "keys": Unit("sm90_backward_dkv" if self.two_kernels else "sm90_backward", self.config()),
         }
         if self.two_kernels:
-            config = self.config(tile_q=128, tile_kv=self.dq_tile_kv, stages=self.dq_stages, loop_order=0, bulk_reduce=0)
+            config = self.config(tile_q=128, tile_kv=self.dq_tile_kv, stages=self.dq_stages, loop_order=0, ds_in_registers=0, bulk_reduce=0)
             found["dq"] = Unit("sm90_backward_dq", config)
         else:
             found["cast"] = Unit(
@@ -132,26 +133,20 @@ def variants() -> list[Variant]:
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
         found += [
             replace(d64, name=f"d64_{mask}_plain"),
+            replace(d64, name=f"d64_{mask}_plain_regs", ds_in_registers=1),
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_halves", loop_order=2),
+            replace(d64, name=f"d64_{mask}_over", loop_order=1),
+            replace(d64, name=f"d64_{mask}_over_regs", loop_order=1, ds_in_registers=1),
+            replace(d64, name=f"d64_{mask}_over_bulk", loop_order=1, bulk_reduce=1),
             replace(d64, name=f"d64_{mask}_halves_bulk", loop_order=2, bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_two", two_kernels=True, dq_tile_kv=128),
             replace(d128, name=f"d128_{mask}_plain"),
-            replace(d128, name=f"d128_{mask}_over", loop_order=1),
-            replace(d128, name=f"d128_{mask}_late", loop_order=2),
+            replace(d128, name=f"d128_{mask}_plain_regs", ds_in_registers=1),
+            replace(d128, name=f"d128_{mask}_over_regs", loop_order=1, ds_in_registers=1),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
             replace(d128, name=f"d128_{mask}_over_bulk", loop_order=1, bulk_reduce=1),
             replace(d128, name=f"d128_{mask}_late_bulk", loop_order=2, bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_two", two_kernels=True, dq_tile_kv=96),
             replace(d256, name=f"d256_{mask}_two"),
         ]
-        if band:
-            for mib in (32, 64):
-                found.append(replace(d128, name=f"d128_band_late_s{mib}", loop_order=2, section_mib=mib))
-                found.append(replace(d64, name=f"d64_band_halves_s{mib}", loop_order=2, section_mib=mib))
-        else:
-            found.append(replace(d128, name="d128_full_late_turn", loop_order=2, rotation=1))
-            found.append(replace(d64, name="d64_full_halves_turn", loop_order=2, rotation=1))
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
@@ -161,6 +156,10 @@ def variants() -> list[Variant]:
         replace(checked, name="check_d128v64", head_dim_v=64),
         replace(checked, name="check_segments", segments=1, loop_order=2),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
+        replace(checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1),
+        replace(checked, name="check_over_bulk", segments=1, loop_order=1, bulk_reduce=1),
+        replace(checked, name="check_regs", segments=1, ds_in_registers=1),
+        replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_halves", segments=1, head_dim=64, tile_q=128, loop_order=2),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_over", loop_order=1),

@@ -3,7 +3,7 @@
 Inline assembly names every accumulator register, so a width cannot be a template argument of one function. The text
 is regular and long; this script owns it. Run it after changing WIDTHS:
 
-    python3 tools/generate_wgmma.py > cc/kernels/sm90/wgmma_shapes.cuh
+    python3 tools/generate_wgmma.py | clang-format > cc/kernels/sm90/wgmma_shapes.cuh
 """
 
 from __future__ import annotations

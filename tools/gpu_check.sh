@@ -34,9 +34,6 @@ limit_demo=${LIMIT_DEMO:-60}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# Repeated compilation of the same programs is most of a test run's time.
-export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 
 logs=$(mktemp -d)
 : >"$out/log.txt"

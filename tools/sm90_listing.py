@@ -2,9 +2,10 @@
 
     python3 tools/sm90_listing.py build/sm90/*.cubin
 
-One line per cubin: products per loop body, instructions per body without the masking part, exponentials in the shadow of
-the output product, and faults: a producer with more registers than it keeps, a wait after every product, local memory in the loop, a missing product. Needs cuobjdump.
-ptxas gives no warning when it moves a wait so that nothing overlaps; this does.
+One line per cubin: products and instructions of the loop body, registers of the producer, exponentials in
+the shadow of the output product, and faults: a producer with more registers than it keeps, a wait after every
+product, local memory in the loop, a missing product. Needs cuobjdump. ptxas gives no warning when it moves a
+wait so that nothing overlaps; this does.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def listing(cubin: Path) -> list[Instruction]:
 
 
 def main_loop(code: list[Instruction]) -> Loop:
-    """Returns the innermost loop with both products: the shortest span of a backward branch that has HGMMA with .tnspB."""
+    """Returns the innermost loop with both products: the shortest span of a backward branch with an HGMMA.tnspB."""
     best: list[Instruction] | None = None
     for line in code:
         if line.target is None or line.target >= line.address:

@@ -1,14 +1,12 @@
 #include "cuda/forward_sm90.h"
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <limits>
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/launch.h"
-#include "cuda/tensor_map.h"
+#include "cuda/tile_map.h"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shape.cuh"
 
@@ -20,18 +18,6 @@ constexpr const char* kFamily = "sm90_forward";
 // The values of Config::schedule.
 constexpr int kOneBlockPerItem = 0;
 constexpr int kByCounter = 2;
-
-// A dense array [batch, rows, heads, columns], cut into boxes of 64 columns and box_rows rows of one head.
-sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t columns,
-                         int64_t box_rows) {
-  const std::array<TensorMapAxis, 4> axes{{
-      {.extent = columns, .stride = 1, .box = sm90::kChunkColumns},
-      {.extent = rows, .stride = heads * columns, .box = box_rows},
-      {.extent = heads, .stride = columns, .box = 1},
-      {.extent = batch, .stride = rows * heads * columns, .box = 1},
-  }};
-  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
-}
 
 // Query heads whose tiles are handed out together. Where tiles differ in work, as many as make one wave of items: then the
 // long items of all run at once and share keys and values in L2. Measured on H200, causal, head_dim 128, 8192 keys: half a

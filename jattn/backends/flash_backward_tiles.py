@@ -86,8 +86,8 @@ def _check_head_dims(problem: Problem) -> None:
         )
 
 
-def keys_tile(problem: Problem) -> Tile:
-    """Picks the tile of the kernels that own keys, fused or not.
+def keys_tile(problem: Problem, *, fused: bool) -> Tile:
+    """Picks the tile of the kernels that own keys: with dq, as far as the head dims allow, or without it.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
@@ -99,6 +99,15 @@ def keys_tile(problem: Problem) -> Tile:
     # With 128 queries the slope of the softcap would spill.
     if max(head_dim, head_dim_v) == 64 and not problem.softcap > 0:
         return Tile(head_dim, head_dim_v, tile_q=128, tile_kv=128)
+    if fused and problem.band.unbounded and not problem.softcap > 0:
+        return Tile(
+            head_dim,
+            head_dim_v,
+            tile_q=64,
+            tile_kv=128,
+            loop_order=_DV_UNDER_GRADIENTS,
+            bulk_reduce=True,
+        )
     return Tile(head_dim, head_dim_v, tile_q=64, tile_kv=128)
 
 
@@ -182,7 +191,7 @@ def plan_backward(
     want_q, want_k, want_v = wants
     want_keys = want_k or want_v
     element = _ELEMENTS[problem.dtype]
-    keys = keys_tile(problem)
+    keys = keys_tile(problem, fused=want_q and not deterministic)
     fused = want_q and want_keys and not deterministic and not _splits(keys)
 
     rows = batch * num_heads * (-(-problem.q_len // _STATISTICS_ROWS) * _STATISTICS_ROWS)
@@ -196,9 +205,7 @@ def plan_backward(
     ]
     if want_keys:
         family = "sm90_backward" if fused else "sm90_backward_dkv"
-        # Reductions belong to dq: without it the two choices are one.
-        tile = keys if fused else dataclasses.replace(keys, bulk_reduce=False)
-        kernels.append(_attention_key(family, problem, tile))
+        kernels.append(_attention_key(family, problem, keys))
         scratch += _ranges_bytes(problem, batch, keys)
     if fused:
         kernels.append(

@@ -29,12 +29,16 @@ struct KeyConsumer {
   using Dq = float[kFused ? kPartColumns / 2 : 1];
   using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
 
+  // 128 queries in loop order 1 leave no registers for probabilities in float32 beside those in the element type.
+  static constexpr bool kRoundsWeights = C.loop_order == 1 && C.tile_q == 128 && !C.softcap;
+
   const BackwardParams& params;
   BackwardControl<C, false>& control;
   unsigned tiles;  // shared address of the first tile
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
   int buffer = 0;  // of ds
+  float* staged = nullptr;  // where the part of dq in staging memory goes
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
   __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
@@ -117,11 +121,12 @@ struct KeyConsumer {
   }
 
   // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
-  template <int kCount>
-  __device__ __forceinline__ void finish_gradients(unsigned (&ds)[kCount / 2], const float (&weights)[kCount],
-                                                   const float (&dp)[kCount], int first_query = 0) const {
-    transposed_gradients<C>(ds, weights, dp,
-                            shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4);
+  // weights: float[kCount], or unsigned[kCount / 2] rounded to the element type.
+  template <int kCount, class Weights>
+  __device__ __forceinline__ void finish_gradients(unsigned (&ds)[kCount / 2], const Weights& weights,
+                                                   const float (&dp)[kCount], int first_query = 0) {
+    transposed_gradients<C, kCount>(ds, weights, dp,
+                                    shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4);
     if constexpr (kFused) {
 #pragma unroll
       for (int step = 0; step < kCount / 8; ++step) {
@@ -129,8 +134,11 @@ struct KeyConsumer {
             block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step), ds[4 * step],
             ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
-      // One fence after the last half: it waits for the reductions of the step before, too, which had better be old.
-      if (!C.ds_in_registers && first_query + 2 * kCount == C.tile_q) fence_async_proxy();
+      // One fence, after the last half, for ds and for the staged dq.
+      if ((C.bulk_reduce || !C.ds_in_registers) && first_query + 2 * kCount == C.tile_q) {
+        fence_async_proxy();
+        start_reduction();
+      }
     }
   }
 
@@ -148,34 +156,51 @@ struct KeyConsumer {
     return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
   }
 
-  __device__ __forceinline__ void add_dq(const Dq& dq, float* target) const {
-    if constexpr (kFused) {
-      if constexpr (C.bulk_reduce) {
-        const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
-        const unsigned staging = tiles + kLayout.staging + part * kPartFloats * 4;
-        if (lane() == 0) wait_stores_read();
-        __syncwarp();
+  __device__ __forceinline__ unsigned staging_address() const {
+    const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
+    return tiles + kLayout.staging + part * kPartFloats * 4;
+  }
+
+  // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as well.
+  __device__ __forceinline__ void add_dq(const Dq& dq, float* target) {
+    if constexpr (kFused && C.bulk_reduce) {
+      if (lane() == 0) wait_stores_read();
+      __syncwarp();
+      const unsigned staging = staging_address();
 #pragma unroll
-        for (int i = 0; i < kPartColumns / 8; ++i) {
-          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
-                       "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                       : "memory");
-        }
-        fence_async_proxy();
-        __syncwarp();
-        if (lane() == 0) {
-          add_floats(target, staging, kPartFloats * 4);
-          commit_stores();
-        }
-      } else {
-        target += lane() * 4;
-#pragma unroll
-        for (int i = 0; i < kPartColumns / 8; ++i) {
-          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128), "f"(dq[4 * i]),
-                       "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                       : "memory");
-        }
+      for (int i = 0; i < kPartColumns / 8; ++i) {
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
       }
+      staged = target;
+    } else if constexpr (kFused) {
+      target += lane() * 4;
+#pragma unroll
+      for (int i = 0; i < kPartColumns / 8; ++i) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
+      }
+    }
+  }
+
+  // Sends off what add_dq() staged. A fence_async_proxy() by every lane precedes.
+  __device__ __forceinline__ void start_reduction() {
+    if constexpr (kFused && C.bulk_reduce) {
+      __syncwarp();
+      if (lane() == 0 && staged != nullptr) {
+        add_floats(staged, staging_address(), kPartFloats * 4);
+        commit_stores();
+      }
+      staged = nullptr;
+    }
+  }
+
+  __device__ __forceinline__ void finish_reductions() {
+    if constexpr (kFused && C.bulk_reduce) {
+      fence_async_proxy();
+      start_reduction();
     }
   }
 
@@ -202,7 +227,7 @@ struct KeyConsumer {
       finish_scores(s, p, flags);
       wait_products<0>();
       pin_registers(dp);
-      finish_gradients(ds, s, dp);
+      finish_gradients<C.tile_q / 2>(ds, s, dp);
       start_dv(dv, p);
       sync_gradients();
       finish_dv_for_ds(dv);
@@ -253,7 +278,11 @@ struct KeyConsumer {
       start_dv(dv, p);
       wait_products<1>();
       pin_registers(dp);
-      finish_gradients(ds, s, dp);
+      if constexpr (kRoundsWeights) {
+        finish_gradients<C.tile_q / 2>(ds, p, dp);
+      } else {
+        finish_gradients<C.tile_q / 2>(ds, s, dp);
+      }
       sync_gradients();
       finish_dv_for_ds(dv);
       start_dq(dq, all_ds);
@@ -285,7 +314,11 @@ struct KeyConsumer {
       Dq dq;
       DsFragments all_ds;
       if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      if constexpr (C.ds_in_registers) wait_products<0>();  // no product may run while operands are read (C7513)
+      if constexpr (C.ds_in_registers) {  // no product may run while operands are read (C7513)
+        wait_products<0>();
+        pin_registers(dk);
+        pin_registers(dv);
+      }
       start_dq(dq, all_ds);
       wait_products<1>();
       pin_registers(dk);
@@ -349,7 +382,11 @@ struct KeyConsumer {
       const unsigned q = q_address(ring.index), dout = dout_address(ring.index);
       constexpr int kHalfBytes = kHalf * kChunkRowBytes;
       if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      if constexpr (C.ds_in_registers) wait_products<0>();  // no product may run while operands are read (C7513)
+      if constexpr (C.ds_in_registers) {  // no product may run while operands are read (C7513)
+        wait_products<0>();
+        pin_registers(dk);
+        pin_registers(dv);
+      }
       start_dq(dq, all_ds);
       wait_products<1>();
       pin_registers(dk);
@@ -444,6 +481,7 @@ struct KeyConsumer {
         visit_deferred(dk, dv);
       }
     }
+    finish_reductions();
     write(dk, dv);
   }
 };

@@ -145,4 +145,22 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
   }
 }
 
+// The same from weights rounded to the element type.
+template <Config C, int kCount>
+__device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const unsigned (&weights)[kCount / 2],
+                                                     const float (&dp)[kCount], unsigned delta_address) {
+  using Traits = ElementTraits<C.element>;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float2 delta = load_pair(delta_address + 32 * i);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned both = weights[2 * i + r];
+      const int low = 4 * i + 2 * r;
+      ds[2 * i + r] =
+          Traits::pack(Traits::low(both) * (dp[low] - delta.x), Traits::high(both) * (dp[low + 1] - delta.y));
+    }
+  }
+}
+
 }  // namespace jattn::sm90

@@ -108,15 +108,10 @@ struct SplitConsumer {
       last = control.headers[ring.index].flags & kLastStep;
       wait_products<0>();
       pin_registers(dp);
-      Fragments packed, ds;
-      take(packed);
-      Scores weights;
-#pragma unroll
-      for (int i = 0; i < C.tile_q / 4; ++i) {
-        weights[2 * i] = ElementTraits<C.element>::low(packed[i]);
-        weights[2 * i + 1] = ElementTraits<C.element>::high(packed[i]);
-      }
-      transposed_gradients<C>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8);
+      Fragments weights, ds;
+      take(weights);
+      transposed_gradients<C, C.tile_q / 2>(ds, weights, dp,
+                                            shared_address(control.delta[ring.index]) + lane() % 4 * 8);
       release_by_warp(&control.second_empty[ring.index]);
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());
       wait_products<0>();

@@ -28,9 +28,9 @@ struct Consumer {
 
   const ForwardParams& params;
   ForwardControl<C>& control;
-  unsigned tiles;  // shared address of the first tile
-  int warpgroup;   // among the consumers
-  Ring ring;       // of the tile whose scores are computed next
+  unsigned tiles;      // shared address of the first tile
+  int warpgroup;       // among the consumers
+  Ring ring;           // of the tile whose scores are computed next
   unsigned items = 0;  // begun before the present one
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
@@ -220,8 +220,8 @@ struct Consumer {
     write(out, factors, items);
   }
 
-  // One product after the other: fewest registers, so that three warpgroups can hold 128 columns of output. Only the other
-  // warpgroups fill the matrix unit during a softmax.
+  // One product after the other: fewest registers, so that three warpgroups can hold 128 columns of output. Only the
+  // other warpgroups fill the matrix unit during a softmax.
   __device__ __forceinline__ void visit_tiles_serially(Queries& q, Output& out, Softmax& softmax) {
     for (bool last = false; !last; ring.advance()) {
       const TileHeader header = wait_k();
@@ -257,8 +257,8 @@ struct Consumer {
     return C.band ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
   }
 
-  // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there is
-  // one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
+  // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there
+  // is one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
   // 192 x 128 every fourth product.
   __device__ __forceinline__ bool skip_tiles(const ItemRecord& item) {
     const int end = end_of_keys(item);

@@ -14,16 +14,22 @@ inline constexpr int kMaxSharedBytes = 232448;  // 227 KiB: opt-in limit of one 
 
 // A tile in shared memory is an array of chunks [ceil(columns / 64)][rows][64], each row swizzled over 128 bytes.
 JATTN_HOST_DEVICE constexpr int num_chunks(int columns) { return (columns + kChunkColumns - 1) / kChunkColumns; }
-JATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) { return num_chunks(columns) * rows * kChunkRowBytes; }
+JATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) {
+  return num_chunks(columns) * rows * kChunkRowBytes;
+}
 
 JATTN_HOST_DEVICE constexpr int num_consumers(const Config& config) { return config.tile_q / kWarpgroupRows; }
-JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) { return (1 + num_consumers(config)) * kWarpgroupThreads; }
+JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
+  return (1 + num_consumers(config)) * kWarpgroupThreads;
+}
 
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
-JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) { return num_consumers(config) == 3 ? 32 : 24; }
+JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) {
+  return num_consumers(config) == 3 ? 32 : 24;
+}
 JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
   return num_consumers(config) == 3 ? 160 : 240;
 }
@@ -60,9 +66,7 @@ JATTN_HOST_DEVICE constexpr bool out_aliases_q(const Config& config) {
   return q_bytes(config) + tile_bytes(config.tile_q, config.head_dim_v) + bytes_without_q(config) > kMaxSharedBytes;
 }
 
-JATTN_HOST_DEVICE constexpr int out_offset(const Config& config) {
-  return out_aliases_q(config) ? 0 : q_bytes(config);
-}
+JATTN_HOST_DEVICE constexpr int out_offset(const Config& config) { return out_aliases_q(config) ? 0 : q_bytes(config); }
 
 JATTN_HOST_DEVICE constexpr int k_offset(const Config& config) {
   const int out_bytes = tile_bytes(config.tile_q, config.head_dim_v);
@@ -78,10 +82,12 @@ JATTN_HOST_DEVICE constexpr int control_offset(const Config& config) {
   return k_offset(config) + config.stages * stage_bytes(config);
 }
 
-JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) { return control_offset(config) + control_bytes(config); }
+JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
+  return control_offset(config) + control_bytes(config);
+}
 
-// Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for all;
-// where warps still read the stage's segment ids, each must speak for itself.
+// Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
+// all; where warps still read the stage's segment ids, each must speak for itself.
 JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return config.segments ? 4 : 1; }
 
 // The same as constants, for device code.

@@ -38,8 +38,8 @@ __device__ __forceinline__ void raise_row_max(float (&largest)[2], const float (
   for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], second[r]);
 }
 
-// The same by the three-input integer maximum, half the instructions. Bits of floats order as signed integers unless both
-// are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest` is not.
+// The same by the three-input integer maximum, half the instructions. Bits of floats order as signed integers unless
+// both are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest` is not.
 template <int kCount>
 __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount]) {
   int bits[2][2];
@@ -107,8 +107,7 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
-    const bool outgrown =
-        (largest[0] - row_max[0]) * unit > kLazyLog2 || (largest[1] - row_max[1]) * unit > kLazyLog2;
+    const bool outgrown = (largest[0] - row_max[0]) * unit > kLazyLog2 || (largest[1] - row_max[1]) * unit > kLazyLog2;
     rescale = __any_sync(~0u, outgrown);
     if (rescale) {
 #pragma unroll

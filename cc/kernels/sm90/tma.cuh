@@ -45,15 +45,17 @@ __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.co
 
 // Copies contiguous bytes, a multiple of 16 at addresses that are, and signals them to the barrier.
 __device__ __forceinline__ void load_bytes(unsigned destination, const void* source, int bytes, Barrier* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
 }
 
-// Adds contiguous floats in shared memory to floats in global memory; commit_stores() and wait_stores_read() as for stores.
+// Adds contiguous floats in shared memory to floats in global memory; commit_stores() and wait_stores_read() as for
+// stores.
 __device__ __forceinline__ void add_floats(float* destination, unsigned source, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source),
-               "r"(bytes)
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
                : "memory");
 }
 

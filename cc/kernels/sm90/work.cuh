@@ -25,8 +25,8 @@ struct TileHeader {
 
 enum ItemStatus : int { kItemRuns, kItemEmpty, kItemsEnd };
 
-// Travels beside q, valid once q is full. Query t sees keys lower_offset + t <= j < min(upper_offset + t, kv_length); the
-// offsets are read only if there is a band.
+// Travels beside q, valid once q is full. Query t sees keys lower_offset + t <= j < min(upper_offset + t, kv_length);
+// the offsets are read only if there is a band.
 struct ItemRecord {
   int status;
   int q_begin;  // first query of the tile

@@ -83,6 +83,7 @@ class Variant:
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
+    zero_ahead: int = 0  # 1: the main kernel zeroes the accumulator of later heads
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
 
@@ -107,7 +108,7 @@ class Variant:
         element = "Element::k" + self.element.upper()
         found = {
             "prepare": Unit(
-                "sm90_backward_prepare",
+                "backward_prepare",
                 f".element = {element}, .head_dim_v = {self.head_dim_v or self.head_dim}",
             ),
             "keys": Unit("sm90_backward_dkv" if self.two_kernels else "sm90_backward", self.config()),
@@ -117,7 +118,7 @@ class Variant:
             found["dq"] = Unit("sm90_backward_dq", config)
         else:
             found["cast"] = Unit(
-                "sm90_backward_cast", f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}"
+                "backward_cast", f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}"
             )
         return found
 
@@ -133,18 +134,13 @@ def variants() -> list[Variant]:
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
         found += [
             replace(d64, name=f"d64_{mask}_plain"),
-            replace(d64, name=f"d64_{mask}_plain_regs", ds_in_registers=1),
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_over", loop_order=1),
-            replace(d64, name=f"d64_{mask}_over_regs", loop_order=1, ds_in_registers=1),
-            replace(d64, name=f"d64_{mask}_over_bulk", loop_order=1, bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_halves_bulk", loop_order=2, bulk_reduce=1),
+            replace(d64, name=f"d64_{mask}_bulk_zero", bulk_reduce=1, zero_ahead=1),
             replace(d128, name=f"d128_{mask}_plain"),
-            replace(d128, name=f"d128_{mask}_plain_regs", ds_in_registers=1),
-            replace(d128, name=f"d128_{mask}_over_regs", loop_order=1, ds_in_registers=1),
+            replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
+            replace(d128, name=f"d128_{mask}_regs_zero", ds_in_registers=1, zero_ahead=1),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_over_bulk", loop_order=1, bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_late_bulk", loop_order=2, bulk_reduce=1),
+            replace(d128, name=f"d128_{mask}_bulk_zero", bulk_reduce=1, zero_ahead=1),
             replace(d256, name=f"d256_{mask}_two"),
         ]
     # For the checks: other types, shapes and features.
@@ -156,6 +152,8 @@ def variants() -> list[Variant]:
         replace(checked, name="check_d128v64", head_dim_v=64),
         replace(checked, name="check_segments", segments=1, loop_order=2),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
+        replace(checked, name="check_zero", zero_ahead=1, section_mib=0.2),
+        replace(checked, name="check_zero_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1, zero_ahead=1),
         replace(checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1),
         replace(checked, name="check_over_bulk", segments=1, loop_order=1, bulk_reduce=1),
         replace(checked, name="check_regs", segments=1, ds_in_registers=1),
@@ -175,15 +173,15 @@ def variants() -> list[Variant]:
 
 
 UNITS = {
-    "sm90_backward_prepare": ("backward_prepare.cuh", "PrepareParams", "backward_prepare", "prepare"),
-    "sm90_backward_cast": ("backward_cast.cuh", "CastParams", "backward_cast", "cast"),
+    "backward_prepare": ("backward_prepare.cuh", "PrepareParams", "backward_prepare", "prepare"),
+    "backward_cast": ("backward_cast.cuh", "CastParams", "backward_cast", "cast"),
     "sm90_backward": ("backward.cuh", "BackwardParams", "backward", "backward"),
     "sm90_backward_dkv": ("backward.cuh", "BackwardParams", "backward_dkv", "backward"),
     "sm90_backward_dq": ("backward_dq.cuh", "BackwardParams", "backward_dq", "backward"),
 }
 SHARED_BYTES = {
-    "sm90_backward_prepare": "0",
-    "sm90_backward_cast": "sm90::cast_shared_bytes(config)",
+    "backward_prepare": "0",
+    "backward_cast": "sm90::cast_shared_bytes(config)",
     "sm90_backward": "sm90::backward_shared_bytes(config, true)",
     "sm90_backward_dkv": "sm90::backward_shared_bytes(config, false)",
     "sm90_backward_dq": "sm90::backward_dq_shared_bytes(config)",
@@ -303,6 +301,9 @@ class Backward(ctypes.Structure):
         *((name, ctypes.c_int32) for name in "tiles section_heads rotation".split()),
         ("wants_dk", ctypes.c_bool),
         ("wants_dv", ctypes.c_bool),
+        ("heads_zeroed", ctypes.c_void_p),
+        ("zero_ahead", ctypes.c_int32),
+        ("zero_floats", ctypes.c_int32),
         ("tail", ctypes.c_byte * 64),  # the C++ struct is aligned to 64 bytes
     ]
 
@@ -313,10 +314,11 @@ class Prepare(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in "out dout lse dlse q_lengths lse_log2 delta row_flags dq_accumulator".split()
+            for name in "out dout lse dlse q_lengths lse_log2 delta row_flags dq_accumulator heads_zeroed".split()
         ),
-        ("rows_padded", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in "accumulator_width q_len num_heads head_dim_v".split()),
+        *((name, ctypes.c_int64) for name in "zeroed_rows rows_padded".split()),
+        *((name, ctypes.c_int32) for name in "accumulator_width q_len num_heads head_dim_v kv_heads".split()),
+        ("tail", ctypes.c_byte * 8),
     ]
 
 
@@ -703,7 +705,16 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     )
     if case.softcap:
         problem.softcap_in, problem.softcap_log2 = scale / case.softcap, case.softcap * LOG2E
-    keep: list[Any] = [scratch, row_flags, accumulator]
+    counters = torch.full((case.batch * case.kv_heads,), 9, device="cuda", dtype=torch.int32)
+    keep: list[Any] = [scratch, row_flags, accumulator, counters]
+    group = case.heads // case.kv_heads
+    kv_tiles = -(-case.kv_len // variant.tile_kv)
+    kv_heads_of_section = section_heads(variant, case)
+    all_kv_heads = case.batch * case.kv_heads
+    ahead = all_kv_heads
+    if variant.zero_ahead:
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        ahead = min(all_kv_heads, max(kv_heads_of_section, -(-2 * num_sms // kv_tiles)))
 
     def backward_params(tile_q: int, tile_kv: int, tiles: int, heads_of_section: int) -> Backward:
         own = Problem()
@@ -734,10 +745,11 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             rotation=variant.rotation,
             wants_dk=True,
             wants_dv=True,
+            heads_zeroed=counters.data_ptr() if variant.zero_ahead else None,
+            zero_ahead=ahead,
+            zero_floats=-(-group * rows_padded * width // kv_tiles // 4) * 4,
         )
 
-    kv_heads_of_section = section_heads(variant, case)
-    kv_tiles = -(-case.kv_len // variant.tile_kv)
     launches: dict[str, tuple[Any, int]] = {}
     launches["prepare"] = (
         Prepare(
@@ -750,11 +762,14 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             delta=scratch[1].data_ptr(),
             row_flags=row_flags.data_ptr(),
             dq_accumulator=accumulator.data_ptr() if accumulator is not None else None,
+            heads_zeroed=counters.data_ptr(),
+            zeroed_rows=ahead * group * rows_padded,
             rows_padded=rows_padded,
             accumulator_width=width,
             q_len=case.q_len,
             num_heads=case.heads,
             head_dim_v=case.width_v,
+            kv_heads=all_kv_heads,
         ),
         flat_heads * rows_padded // STATISTICS_ROWS,
     )
@@ -764,7 +779,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     )
     if variant.two_kernels:
         tiles = -(-case.q_len // 128)
-        group = case.heads // case.kv_heads
         launches["dq"] = (
             backward_params(128, variant.dq_tile_kv, tiles, kv_heads_of_section * group),
             flat_heads * tiles,
@@ -827,6 +841,7 @@ def check_cases(variant: Variant) -> list[Case]:
         replace(base, name="one", batch=1, q_len=1, kv_len=1, heads=1, kv_heads=1),
         replace(base, name="aligned", batch=1, q_len=256, kv_len=256, heads=2, kv_heads=2),
         replace(base, name="many", batch=2, q_len=700, kv_len=260, heads=12, kv_heads=4),
+        replace(base, name="heads", batch=20, q_len=300, kv_len=700, heads=20, kv_heads=10),
         replace(base, name="narrow", head_dim=dims[0] - 8, head_dim_v=dims[1] - 24, dlse=True),
     ]
     lengths = ((333, 517), (100, 65), (0, 300), (200, 0), (65, 130), (400, -7))

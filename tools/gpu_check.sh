@@ -4,7 +4,8 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
-# FOLDER gets log.txt (of all stages), summary.json, the benchmarks' JSON and what the demo writes. Every stage has its own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
+# FOLDER gets log.txt (of all stages), summary.json, the JSON of the benchmarks and what the demo writes. Every stage has its
+# own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
 # later one; only a failed build stops the rest. Needs: python3 with jax for CUDA, flax, optax, pytest, cmake, ninja,
 # nanobind and scikit-build-core; nvcc; compute-sanitizer. Exit status: 0 if every stage passed.
 set -uo pipefail
@@ -28,7 +29,7 @@ limit_memcheck=${LIMIT_MEMCHECK:-45}
 limit_racecheck=${LIMIT_RACECHECK:-45}
 limit_bench=${LIMIT_BENCH:-120}
 limit_bench_f32=${LIMIT_BENCH_F32:-30}
-limit_demo=${LIMIT_DEMO:-60}
+limit_demo=${LIMIT_DEMO:-100}
 
 # Test workers, torch and JAX share one GPU; by default JAX takes three quarters of its memory at once.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -101,7 +102,7 @@ for name in "${stages[@]}"; do
       stage build "$limit_build" version_note \
         "$python" -m pip install --no-build-isolation --no-deps --editable . || build_failed=true
       ;;
-    tests) stage tests "$limit_tests" pytest_note "$python" -m pytest -q -n 8 tests/gpu ;;
+    tests) stage tests "$limit_tests" pytest_note "$python" -m pytest -q -n 12 -p no:benchmark tests/gpu ;;
     memcheck) sanitize memcheck "$limit_memcheck" ;;
     racecheck) sanitize racecheck "$limit_racecheck" ;;
     bench)
@@ -115,7 +116,7 @@ for name in "${stages[@]}"; do
         --seconds 0.06 --rivals torch-efficient jax-xla --out "$out/bench-f32.json" --case bench-f32
       ;;
     demo)
-      stage demo "$limit_demo" demo_note "$python" examples/train_lm.py --steps 100 --compare-steps 20 \
+      stage demo "$limit_demo" demo_note "$python" examples/train_lm.py --steps 100 --compare-steps 8 --layers 4 \
         --out "$out/demo"
       ;;
     *)

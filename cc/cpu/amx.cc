@@ -5,7 +5,11 @@
 
 namespace jattn::cpu {
 
-const Bfloat16Kernels kAmxKernels = {run_forward<BFloat16, AmxForwardProducts>,
-                                     run_backward<BFloat16, AmxBackwardProducts>};
+const KernelTable kAmxKernels = {
+    {run_forward<Float16, AmxForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts<BFloat16>>, nullptr,
+     nullptr},
+    {run_backward<Float16, AmxBackwardProducts<Float16>>, run_backward<BFloat16, AmxBackwardProducts<BFloat16>>,
+     nullptr, nullptr},
+};
 
 }  // namespace jattn::cpu

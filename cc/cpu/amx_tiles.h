@@ -1,5 +1,9 @@
 // The matrix unit (AMX): products of bfloat16 tiles with float32 sums, and the layouts that it reads.
 //
+// A float16 is the sum of two bfloat16, exactly: the upper 8 bits of its significand and the other 3. Operands then
+// have two planes, and a product is the sum over all pairs of planes, still much faster than float32 vectors. (Infinity
+// cannot be split so: next to a zero plane it gives NaN.)
+//
 // One instruction computes C[16][16] += A[16][32] B[32][16]. A is read row by row. B is read in pairs: element
 // (2i, n) and (2i + 1, n) lie side by side, so that 16 rows of 16 pairs make a tile. (Intel SDM volume 1, chapter 18.)
 #pragma once
@@ -10,10 +14,10 @@
 namespace jattn::cpu {
 namespace {
 
-constexpr int64_t kAmxRows = 16;       // of a tile register; also its columns of 4 bytes
+constexpr int64_t kAmxRows = 16;  // of a tile register; also its columns of 4 bytes
 constexpr int64_t kAmxRowBytes = 64;
 constexpr int64_t kAmxBlock = 2 * kAmxRows;  // rows and columns of the result that one register block covers
-constexpr int64_t kAmxInner = 32;      // bfloat16 elements in a row of A
+constexpr int64_t kAmxInner = 32;            // bfloat16 elements in a row of A
 
 // All eight tile registers full size. They belong to the thread, which other code uses as well: every task loads its
 // own configuration and gives the unit back at its end.
@@ -38,12 +42,19 @@ class AmxSession {
   AmxSession& operator=(const AmxSession&) = delete;
 };
 
-struct AmxOperand {
-  const void* data;
-  int64_t stride_bytes;  // between tile rows
+// Planes of bfloat16 that a value is the sum of.
+template <typename Element>
+constexpr int64_t kAmxPlanes = 1;
+template <>
+constexpr int64_t kAmxPlanes<Float16> = 2;
 
-  const char* tile(int64_t row_tile, int64_t column_tile) const {
-    return static_cast<const char*>(data) + row_tile * kAmxRows * stride_bytes + column_tile * kAmxRowBytes;
+struct AmxOperand {
+  const BFloat16* data;
+  int64_t stride;  // elements, between tile rows
+  int64_t plane;   // elements, between planes
+
+  const BFloat16* tile(int64_t plane_index, int64_t row_tile, int64_t column_tile) const {
+    return data + plane_index * plane + row_tile * kAmxRows * stride + column_tile * (kAmxRowBytes / 2);
   }
 };
 
@@ -58,15 +69,16 @@ struct AmxResult {
 
 // result = left * right, or result += left * right. rows and columns are rounded up to kAmxBlock, inner to kAmxInner;
 // operands hold zeros there.
-template <bool kAccumulate>
+template <int64_t kPlanes, bool kAccumulate>
 inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
                          AmxResult result) {
   // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
   asm volatile("" ::: "memory");
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
+  const int64_t left_stride_bytes = left.stride * 2, right_stride_bytes = right.stride * 2;
   const int64_t inner_tiles = (inner + kAmxInner - 1) / kAmxInner;
-  for (int64_t n = 0; n * kAmxRows < columns; n += 2) {
-    for (int64_t m = 0; m * kAmxRows < rows; m += 2) {
+  for (int64_t n = 0; n * kAmxRows < columns; n += kAmxBlock / kAmxRows) {
+    for (int64_t m = 0; m * kAmxRows < rows; m += kAmxBlock / kAmxRows) {
       if constexpr (kAccumulate) {
         _tile_loadd(0, result.tile(m, n), result_stride_bytes);
         _tile_loadd(1, result.tile(m, n + 1), result_stride_bytes);
@@ -79,14 +91,17 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
         _tile_zero(3);
       }
       for (int64_t k = 0; k < inner_tiles; ++k) {
-        _tile_loadd(4, left.tile(m, k), left.stride_bytes);
-        _tile_loadd(6, right.tile(k, n), right.stride_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, right.tile(k, n + 1), right.stride_bytes);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, left.tile(m + 1, k), left.stride_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        for (int64_t pair = 0; pair < kPlanes * kPlanes; ++pair) {
+          const int64_t p = pair / kPlanes, q = pair % kPlanes;
+          _tile_loadd(4, left.tile(p, m, k), left_stride_bytes);
+          _tile_loadd(6, right.tile(q, k, n), right_stride_bytes);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(7, right.tile(q, k, n + 1), right_stride_bytes);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_loadd(5, left.tile(p, m + 1, k), left_stride_bytes);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
       }
       _tile_stored(0, result.tile(m, n), result_stride_bytes);
       _tile_stored(1, result.tile(m, n + 1), result_stride_bytes);
@@ -96,32 +111,57 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
   }
 }
 
-// Copies row(i) for i < count into a tile of kTile rows of `padded` elements; everything else in it becomes 0.
-// Returns a bit for each row that is not finite.
-template <typename Row>
-inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloat16* to, int64_t padded) {
-  constexpr int64_t kStep = 32;
-  uint64_t not_finite = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const BFloat16* from = row(i);
-    BFloat16* to_row = to + i * padded;
-    __mmask32 bad = 0;
-    for (int64_t d = 0; d < padded; d += kStep) {
-      const int64_t rest = row_size - d;
-      const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
-      const __m512i value = _mm512_maskz_loadu_epi16(present, from + d);
-      const __m512i exponent = _mm512_set1_epi16(0x7f80);
-      bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
-      _mm512_storeu_si512(to_row + d, value);
-    }
-    not_finite |= static_cast<uint64_t>(bad != 0) << i;
-  }
-  clear(to + count * padded, (kTile - count) * padded);
-  return not_finite;
+inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }
+
+// The part of a value that its first plane leaves out.
+inline Vec<float> remainder(Vec<float> value) {
+  const Vec<float> first = reinterpret_cast<Vec<float>>(as_words(value) & 0xffff0000u);
+  const Vec<float> rest = value - first;
+  return rest == rest ? rest : Vec<float>{};  // infinity and NaN lie in the first plane alone
 }
 
-inline Vec<float> as_floats(Vec<uint32_t> words) { return reinterpret_cast<Vec<float>>(words); }
-inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }
+// Copies row(i) for i < count into a tile of kTile rows of `row_len` elements per plane; everything else in it becomes
+// 0. Returns a bit for each row that is not finite.
+template <typename Element, typename Row>
+inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloat16* to, int64_t row_len) {
+  uint64_t not_finite = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    BFloat16* to_row = to + i * row_len;
+    bool is_bad = false;
+    if constexpr (kAmxPlanes<Element> == 1) {
+      constexpr int64_t kStep = 32;
+      const __m512i exponent = _mm512_set1_epi16(0x7f80);
+      __mmask32 bad = 0;
+      for (int64_t d = 0; d < row_len; d += kStep) {
+        const int64_t rest = row_size - d;
+        const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
+        const __m512i value = _mm512_maskz_loadu_epi16(present, row(i) + d);
+        bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
+        _mm512_storeu_si512(to_row + d, value);
+      }
+      is_bad = bad != 0;
+    } else {
+      constexpr int64_t kStep = 16;
+      const __m256i exponent = _mm256_set1_epi16(0x7c00);
+      __mmask16 bad = 0;
+      for (int64_t d = 0; d < row_len; d += kStep) {
+        const int64_t rest = row_size - d;
+        const __mmask16 present = rest >= kStep ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1;
+        const __m256i half = _mm256_maskz_loadu_epi16(present, row(i) + d);
+        bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, exponent), exponent);
+        const auto value = reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, half));
+        store_16bit(to_row + d, as_words(value) >> 16);
+        store_16bit(to_row + kTile * row_len + d, as_words(remainder(value)) >> 16);
+      }
+      is_bad = bad != 0;
+    }
+    not_finite |= static_cast<uint64_t>(is_bad) << i;
+  }
+  for (int64_t plane = 0; plane < kAmxPlanes<Element>; ++plane) {
+    clear(to + (plane * kTile + count) * row_len, (kTile - count) * row_len);
+  }
+  return not_finite;
+}
 
 // Moves 32-bit words; the bits are only carried, never interpreted.
 inline void transpose_words(const void* from, int64_t from_stride_bytes, int64_t rows, int64_t columns, void* to,
@@ -131,14 +171,21 @@ inline void transpose_words(const void* from, int64_t from_stride_bytes, int64_t
             to_stride_bytes / kWordBytes);
 }
 
-// The transpose of a tile of rows, as pairs: to[d / 2][row][d % 2]. The right operand of a product over d.
+// The functions below work on all planes of a tile of kTile rows of `row_len`.
+
+// The transpose of the first `count` rows as pairs: to[d / 2][row][d % 2]. The right operand of a product over d.
+template <int64_t kPlanes>
 inline void transpose_to_pairs(const BFloat16* rows, int64_t count, int64_t row_len, BFloat16* to) {
-  transpose_words(rows, row_len * 2, count, row_len / 2, to, count * 4);
+  for (int64_t plane = 0; plane < kPlanes; ++plane) {
+    transpose_words(rows + plane * kTile * row_len, row_len * 2, count, row_len / 2, to + plane * count * row_len,
+                    count * 4);
+  }
 }
 
 // Pairs of consecutive rows: to[row / 2][d][row % 2]. The right operand of a product over rows.
+template <int64_t kPlanes>
 inline void interleave_rows(const BFloat16* rows, int64_t row_len, BFloat16* to) {
-  for (int64_t row = 0; row < kTile; row += 2) {
+  for (int64_t row = 0; row < kPlanes * kTile; row += 2) {
     for (int64_t d = 0; d < row_len; d += kWidth<float>) {
       const Vec<uint32_t> even = load_16bit(rows + row * row_len + d);
       const Vec<uint32_t> odd = load_16bit(rows + (row + 1) * row_len + d);
@@ -147,10 +194,25 @@ inline void interleave_rows(const BFloat16* rows, int64_t row_len, BFloat16* to)
   }
 }
 
-// to[d][row]. The left operand of a product over rows. `pairs` is room for kTile * row_len elements.
+// to[d][row]. The left operand of a product over rows. `pairs` is room for as many elements as `rows`.
+template <int64_t kPlanes>
 inline void transpose_rows(const BFloat16* rows, int64_t row_len, BFloat16* pairs, BFloat16* to) {
-  interleave_rows(rows, row_len, pairs);
-  transpose_words(pairs, row_len * 4, kTile / 2, row_len, to, kTile * 2);
+  interleave_rows<kPlanes>(rows, row_len, pairs);
+  for (int64_t plane = 0; plane < kPlanes; ++plane) {
+    const int64_t at = plane * kTile * row_len;
+    transpose_words(pairs + at, row_len * 4, kTile / 2, row_len, to + at, kTile * 2);
+  }
+}
+
+// Copies rows of kTile elements (all planes), with the columns in `excluded` set to 0.
+inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t excluded, BFloat16* to) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t half = 0; half < 2; ++half) {
+      const int64_t at = row * kTile + half * 32;
+      const auto kept = static_cast<__mmask32>(~excluded >> (half * 32));
+      _mm512_storeu_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
+    }
+  }
 }
 
 // Two float vectors rounded (half up) to bfloat16, lane by lane side by side.
@@ -159,36 +221,44 @@ inline Vec<uint32_t> round_to_pairs(Vec<float> even, Vec<float> odd) {
   return (as_words(even) + kHalf) >> 16 | ((as_words(odd) + kHalf) & 0xffff0000u);
 }
 
+// The same into all planes of `to`, `plane` elements apart. Only the last plane is rounded.
+template <int64_t kPlanes>
+inline void store_pairs(Vec<float> even, Vec<float> odd, BFloat16* to, int64_t plane) {
+  if constexpr (kPlanes == 2) {
+    store(reinterpret_cast<uint32_t*>(to), as_words(even) >> 16 | (as_words(odd) & 0xffff0000u));
+    store_pairs<1>(remainder(even), remainder(odd), to + plane, plane);
+  } else {
+    store(reinterpret_cast<uint32_t*>(to), round_to_pairs(even, odd));
+  }
+}
+
 // A float tile [kTile][kTile] as pairs of consecutive rows; rows from `rows` on become 0.
-inline void round_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
+template <int64_t kPlanes>
+inline void round_tile_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
   for (int64_t row = 0; row < kTile; row += 2) {
     for (int64_t column = 0; column < kTile; column += kWidth<float>) {
       const Vec<float> even = row < rows ? load(tile + row * kTile + column) : Vec<float>{};
       const Vec<float> odd = row + 1 < rows ? load(tile + (row + 1) * kTile + column) : Vec<float>{};
-      store(reinterpret_cast<uint32_t*>(to + row * kTile + 2 * column), round_to_pairs(even, odd));
+      store_pairs<kPlanes>(even, odd, to + row * kTile + 2 * column, kTile * kTile);
     }
   }
 }
 
-// A float tile [kTile][kTile] as it is; columns from `columns` on become 0.
-inline void round_rows(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
+// A float tile [kTile][kTile] as it is; rows from `rows` and columns from `columns` on become 0.
+template <int64_t kPlanes>
+inline void round_tile(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
   for (int64_t row = 0; row < kTile; ++row) {
     for (int64_t column = 0; column < kTile; column += kWidth<float>) {
       const int64_t present = row < rows ? columns - column : 0;
       const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
-      const __m512 value = _mm512_maskz_loadu_ps(mask, tile + row * kTile + column);
-      store_16bit(to + row * kTile + column, (reinterpret_cast<Vec<uint32_t>>(value) + 0x8000u) >> 16);
-    }
-  }
-}
-
-// Copies a tile of rows of kTile elements, with the columns in `excluded` set to 0.
-inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t excluded, BFloat16* to) {
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const int64_t at = row * kTile + half * 32;
-      const auto kept = static_cast<__mmask32>(~excluded >> (half * 32));
-      _mm512_storeu_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
+      Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
+      BFloat16* at = to + row * kTile + column;
+      if constexpr (kPlanes == 2) {
+        store_16bit(at, as_words(value) >> 16);
+        value = remainder(value);
+        at += kTile * kTile;
+      }
+      store_16bit(at, (as_words(value) + 0x8000u) >> 16);
     }
   }
 }

@@ -35,8 +35,8 @@ class BackwardPass {
     const int64_t query_tiles = problem_.batch * problem_.num_heads * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
     Tickets tickets;
-    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), plan_.num_tasks, query_tiles, kv_blocks,
-                              dbias_.num_pieces()};
+    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), plan_.num_tasks,
+                              query_tiles, kv_blocks,           dbias_.num_pieces()};
     int64_t num_tickets = 0;
     for (const int64_t stage : stages) num_tickets += stage;
     run_tasks(runner, num_tickets, [&](int64_t) {
@@ -78,6 +78,7 @@ class BackwardPass {
   int64_t all_differentiated() const { return 2 * num_groups() + 1; }
 
   int64_t num_kv_rows() const { return problem_.batch * problem_.num_kv_heads * problem_.kv_len; }
+
   // Row i of a tile of keys or values.
   auto kv_rows(const void* array, const Task& task, int64_t head_size) const {
     const int64_t stride = problem_.num_kv_heads * head_size;
@@ -85,6 +86,7 @@ class BackwardPass {
                            (task.batch * problem_.kv_len + task.kv_tile * kTile) * stride + task.kv_head * head_size;
     return [first, stride](int64_t i) { return first + i * stride; };
   }
+
   // One tile of queries of one head.
   struct QueryTile {
     int64_t batch, head, first, count;
@@ -104,15 +106,13 @@ class BackwardPass {
     return {problem_, plan_, head / problem_.num_heads, head % problem_.num_heads, index % plan_.query_tiles};
   }
 
-  int64_t group_of(const QueryTile& tile) const {
-    return tile.batch * problem_.num_kv_heads + tile.head / group_;
-  }
+  int64_t group_of(const QueryTile& tile) const { return tile.batch * problem_.num_kv_heads + tile.head / group_; }
 
   // Row i of a tile of [B, T, N, row_size].
   auto query_rows(const void* array, const QueryTile& tile, int64_t row_size) const {
     const int64_t stride = problem_.num_heads * row_size;
-    const Element* first = static_cast<const Element*>(array) + (tile.batch * problem_.q_len + tile.first) * stride +
-                           tile.head * row_size;
+    const Element* first =
+        static_cast<const Element*>(array) + (tile.batch * problem_.q_len + tile.first) * stride + tile.head * row_size;
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
@@ -135,10 +135,9 @@ class BackwardPass {
       for (int lane = 0; lane < kWidth<Acc>; ++lane) sum += sums[lane];
       delta_[tile.first_lse + i] = dlse == nullptr ? sum : sum - dlse[tile.first_lse + i];
     }
-    not_finite_[index] =
-        Products::pack_queries(plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
-                               packed_queries_ + index * kTile * plan_.row_len,
-                               packed_douts_ + index * kTile * plan_.row_len_v, workspace);
+    not_finite_[index] = Products::pack_queries(
+        plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
+        packed_queries_ + index * plan_.query_tile_len, packed_douts_ + index * plan_.dout_tile_len, workspace);
     clear(dq_sums_ + index * kTile * plan_.row_len, kTile * plan_.row_len);
     milestones_.count(prepared(group_of(tile)));
   }
@@ -163,47 +162,78 @@ class BackwardPass {
   }
 
   struct Tiles {
-    Acc *s, *dp;       // become P, and dS including the scale
+    Acc *s, *dp;  // become P, and dS including the scale
     Acc *bias, *slope, *visible;
     Acc* column_sums;  // [group][kTile]
   };
 
+  // The tile of keys that a task owns.
+  struct KeyTile {
+    Task task;
+    Sequence sequence;
+    KeyRange keys;
+    uint64_t not_finite;
+  };
+
+  // One tile of queries that sees some of the keys.
+  struct Step {
+    QueryTile tile;
+    QueryRows rows;
+    Coverage covered;
+  };
+
+  struct TileRange {
+    int64_t first, end;
+  };
+
+  // The tiles of queries in the chunk of a task whose band may reach its keys.
+  TileRange visible_query_tiles(const KeyTile& key_tile, TileRange chunk) const {
+    const KeyRange keys = key_tile.keys;
+    const Sequence& sequence = key_tile.sequence;
+    const int64_t first_query = max_of(0, keys.first - sequence.end_key_offset + 1);
+    const int64_t end_query = min_of(sequence.q_length, keys.first + keys.count - sequence.first_key_offset);
+    if (keys.count <= 0 || end_query <= first_query) return {chunk.end, chunk.end};
+    return {max_of(chunk.first, first_query / kTile), min_of(chunk.end, (end_query + kTile - 1) / kTile)};
+  }
+
   void differentiate(int64_t index) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    const KeyRange keys{task.kv_tile * kTile, min_of(kTile, sequence.kv_length - task.kv_tile * kTile)};
+    const int64_t first_key = task.kv_tile * kTile;
+    KeyTile key_tile{task, sequence, {first_key, max_of(0, min_of(kTile, sequence.kv_length - first_key))}, 0};
+    const KeyRange keys = key_tile.keys;
 
     Workspace workspace(Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
                         Workspace::bytes<Acc>(group_ * kTile));
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
-    const Tiles tiles{take_tile(), take_tile(),
-                      take_tile(), take_tile(), take_tile(), workspace.take<Acc>(group_ * kTile)};
+    const Tiles tiles{take_tile(), take_tile(), take_tile(),
+                      take_tile(), take_tile(), workspace.take<Acc>(group_ * kTile)};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
 
-    const uint64_t bad_keys = products.set_keys_and_values(max_of(keys.count, 0),
-                                                           kv_rows(problem_.k, task, problem_.head_dim),
-                                                           kv_rows(problem_.v, task, problem_.head_dim_v));
+    key_tile.not_finite = products.set_keys_and_values(keys.count, kv_rows(problem_.k, task, problem_.head_dim),
+                                                       kv_rows(problem_.v, task, problem_.head_dim_v));
     const int64_t group = task.batch * problem_.num_kv_heads + task.kv_head;
     milestones_.wait(prepared(group), group_ * plan_.query_tiles);
     milestones_.wait(dbias_cleared(), dbias_.num_pieces());
 
-    // Last queries first: with a causal band the tasks then start at the same tile, one after the other.
-    const int64_t first_tile = task.chunk * plan_.chunk_tiles;
-    const int64_t end_tile = min_of(plan_.query_tiles, first_tile + plan_.chunk_tiles);
-    const int64_t num_tiles = keys.count > 0 ? end_tile - first_tile : 0;
-    for (int64_t step = 0; step < num_tiles * group_; ++step) {
-      const QueryTile tile(problem_, plan_, task.batch, task.kv_head * group_ + step % group_,
-                           end_tile - 1 - step / group_);
-      QueryRows rows;
-      for (int64_t i = 0; i < tile.count; ++i) rows.add(sequence, tile.first + i, tile.head);
-      const Coverage covered = coverage(problem_, sequence, rows, keys);
-      if (covered == Coverage::kNone) continue;
-      convoy_.announce(index, step);
-      // All heads of another task may add to the same tile of dbias.
-      const int64_t turn = dbias_.needs_order() ? (step / group_ + 1) * group_ : step + 1;
-      add_tile(task, sequence, tile, rows, keys, covered, bad_keys, tiles, products,
-               [&] { convoy_.wait(index, turn); });
+    // Last queries first: with a causal band the tasks then start at the same tile, one after the other. A step is one
+    // tile of one head, counted from the end of the chunk.
+    const TileRange chunk{task.chunk * plan_.chunk_tiles,
+                          min_of(plan_.query_tiles, (task.chunk + 1) * plan_.chunk_tiles)};
+    const TileRange range = visible_query_tiles(key_tile, chunk);
+    for (int64_t tile = range.end; tile-- > range.first;) {
+      for (int64_t group_head = 0; group_head < group_; ++group_head) {
+        Step step{QueryTile(problem_, plan_, task.batch, task.kv_head * group_ + group_head, tile), {}, {}};
+        for (int64_t i = 0; i < step.tile.count; ++i) step.rows.add(sequence, step.tile.first + i, step.tile.head);
+        step.covered = coverage(problem_, sequence, step.rows, keys);
+        if (step.covered == Coverage::kNone) continue;
+        const int64_t steps_before = (chunk.end - 1 - tile) * group_ + group_head;
+        convoy_.announce(index, steps_before);
+        // All heads of another task may add to the same tile of dbias.
+        const int64_t turn = dbias_.needs_order() ? (chunk.end - tile) * group_ : steps_before + 1;
+        add_step(key_tile, step, tiles, products, [&] { convoy_.wait(index, turn); });
+      }
     }
     if (dbias_.sums_over_queries()) {
       convoy_.wait(index, Convoy::kAllSteps);
@@ -212,7 +242,7 @@ class BackwardPass {
       }
     }
     convoy_.finish(index);
-    products.finish(max_of(keys.count, 0));
+    products.finish(keys.count);
     write_dk_dv(task, products);
     milestones_.count(differentiated(group));
     milestones_.count(all_differentiated());
@@ -221,34 +251,33 @@ class BackwardPass {
   // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
   // anything that other tasks add to.
   template <typename TakeTurn>
-  void add_tile(const Task& task, const Sequence& sequence, const QueryTile& tile, const QueryRows& rows,
-                KeyRange keys, Coverage covered, uint64_t bad_keys, const Tiles& tiles, Products& products,
+  void add_step(const KeyTile& key_tile, const Step& step, const Tiles& tiles, Products& products,
                 const TakeTurn& take_turn) {
+    const auto& [task, sequence, keys, bad_keys] = key_tile;
+    const auto& [tile, rows, covered] = step;
     const Acc* lse = lse_ + tile.first_lse;
-    uint64_t bad_queries = not_finite_[tile.index];
-    products.set_queries(packed_queries_ + tile.index * kTile * plan_.row_len,
-                         packed_douts_ + tile.index * kTile * plan_.row_len_v);
+    const uint64_t bad_queries = not_finite_[tile.index];
+    products.set_queries(packed_queries_ + tile.index * plan_.query_tile_len,
+                         packed_douts_ + tile.index * plan_.dout_tile_len);
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 
     if (problem_.bias.data != nullptr) load_bias(problem_, sequence, rows, keys, tiles.bias);
     if (has_score_rule(problem_)) {
       apply_score_rule<kTile, Acc>(scale_, static_cast<Acc>(problem_.softcap),
-                            problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
-                            tiles.slope);
+                                   problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
+                                   tiles.slope);
     }
 
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
     bool has_empty_row = false;
     for (int64_t row = 0; row < rows.count; ++row) has_empty_row |= lse[row] == kMinusInfinity;
-    const bool is_masked = covered == Coverage::kPartial || has_empty_row;
+    const bool is_masked = covered == Coverage::kPartial || has_empty_row || (bad_keys | bad_queries) != 0;
     if (is_masked) {
       find_visible(problem_, sequence, rows, keys, tiles.visible);
       for (int64_t row = 0; row < rows.count; ++row) {
         if (lse[row] == kMinusInfinity) clear(tiles.visible + row * kTile, kTile);
       }
-    } else {
-      bad_keys = bad_queries = 0;  // every query sees every key: a NaN reaches them all by itself
     }
     const RowValues row_values{lse, delta_ + tile.first_lse};
     if (has_score_rule(problem_)) {
@@ -276,7 +305,7 @@ class BackwardPass {
     // Rows with NaN or infinity, left out above, go only to those that see them.
     const auto q_row = query_rows(problem_.q, tile, problem_.head_dim);
     const auto dout_row = query_rows(buffers_.dout, tile, problem_.head_dim_v);
-    for_bits(bad_queries, [&](int64_t query) {
+    for_bits(bad_queries, [&, keys = keys](int64_t query) {
       for (int64_t key = 0; key < keys.count; ++key) {
         if (tiles.visible[query * kTile + key] == 0) continue;
         add_row(dout_row(query), problem_.head_dim_v, tiles.s[query * kTile + key],
@@ -285,8 +314,8 @@ class BackwardPass {
       }
     });
     const auto k_row = kv_rows(problem_.k, task, problem_.head_dim);
-    for_bits(bad_keys, [&](int64_t key) {
-      for (int64_t query = 0; query < rows.count; ++query) {
+    for_bits(bad_keys, [&, num_rows = rows.count](int64_t key) {
+      for (int64_t query = 0; query < num_rows; ++query) {
         if (tiles.visible[query * kTile + key] == 0) continue;
         add_row(k_row(key), problem_.head_dim, tiles.dp[query * kTile + key], dq + query * plan_.row_len);
       }
@@ -377,8 +406,9 @@ class BackwardPass {
     };
     for (int64_t index = block * kTile; index < min_of(num_kv_rows(), (block + 1) * kTile); ++index) {
       const int64_t head = index / problem_.kv_len;
-      const int64_t row = (head / problem_.num_kv_heads * problem_.kv_len + index % problem_.kv_len) *
-                              problem_.num_kv_heads + head % problem_.num_kv_heads;
+      const int64_t row =
+          (head / problem_.num_kv_heads * problem_.kv_len + index % problem_.kv_len) * problem_.num_kv_heads +
+          head % problem_.num_kv_heads;
       write_row(join(dk_parts_, index, plan_.row_len), problem_.head_dim, buffers_.dk, row);
       write_row(join(dv_parts_, index, plan_.row_len_v), problem_.head_dim_v, buffers_.dv, row);
     }

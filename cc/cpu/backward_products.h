@@ -19,7 +19,8 @@ class BackwardProducts {
   // Layout of packed tiles: rows of the accumulator type. Returns a bit for each row where either is not finite.
   template <typename QueryRow, typename DoutRow>
   static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
-                               const QueryRow& query_row, const DoutRow& dout_row, Acc* queries, Acc* douts, Workspace) {
+                               const QueryRow& query_row, const DoutRow& dout_row, Acc* queries, Acc* douts,
+                               Workspace) {
     return widen_rows<Element>(count, query_row, problem.head_dim, queries, plan.row_len) |
            widen_rows<Element>(count, dout_row, problem.head_dim_v, douts, plan.row_len_v);
   }
@@ -99,7 +100,7 @@ class BackwardProducts {
   static int64_t lanes(int64_t count) { return round_up(count, kWidth<Acc>); }
 
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
-  Acc *keys_, *k_lanes_, *v_lanes_;  // [kTile][row_len], [row_len][kTile], [row_len_v][kTile]
+  Acc *keys_, *k_lanes_, *v_lanes_;                  // [kTile][row_len], [row_len][kTile], [row_len_v][kTile]
   const Acc *queries_ = nullptr, *douts_ = nullptr;  // [kTile][row_len], [kTile][row_len_v]
   Acc *dk_, *dv_;
 };

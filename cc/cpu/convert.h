@@ -51,7 +51,8 @@ inline Vec<float> widen(const BFloat16* from) { return reinterpret_cast<Vec<floa
 
 inline Vec<float> widen(const Float16* from) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  return reinterpret_cast<Vec<float>>(
+      _mm512_maskz_cvtph_ps(kEveryLane, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(__F16C__)
   return reinterpret_cast<Vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
@@ -59,7 +60,8 @@ inline Vec<float> widen(const Float16* from) {
   const Vec<uint32_t> sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
   const Vec<uint32_t> rebased = (magnitude << 13) + ((127u - 15u) << 23);
   // A subnormal is an integer multiple of 2^-24. Not scaled from subnormal floats: threads may flush those to zero.
-  const Vec<float> subnormal = __builtin_convertvector(reinterpret_cast<Vec<int32_t>>(magnitude), Vec<float>) * 0x1p-24f;
+  const Vec<float> subnormal =
+      __builtin_convertvector(reinterpret_cast<Vec<int32_t>>(magnitude), Vec<float>) * 0x1p-24f;
   Vec<uint32_t> bits = magnitude < 0x400u ? reinterpret_cast<Vec<uint32_t>>(subnormal) : rebased;
   bits = magnitude >= 0x7c00u ? rebased + ((127u - 15u) << 23) : bits;
   return reinterpret_cast<Vec<float>>(bits | sign);

@@ -91,8 +91,8 @@ class ForwardPass {
   // Row i of a tile of keys or values.
   auto kv_rows(const void* array, int64_t batch, int64_t kv_head, int64_t first_key, int64_t row_size) const {
     const int64_t stride = problem_.num_kv_heads * row_size;
-    const Element* first = static_cast<const Element*>(array) +
-                           (batch * problem_.kv_len + first_key) * stride + kv_head * row_size;
+    const Element* first =
+        static_cast<const Element*>(array) + (batch * problem_.kv_len + first_key) * stride + kv_head * row_size;
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
@@ -113,11 +113,11 @@ class ForwardPass {
 
   KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to, Workspace workspace) const {
     const int64_t first = tile * kTile, count = min_of(kTile, sequence.kv_length - first);
-    Products::pack_keys(plan_, problem_, count,
-                        kv_rows(problem_.k, sequence.batch, kv_head, first, problem_.head_dim), to.keys);
-    to.not_finite = Products::pack_values(
-        plan_, problem_, count, kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v), to.values,
-        workspace);
+    Products::pack_keys(plan_, problem_, count, kv_rows(problem_.k, sequence.batch, kv_head, first, problem_.head_dim),
+                        to.keys);
+    to.not_finite = Products::pack_values(plan_, problem_, count,
+                                          kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v),
+                                          to.values, workspace);
     return to;
   }
 
@@ -146,8 +146,8 @@ class ForwardPass {
   void attend(int64_t index) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
+    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
+                        5 * Workspace::bytes<Acc>(kTile * kTile) + 2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
                         3 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&](int64_t row_len = kTile) { return workspace.take<Acc>(kTile * row_len); };
@@ -223,10 +223,10 @@ class ForwardPass {
   void add_step(const Task& task, const Sequence& sequence, const Step& step, const Tiles& tiles, Products& products,
                 Panel& panel) const {
     const KeyRange keys = step.keys;
-    // If every query sees every key, a NaN reaches them all by itself.
-    const uint64_t excluded = step.covered == Coverage::kPartial ? step.kv_tile.not_finite : 0;
+    const uint64_t not_finite = step.kv_tile.not_finite;
+    const bool is_masked = step.covered == Coverage::kPartial || not_finite != 0;
     if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
-    if (step.covered == Coverage::kPartial) {
+    if (is_masked) {
       find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
       transpose(tiles.by_query, kTile, kPanel, kTile, tiles.visible, kPanel);
       hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
@@ -234,13 +234,13 @@ class ForwardPass {
     products.start_probabilities(keys.count);
     const bool rescales =
         update_softmax<Acc, kPanel>(keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E), tiles.scores,
-                            panel.softmax, [&](int64_t key, int64_t lane, Vec<Acc> even, Vec<Acc> odd) {
-                              products.take_probabilities(key, lane, even, odd);
-                            });
+                                    panel.softmax, [&](int64_t key, int64_t lane, Vec<Acc> even, Vec<Acc> odd) {
+                                      products.take_probabilities(key, lane, even, odd);
+                                    });
     if (rescales) rescale(panel);
-    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, excluded, panel.out);
-    if (excluded != 0) {
-      add_where_visible(excluded, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
+    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
+    if (not_finite != 0) {
+      add_where_visible(not_finite, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
                         tiles, panel);
     }
   }
@@ -251,8 +251,8 @@ class ForwardPass {
       load_bias(problem_, sequence, panel.rows, keys, tiles.by_query);
       transpose(tiles.by_query, kTile, kPanel, kTile, tiles.bias, kPanel);
     }
-    apply_score_rule<kPanel, Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, keys.count,
-                          panel.lanes, tiles.scores, nullptr);
+    apply_score_rule<kPanel, Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr,
+                                  keys.count, panel.lanes, tiles.scores, nullptr);
   }
 
   static void hide(const Acc* visible, int64_t keys, int64_t lanes, Acc* scores) {
@@ -295,8 +295,7 @@ class ForwardPass {
           log_sum(panel.softmax.row_max[row], panel.softmax.row_sum[row]);
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
-      Element* to =
-          out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
+      Element* to = out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
       if (panel.softmax.row_sum[row] == 0) {
         clear(to, count);
       } else {
@@ -332,7 +331,8 @@ class ForwardPass {
       partial_sum_[index(row)] = panel.softmax.row_sum[row];
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
-      memcpy(partial_out_ + index(row) * plan_.row_len_v + d, rows + row * kTile, static_cast<size_t>(count) * sizeof(Acc));
+      memcpy(partial_out_ + index(row) * plan_.row_len_v + d, rows + row * kTile,
+             static_cast<size_t>(count) * sizeof(Acc));
     });
   }
 

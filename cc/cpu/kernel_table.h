@@ -20,23 +20,17 @@ using ForwardKernel = void (*)(const Problem&, const ForwardPlan&, const Forward
 using BackwardKernel = void (*)(const Problem&, const BackwardPlan&, const BackwardBuffers&, void* scratch,
                                 const TaskRunner&);
 
-// Indexed by DType.
+// Indexed by DType. Null: left to another instruction set.
 struct KernelTable {
   ForwardKernel forward[4];
   BackwardKernel backward[4];
-};
-
-// Of an instruction set that is made for one type and leaves the others to another set.
-struct Bfloat16Kernels {
-  ForwardKernel forward;
-  BackwardKernel backward;
 };
 
 extern const KernelTable kBaselineKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
-extern const Bfloat16Kernels kAmxKernels;
+extern const KernelTable kAmxKernels;  // of the 16-bit types
 #endif
 
 // 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.

@@ -123,8 +123,12 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
-  plan.packed_queries_offset = arena.take(query_tiles * kTile * plan.row_len * unit_bytes);
-  plan.packed_douts_offset = arena.take(query_tiles * kTile * plan.row_len_v * unit_bytes);
+  // On the matrix unit float16 takes two planes of 16 bits, as they are and transposed.
+  const int64_t forms = problem.dtype == DType::kF16 ? 2 : 1;
+  plan.query_tile_len = forms * kTile * plan.row_len;
+  plan.dout_tile_len = forms * kTile * plan.row_len_v;
+  plan.packed_queries_offset = arena.take(query_tiles * plan.query_tile_len * unit_bytes);
+  plan.packed_douts_offset = arena.take(query_tiles * plan.dout_tile_len * unit_bytes);
   plan.not_finite_offset = arena.take(query_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   plan.milestones_offset = arena.take((2 * groups + 2) * static_cast<int64_t>(sizeof(int64_t)));
   plan.progress_offset = arena.take(plan.num_tasks * static_cast<int64_t>(sizeof(int64_t)));

@@ -15,18 +15,18 @@ namespace jattn::cpu {
 inline constexpr int64_t kTile = 64;
 
 // Queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
-// the matrix unit that was worth a third of the time.
-inline constexpr int64_t kPanelRows[] = {64, 32, 64, 64};
+// the matrix unit 32 instead of 64 took a fifth less time.
+inline constexpr int64_t kPanelRows[] = {32, 32, 64, 64};
 
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;
 
-// One forward task: up to kPanelRows query rows that share a key/value head, against one range of keys. The rows are the
-// same `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
+// One forward task: up to kPanelRows query rows that share a key/value head, against one range of keys. The rows are
+// the same `queries` positions of `heads` query heads; short queries are thus packed over the heads of a group.
 struct ForwardPlan {
   int64_t queries, heads;             // of one task; queries * heads <= kPanelRows
   int64_t query_blocks, head_blocks;  // tasks along T, and along the heads of a group
-  int64_t num_splits, split_len;  // ranges of keys; each split_len is a multiple of kTile
+  int64_t num_splits, split_len;      // ranges of keys; each split_len is a multiple of kTile
   int64_t num_tasks;
   bool last_queries_first;  // they see the most keys
 
@@ -53,21 +53,22 @@ struct BackwardPlan {
   int64_t num_tasks;
   int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
 
-  bool writes_dbias_once;   // every element of dbias belongs to one score: no sum, no order
+  bool writes_dbias_once;    // every element of dbias belongs to one score: no sum, no order
   bool sums_dbias_in_place;  // dbias itself has the accumulator type
-  int64_t dbias_count;      // elements of dbias
+  int64_t dbias_count;       // elements of dbias
   // Tasks whose indices differ by a multiple of this add to the same dq (or dbias), in the order of their indices.
   int64_t chain_distance;
 
-  // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows, and a bit per
-  // row that is not finite.
+  // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows (or two such
+  // forms of them), and a bit per row that is not finite.
+  int64_t query_tile_len, dout_tile_len;  // in the accumulator type
   int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;
-  int64_t milestones_offset;  // int64_t [2 * B * K + 2]
-  int64_t progress_offset;    // int64_t [num_tasks]
-  int64_t delta_offset;     // [B, N, T]
-  int64_t dq_offset;        // [B, N, query_tiles, kTile, row_len]
+  int64_t milestones_offset;     // int64_t [2 * B * K + 2]
+  int64_t progress_offset;       // int64_t [num_tasks]
+  int64_t delta_offset;          // [B, N, T]
+  int64_t dq_offset;             // [B, N, query_tiles, kTile, row_len]
   int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]
-  int64_t dbias_offset;     // unless written once or summed in place: the shape of dbias
+  int64_t dbias_offset;          // unless written once or summed in place: the shape of dbias
   int64_t scratch_bytes;
 };
 

@@ -51,14 +51,14 @@ bool can_run_amx() {
 struct Target {
   const char* name;
   const KernelTable* kernels;
-  const Bfloat16Kernels* bfloat16_kernels;  // used instead where present
+  const KernelTable* other_kernels;  // of what `kernels` leaves out
   bool (*can_run)();
 };
 
 // Best first.
 const Target kTargets[] = {
 #if defined(__x86_64__)
-    {"amx", &kAvx512Kernels, &kAmxKernels, can_run_amx},
+    {"amx", &kAmxKernels, &kAvx512Kernels, can_run_amx},
     {"avx512", &kAvx512Kernels, nullptr, can_run_avx512},
     {"avx2", &kAvx2Kernels, nullptr, can_run_avx2},
 #endif
@@ -79,14 +79,14 @@ std::atomic<const Target*>& active_target() {
 
 ForwardKernel forward_kernel(DType dtype) {
   const Target& target = *active_target().load(std::memory_order_relaxed);
-  if (dtype == DType::kBF16 && target.bfloat16_kernels != nullptr) return target.bfloat16_kernels->forward;
-  return target.kernels->forward[static_cast<int>(dtype)];
+  const ForwardKernel kernel = target.kernels->forward[static_cast<int>(dtype)];
+  return kernel != nullptr ? kernel : target.other_kernels->forward[static_cast<int>(dtype)];
 }
 
 BackwardKernel backward_kernel(DType dtype) {
   const Target& target = *active_target().load(std::memory_order_relaxed);
-  if (dtype == DType::kBF16 && target.bfloat16_kernels != nullptr) return target.bfloat16_kernels->backward;
-  return target.kernels->backward[static_cast<int>(dtype)];
+  const BackwardKernel kernel = target.kernels->backward[static_cast<int>(dtype)];
+  return kernel != nullptr ? kernel : target.other_kernels->backward[static_cast<int>(dtype)];
 }
 
 TaskRunner runner_of(const ParallelFor& parallel_for) {
@@ -96,7 +96,8 @@ TaskRunner runner_of(const ParallelFor& parallel_for) {
           }};
 }
 
-// Without a pair of a query and a key every gradient is zero; those of operands that are not empty must still be written.
+// Without a pair of a query and a key every gradient is zero; those of operands that are not empty must still be
+// written.
 void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
   const auto clear = [](void* gradient, int64_t elements, DType dtype) {
     if (gradient != nullptr) std::memset(gradient, 0, static_cast<size_t>(elements * size_bytes(dtype)));
@@ -127,8 +128,7 @@ void forward(const Problem& problem, const ForwardResults& results, void* scratc
   forward_kernel(problem.dtype)(problem, plan, results, scratch, runner_of(parallel_for));
 }
 
-void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch,
-              const ParallelFor& parallel_for) {
+void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const ParallelFor& parallel_for) {
   if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
     clear_gradients(problem, buffers);
     return;

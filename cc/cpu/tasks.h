@@ -16,9 +16,13 @@ inline void run_tasks(const TaskRunner& runner, int64_t count, const Body& body)
 // Parts of a thread's memory.
 class Workspace {
  public:
+  // Tiles are powers of two. Some lines between them keep equal places of two tiles from having the same last 12 bits:
+  // a load would wait for a store to the other tile.
   template <typename T>
   static int64_t bytes(int64_t count) {
-    return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    constexpr int64_t kLineBytes = 64, kGapLines = 5;
+    return (count * static_cast<int64_t>(sizeof(T)) + kLineBytes - 1) / kLineBytes * kLineBytes +
+           kGapLines * kLineBytes;
   }
   explicit Workspace(int64_t size_bytes) : next_(static_cast<char*>(thread_memory(size_bytes))) {}
 

@@ -93,8 +93,12 @@ inline V at_most(V value, V bound) {
 constexpr __mmask16 kEveryLane = 0xffff;
 inline Vec<float> at_least(Vec<float> value, Vec<float> bound) { return _mm512_maskz_max_ps(kEveryLane, bound, value); }
 inline Vec<float> at_most(Vec<float> value, Vec<float> bound) { return _mm512_maskz_min_ps(kEveryLane, bound, value); }
-inline Vec<double> at_least(Vec<double> value, Vec<double> bound) { return _mm512_maskz_max_pd(static_cast<__mmask8>(kEveryLane), bound, value); }
-inline Vec<double> at_most(Vec<double> value, Vec<double> bound) { return _mm512_maskz_min_pd(static_cast<__mmask8>(kEveryLane), bound, value); }
+inline Vec<double> at_least(Vec<double> value, Vec<double> bound) {
+  return _mm512_maskz_max_pd(static_cast<__mmask8>(kEveryLane), bound, value);
+}
+inline Vec<double> at_most(Vec<double> value, Vec<double> bound) {
+  return _mm512_maskz_min_pd(static_cast<__mmask8>(kEveryLane), bound, value);
+}
 #elif defined(__AVX2__)
 inline Vec<float> at_least(Vec<float> value, Vec<float> bound) { return _mm256_max_ps(bound, value); }
 inline Vec<float> at_most(Vec<float> value, Vec<float> bound) { return _mm256_min_ps(bound, value); }
@@ -133,14 +137,15 @@ struct Exp2Fit<float> {
 template <>
 struct Exp2Fit<double> {
   static constexpr double kCoefficients[] = {
-      0.69314718055994530942,   0.2402265069591009822,    0.055504108664821594339,   0.0096181291076068885273,
+      0.69314718055994530942,   0.2402265069591009822,     0.055504108664821594339,    0.0096181291076068885273,
       0.001333355814641693531,  0.00015403530441736050155, 0.000015252733829836118394, 1.3215442587921689653e-6,
-      1.0178062445845773521e-7, 7.0725859492692236999e-9, 4.4549605981865183938e-10};
+      1.0178062445845773521e-7, 7.0725859492692236999e-9,  4.4549605981865183938e-10};
   static constexpr double kRoundToInteger = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr int kMantissaBits = 52, kExponentBias = 1023;
 };
 
-// 2^x = power * (1 + excess), |excess| <= 0.42; x is at most one above the bias. Below the smallest normal number power is 0.
+// 2^x = power * (1 + excess), |excess| <= 0.42; x is at most one above the bias. Below the smallest normal number power
+// is 0.
 template <typename T>
 struct Exp2Parts {
   Vec<T> power, excess;

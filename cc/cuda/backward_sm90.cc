@@ -34,6 +34,7 @@ struct Scratch {
   float* delta = nullptr;
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
+  int32_t* heads_zeroed = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   int64_t bytes = 0;
@@ -54,38 +55,11 @@ Scratch carve(const Problem& problem, const Kernels& kernels, void* base) {
   if (kernels.fused != nullptr) {
     scratch.dq_accumulator =
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
+    scratch.heads_zeroed = static_cast<int32_t*>(take(problem.batch * problem.num_kv_heads * int64_t{sizeof(int32_t)}));
   }
   if (kernels.keys() != nullptr) scratch.key_ranges = take(segment_ranges_bytes(problem, kernels.keys()->config()));
   if (kernels.dq != nullptr) scratch.query_ranges = take(segment_ranges_bytes(problem, kernels.dq->config()));
   return scratch;
-}
-
-void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
-                    const Scratch& scratch, CUstream stream) {
-  const Kernel& kernel = require_family(plan, "sm90_backward_prepare");
-  const Config& config = kernel.config();
-  JATTN_REQUIRE(problem.head_dim_v <= config.head_dim_v, "head_dim_v ", problem.head_dim_v, " exceeds that of kernel ",
-                kernel.text);
-  const sm90::PrepareParams params{
-      .out = buffers.out,
-      .dout = buffers.dout,
-      .lse = static_cast<const float*>(buffers.lse),
-      .dlse = static_cast<const float*>(buffers.dlse),
-      .q_lengths = problem.q_lengths,
-      .lse_log2 = scratch.lse_log2,
-      .delta = scratch.delta,
-      .row_flags = scratch.row_flags,
-      .dq_accumulator = scratch.dq_accumulator,
-      .rows_padded = scratch.rows_padded,
-      .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
-      .q_len = static_cast<int32_t>(problem.q_len),
-      .num_heads = static_cast<int32_t>(problem.num_heads),
-      .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
-  };
-  launch(kernel,
-         {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / sm90::kStatisticsRows)},
-          .num_threads = sm90::prepare_threads(config)},
-         &params, stream);
 }
 
 // Key/value heads whose tiles are handed out together. Where tiles differ in work, as many as keep what their blocks read
@@ -96,6 +70,50 @@ int64_t kv_heads_of_section(const Problem& problem, const Config& config) {
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
   return std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(1, bytes), 1, problem.batch * problem.num_kv_heads);
+}
+
+// How many key/value heads ahead the fused kernel zeroes its accumulator: so many that blocks hardly ever wait, and all of
+// them where few blocks share a head, whose shares would be large.
+int64_t heads_zeroed_ahead(const Problem& problem, const Config& config, int64_t sm_count) {
+  constexpr int64_t kWaves = int64_t{1} << 20;
+  const int64_t tiles = ceil_div(problem.kv_len, config.tile_kv);
+  const int64_t ahead = std::max(kv_heads_of_section(problem, config), ceil_div(kWaves * sm_count, tiles));
+  return std::min(problem.batch * problem.num_kv_heads, ahead);
+}
+
+void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
+                    const Scratch& scratch, CUstream stream) {
+  const Kernel& kernel = require_family(plan, "backward_prepare");
+  const Config& config = kernel.config();
+  JATTN_REQUIRE(problem.head_dim_v <= config.head_dim_v, "head_dim_v ", problem.head_dim_v, " exceeds that of kernel ",
+                kernel.text);
+  const int64_t zeroed_heads =
+      kernels.fused == nullptr
+          ? 0
+          : heads_zeroed_ahead(problem, kernels.fused->config(), device_facts(plan.device_ordinal).sm_count);
+  const sm90::PrepareParams params{
+      .out = buffers.out,
+      .dout = buffers.dout,
+      .lse = static_cast<const float*>(buffers.lse),
+      .dlse = static_cast<const float*>(buffers.dlse),
+      .q_lengths = problem.q_lengths,
+      .lse_log2 = scratch.lse_log2,
+      .delta = scratch.delta,
+      .row_flags = scratch.row_flags,
+      .dq_accumulator = scratch.dq_accumulator,
+      .heads_zeroed = scratch.heads_zeroed,
+      .zeroed_rows = zeroed_heads * problem.group_size() * scratch.rows_padded,
+      .rows_padded = scratch.rows_padded,
+      .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
+      .q_len = static_cast<int32_t>(problem.q_len),
+      .num_heads = static_cast<int32_t>(problem.num_heads),
+      .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
+      .kv_heads = static_cast<int32_t>(problem.batch * problem.num_kv_heads),
+  };
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / sm90::kStatisticsRows)},
+          .num_threads = sm90::prepare_threads(config)},
+         &params, stream);
 }
 
 sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffers& buffers, const Kernel& kernel,
@@ -140,6 +158,17 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config));
+  if (fused) {
+    constexpr int64_t kQuad = 4;
+    const int64_t head_floats = problem.group_size() * scratch.rows_padded * config.head_dim;
+    params.heads_zeroed = scratch.heads_zeroed;
+    params.zero_ahead =
+        static_cast<int32_t>(heads_zeroed_ahead(problem, config, device_facts(plan.device_ordinal).sm_count));
+    const int64_t share = round_up(ceil_div(head_floats, params.tiles), kQuad);
+    JATTN_REQUIRE(share <= std::numeric_limits<int32_t>::max(), "q_len * num_heads / num_kv_heads is too large for kv_len ",
+                  problem.kv_len);
+    params.zero_floats = static_cast<int32_t>(share);
+  }
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
           .num_threads = sm90::backward_threads(config),
@@ -149,7 +178,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
 
 void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& fused,
                  const Scratch& scratch, CUstream stream) {
-  const Kernel& kernel = require_family(plan, "sm90_backward_cast");
+  const Kernel& kernel = require_family(plan, "backward_cast");
   const Config& config = kernel.config();
   const Config& made_by = fused.config();
   JATTN_REQUIRE(config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q,
@@ -199,7 +228,7 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
 
 }  // namespace
 
-bool plans_backward_sm90(const Plan& plan) { return find_family(plan, "sm90_backward_prepare") != nullptr; }
+bool plans_backward_sm90(const Plan& plan) { return find_family(plan, "backward_prepare") != nullptr; }
 
 int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers&, const Plan& plan) {
   return carve(problem, find_kernels(plan), nullptr).bytes;

@@ -1,4 +1,4 @@
-// The backward pass by the Hopper kernels: families sm90_backward_prepare, then sm90_backward and sm90_backward_cast, or
+// The backward pass by the Hopper kernels: families backward_prepare, then sm90_backward and backward_cast, or
 // sm90_backward_dkv and sm90_backward_dq.
 #pragma once
 

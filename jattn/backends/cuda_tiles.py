@@ -6,7 +6,7 @@ Shared memory is counted as the kernels count it (``cc/kernels/sm80/*_shape.cuh`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -64,6 +64,8 @@ class Tile:
     stages: int
     grad_slices: int = 1
     shared_scores: bool = False
+    staged_bias: bool = False
+    staged_mask: bool = False
 
 
 def shared_limit_bytes(arch: tuple[int, int]) -> int:
@@ -84,33 +86,44 @@ def _element_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _staged(
-    shape: tuple[int, ...] | None, element_bytes: int, problem: Problem, tile: Tile
+def _can_stage(
+    shape: tuple[int, ...] | None, element_bytes: int, problem: Problem, tile_kv: int
 ) -> bool:
-    """Whether tiles of a bias or mask are copied to shared memory: it has both axes, and rows on 16-byte boundaries."""
+    """Whether tiles of a bias or mask can be copied to shared memory: both axes, rows on 16-byte boundaries."""
     if shape is None:
         return False
     both = shape[2] == problem.q_len > 1 and shape[3] == problem.kv_len > 1
-    return (
-        both and problem.kv_len * element_bytes % 16 == 0 and tile.tile_kv * element_bytes % 64 == 0
-    )
-
-
-def staged_bias(tile: Tile, problem: Problem) -> bool:
-    """Whether the kernels read the bias through shared memory."""
-    return _staged(problem.bias, _element_bytes(problem.bias_dtype), problem, tile)
-
-
-def staged_mask(tile: Tile, problem: Problem) -> bool:
-    """Whether the kernels read the mask through shared memory."""
-    return _staged(problem.mask, 1, problem, tile)
+    return both and problem.kv_len * element_bytes % 16 == 0 and tile_kv * element_bytes % 64 == 0
 
 
 def staged_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of one stage for the tiles of bias and mask."""
     pairs = tile.tile_q * tile.tile_kv
-    bias = pairs * _element_bytes(problem.bias_dtype) if staged_bias(tile, problem) else 0
-    return bias + (pairs if staged_mask(tile, problem) else 0)
+    bias = pairs * _element_bytes(problem.bias_dtype) if tile.staged_bias else 0
+    return bias + (pairs if tile.staged_mask else 0)
+
+
+def _stage(
+    tile: Tile, problem: Problem, arch: tuple[int, int], bytes_of: Callable[[Tile], int]
+) -> Tile:
+    """Lets a tile read bias and mask through shared memory where that leaves as many blocks on a multiprocessor.
+
+    The tile itself is chosen without it: the bits of a result do not depend on the form of a bias.
+    """
+    limit = shared_limit_bytes(arch)
+    staged = dataclasses.replace(
+        tile,
+        staged_bias=_can_stage(
+            problem.bias, _element_bytes(problem.bias_dtype), problem, tile.tile_kv
+        ),
+        staged_mask=_can_stage(problem.mask, 1, problem, tile.tile_kv),
+    )
+
+    def blocks(candidate: Tile) -> int:
+        # A multiprocessor has 1 KiB more than one block may use, and keeps 1 KiB for each block.
+        return min(2, (limit + 1024) // (bytes_of(candidate) + 1024))
+
+    return staged if blocks(staged) == blocks(tile) else tile
 
 
 def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -168,7 +181,7 @@ def forward_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     for tile_q, tile_kv, num_warps, stages in _forward_candidates(problem.dtype, head_dim_v):
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
         if forward_shared_bytes(tile, problem) <= limit:
-            return tile
+            return _stage(tile, problem, arch, lambda t: forward_shared_bytes(t, problem))
     raise _too_wide(problem, limit)
 
 
@@ -200,8 +213,8 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         "softcap": problem.softcap > 0,
         "narrow_rows": problem.head_dim % wide != 0 or problem.head_dim_v % wide != 0,
     }
-    flags["staged_bias"] = staged_bias(tile, problem)
-    flags["staged_mask"] = staged_mask(tile, problem)
+    flags["staged_bias"] = tile.staged_bias
+    flags["staged_mask"] = tile.staged_mask
     members |= {name: 1 for name, used in flags.items() if used}
     if tile.shared_scores:
         members["shared_scores"] = 1
@@ -306,10 +319,14 @@ def _keys_candidates(dtype: str, widest: int, slices: int) -> _Candidates:
         last = ((32, 16, 1, 1), (16, 16, 1, 1)) if dtype == "float32" else ((32, 16, 1, 1),)
         return ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1), *last)
     if dtype == "float32":
-        rest = ((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
-        if widest <= 64:
-            return ((64, 128, 8, 2), *rest)
-        return ((32, 128, 8, 2), (64, 128, 8, 1), *rest)
+        return (
+            (32, 128, 8, 2),
+            (64, 128, 8, 1),
+            (64, 64, 4, 1),
+            (32, 64, 4, 1),
+            (32, 32, 2, 1),
+            (16, 16, 1, 1),
+        )
     rest = ((64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1), (32, 32, 2, 1))
     return ((128, 128, 8, 2), *rest) if widest <= 64 else rest
 
@@ -334,7 +351,7 @@ def keys_tile(problem: Problem, arch: tuple[int, int], *, fused: bool) -> Tile:
         tile = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices, shared)
         fits = keys_shared_bytes(tile, problem, fused=fused) <= limit
         if fits and _all_warps_fit(tile, fused=fused):
-            return tile
+            return _stage(tile, problem, arch, lambda t: keys_shared_bytes(t, problem, fused=fused))
     raise _too_wide(problem, limit)
 
 
@@ -357,7 +374,7 @@ def queries_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     for tile_q, tile_kv, num_warps, stages in candidates:
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
         if queries_shared_bytes(tile, problem) <= limit:
-            return tile
+            return _stage(tile, problem, arch, lambda t: queries_shared_bytes(t, problem))
     raise _too_wide(problem, limit)
 
 
@@ -371,7 +388,7 @@ def dbias_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     for tile_q, tile_kv, num_warps, stages in candidates:
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
         if dbias_shared_bytes(tile, problem) <= limit:
-            return tile
+            return _stage(tile, problem, arch, lambda t: dbias_shared_bytes(t, problem))
     raise _too_wide(problem, limit)
 
 

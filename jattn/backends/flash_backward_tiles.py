@@ -17,7 +17,6 @@ _SCRATCH_ALIGNMENT = 256
 _STATISTICS_ROWS = 128
 # Above this head dim one warpgroup cannot hold both dk and dv of its keys.
 _LARGEST_FUSED_HEAD_DIM = 128
-_DV_UNDER_GRADIENTS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order: see ``Config``.
+      ds_in_registers, bulk_reduce: see ``Config``.
     """
 
     head_dim: int
@@ -34,7 +33,7 @@ class Tile:
     tile_q: int
     tile_kv: int
     stages: int = 2
-    loop_order: int = 0
+    ds_in_registers: bool = False
     bulk_reduce: bool = False
 
 
@@ -96,19 +95,14 @@ def keys_tile(problem: Problem, *, fused: bool) -> Tile:
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
     if max(head_dim, head_dim_v) > _LARGEST_FUSED_HEAD_DIM:
         return Tile(head_dim, head_dim_v, tile_q=64, tile_kv=64)
-    # With 128 queries the slope of the softcap would spill.
-    if max(head_dim, head_dim_v) == 64 and not problem.softcap > 0:
-        return Tile(head_dim, head_dim_v, tile_q=128, tile_kv=128)
-    if fused and problem.band.unbounded and not problem.softcap > 0:
-        return Tile(
-            head_dim,
-            head_dim_v,
-            tile_q=64,
-            tile_kv=128,
-            loop_order=_DV_UNDER_GRADIENTS,
-            bulk_reduce=True,
-        )
-    return Tile(head_dim, head_dim_v, tile_q=64, tile_kv=128)
+    tile = Tile(head_dim, head_dim_v, tile_q=64, tile_kv=128)
+    if problem.softcap > 0 or head_dim != head_dim_v:
+        return tile
+    if head_dim == 64:
+        return dataclasses.replace(tile, tile_q=128, bulk_reduce=fused)
+    if problem.band.unbounded:
+        return dataclasses.replace(tile, ds_in_registers=fused)
+    return dataclasses.replace(tile, bulk_reduce=fused)
 
 
 def queries_tile(problem: Problem) -> Tile:
@@ -151,10 +145,10 @@ def _attention_key(family: str, problem: Problem, tile: Tile) -> str:
         "stages": tile.stages,
     }
     members |= {name: 1 for name, used in flags.items() if used}
-    if tile.loop_order:
-        members["loop_order"] = tile.loop_order
     if not problem.scale > 0 and not softcap:
         members["scale_first"] = 1
+    if tile.ds_in_registers:
+        members["ds_in_registers"] = 1
     if tile.bulk_reduce:
         members["bulk_reduce"] = 1
     return _key(family, **members)
@@ -198,7 +192,7 @@ def plan_backward(
     scratch = 2 * (rows * 4 + _SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + _SCRATCH_ALIGNMENT
     kernels = [
         _key(
-            "sm90_backward_prepare",
+            "backward_prepare",
             element=element,
             head_dim_v=_head_dim_tile(problem.head_dim_v),
         )
@@ -209,9 +203,12 @@ def plan_backward(
         scratch += _ranges_bytes(problem, batch, keys)
     if fused:
         kernels.append(
-            _key("sm90_backward_cast", element=element, head_dim=keys.head_dim, tile_q=keys.tile_q)
+            _key("backward_cast", element=element, head_dim=keys.head_dim, tile_q=keys.tile_q)
         )
-        scratch += rows * keys.head_dim * 4 + _SCRATCH_ALIGNMENT
+        counters = (
+            batch * num_heads * 4
+        )  # one for each key/value head, of which there are at most as many
+        scratch += rows * keys.head_dim * 4 + counters + 2 * _SCRATCH_ALIGNMENT
     elif want_q:
         tile = queries_tile(problem)
         kernels.append(_attention_key("sm90_backward_dq", problem, tile))
@@ -219,3 +216,43 @@ def plan_backward(
     if problem.segments:
         kernels.append(_key("segment_ranges"))
     return Plan(";".join(kernels), scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotBand:
+    unbounded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _HotProblem:
+    """Self-attention without further features."""
+
+    dtype: str
+    head_dim: int
+    band: _HotBand
+    q_len: int = 4096
+    kv_len: int = 4096
+    scale: float = 1.0
+    softcap: float = 0.0
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    segments: bool = False
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.head_dim
+
+
+_HOT_HEAD_DIMS = {"bfloat16": (64, 128, 256), "float16": (64, 128)}
+
+
+def hot_keys() -> tuple[str, ...]:
+    """Returns the kernel keys of the common problems, in the order and spelling of ``cc/core/hot_set.txt``."""
+    keys: dict[str, None] = {}
+    for dtype, head_dims in _HOT_HEAD_DIMS.items():
+        for head_dim in head_dims:
+            for unbounded in (True, False):
+                problem = _HotProblem(dtype, head_dim, _HotBand(unbounded))
+                plan = plan_backward(problem, 1, 1, wants=(True, True, True), deterministic=False)
+                keys |= dict.fromkeys(plan.kernels.split(";"))
+    return tuple(keys)

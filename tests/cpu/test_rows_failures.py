@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.testing.cases import Case
+from jattn.testing.run import verify
 
 FUSED = ("flash", "mem_efficient", "cpu")
 
@@ -325,14 +327,21 @@ def test_T049_zero_lengths_in_a_batch(backend: str) -> None:
 
 def test_T051_non_square_causal(backend: str) -> None:
     """Refused by the seed's flash; served here by every backend, upper left."""
-    q, k, v = (
-        normal(i, 1, length, 1, 16, dtype="bfloat16") for i, length in ((1, 8), (2, 12), (3, 12))
-    )
+    arrays = (shaped(1, 8, 1, 16, dtype="bfloat16"), *alike(1, 12, 1, 16, dtype="bfloat16")[:2])
     for fused in ("flash", "mem_efficient"):
-        accepted((q, k, v), fused, needs_grad=True, is_causal=True)
-    mask = jnp.tril(jnp.ones((8, 12), bool))
-    got = jattn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
-    want = jattn.dot_product_attention(q, k, v, mask=mask, implementation="reference")
-    np.testing.assert_allclose(
-        np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1.6e-2, atol=1e-5
+        accepted(arrays, fused, needs_grad=True, is_causal=True)
+    verify(
+        Case(
+            name="T051",
+            batch=1,
+            q_len=8,
+            kv_len=12,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=16,
+            head_dim_v=16,
+            dtype="bfloat16",
+            is_causal=True,
+        ),
+        backend,
     )

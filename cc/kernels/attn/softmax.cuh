@@ -12,6 +12,9 @@ namespace jattn {
 // float16 holds, and the accumulator need not be multiplied. Removes nearly all rescales.
 inline constexpr float kRescaleThresholdLog2 = 8.0f;
 
+// Above this (log2) the product row_max * factor has no bits left for the difference to the scores.
+inline constexpr float kFarLog2 = 16777216.0f;
+
 template <int kM>
 struct RowStatistics {
   float row_max[kM][2];  // of the scores as given, before the multiplication by `factor`
@@ -66,18 +69,43 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
       }
     }
   }
+  float shift[kM][2];
+  bool far = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float row_max = rows.row_max[m][h];
-      const float shift = row_max == -infinity() ? 0.0f : row_max * factor;
+      shift[m][h] = rows.row_max[m][h] == -infinity() ? 0.0f : rows.row_max[m][h] * factor;
+      far |= fabsf(shift[m][h]) > kFarLog2;
+    }
+  }
+  // One multiply-add per score, except where it would see the rounding error of row_max * factor: the row_max is then
+  // subtracted first.
+  if (__any_sync(0xffffffffu, far)) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float row_max = rows.row_max[m][h] == -infinity() ? 0.0f : rows.row_max[m][h];
+        shift[m][h] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          s[m][n][2 * h] -= row_max;
+          s[m][n][2 * h + 1] -= row_max;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float p = exp2_fast(fmaf(s[m][n][2 * h + e], factor, -shift));
+          const float p = exp2_fast(fmaf(s[m][n][2 * h + e], factor, -shift[m][h]));
           s[m][n][2 * h + e] = p;
           sum += p;
         }

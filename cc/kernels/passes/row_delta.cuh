@@ -72,7 +72,11 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (sees_keys && params.dlse) sum -= params.dlse[flat_head * params.q_len + row];
     if (lane == 0) {
-      params.lse_log2[flat_head * params.rows_padded + row] = sees_keys ? lse * kLog2E : infinity();
+      // Far from 0 the lse is too coarse to give probabilities back. Moved up by more than its error it gives numbers from 0
+      // to 1 and not infinity.
+      float lse_log2 = sees_keys ? lse * kLog2E : infinity();
+      if (fabsf(lse_log2) > 16777216.0f && sees_keys) lse_log2 += fabsf(lse_log2) * 0x1p-22f;
+      params.lse_log2[flat_head * params.rows_padded + row] = lse_log2;
       params.delta[flat_head * params.rows_padded + row] = sum;
     }
   }

@@ -41,7 +41,9 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr int kDvRows = kTileKv / kDvGrid.rows, kDvColumns = kSliceDv / kDvGrid.columns;
   constexpr int kM = kScoreRows / 16, kN = kScoreColumns / 8;
   constexpr bool kShared = kConfig.shared_scores;
-  constexpr bool kAnyColumn = kConfig.grad_slices > 1 || kShared;
+  // Slices that start whole spans of the swizzle (128 bytes) have cheaper addresses.
+  constexpr bool kWholeSpans = kSliceD * element_bytes(kElement) % 128 == 0 && kSliceDv * element_bytes(kElement) % 128 == 0;
+  constexpr bool kAnyColumn = kShared || (kConfig.grad_slices > 1 && !kWholeSpans);
   constexpr bool kNarrow = kConfig.narrow_rows;
   // Without these features every row sees a key.
   constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;

@@ -89,7 +89,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   if (threadIdx.x == 0) {
     save_rows(saved, k_rows);
     save_rows(saved + kSavedBytes, v_rows);
-    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, row_begin, 0));
+    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, row_begin, range.begin));
   }
   __syncthreads();
 
@@ -161,10 +161,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     } else if constexpr (kConfig.bias) {
       add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
     }
-    const uint4 full = ptx::load_shared_u32x4(saved + 2 * kSavedBytes);
+    const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
       mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length,
-                                  int(full.z) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
+                                  int(ptx::load_shared_u32(saved + 2 * kSavedBytes + 8)) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
     }
     if constexpr (kConfig.segments) {
       if (!segments_equal(walk.own, walk.others[tile])) {

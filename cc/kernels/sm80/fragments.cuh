@@ -242,7 +242,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<
 #pragma unroll
   for (int m = 0; m < kM; ++m) Fragment::load_a(a[0][m], a_operand.at(m, 0));
   Fragment::load_b(b[0], b_operand.at(0, 0));
-#pragma unroll
+#pragma unroll(kElement == Element::kF32 && kM == 1 ? 2 : kSteps)
   for (int k = 0; k < kSteps; ++k) {
     if (k + 1 < kSteps) {
 #pragma unroll

@@ -43,7 +43,12 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
     release_registers<kBackwardProducerRegisters>();
-    if (threadIdx.x < 32) KeyProducer<C, kFused>{params, control, tiles}.run();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (kFused && warp > 0) {
+      if (params.heads_zeroed != nullptr) zero_ahead<C>(params);
+      return;
+    }
+    if (warp == 0) KeyProducer<C, kFused>{params, control, tiles}.run();
   } else {
     acquire_registers<kBackwardConsumerRegisters>();
     if constexpr (kSplit) {

@@ -462,7 +462,28 @@ struct KeyConsumer {
     if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 
+  // Returns when the rows of dq_accumulator that this block adds to are zero.
+  __device__ __forceinline__ void wait_zeroed() const {
+    if constexpr (kFused) {
+      if (params.heads_zeroed == nullptr) return;
+      const ProblemParams& problem = params.problem;
+      const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1,
+                                                         params.section_heads);
+      const int head = place.batch * problem.num_kv_heads + place.head;
+      if (head < params.zero_ahead) return;
+      if (warpgroup_thread() == 0) {
+        int blocks = 0;
+        while (blocks < params.tiles) {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(blocks) : "l"(params.heads_zeroed + head) : "memory");
+        }
+      }
+      sync_warpgroup(warpgroup);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // reductions from shared memory follow stores of other blocks
+    }
+  }
+
   __device__ __forceinline__ void run() {
+    wait_zeroed();
     Dk dk;
     Dv dv;
 #pragma unroll

@@ -1,7 +1,7 @@
 // What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
 // with rows that see no key; and zeros in the accumulator of dq.
 //
-// Unit of the family sm90_backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
+// Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
 // head, blocks of a head in a row.
 #pragma once
 
@@ -46,7 +46,10 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   const float* lse = params.lse + int64_t(flat_head) * params.q_len;
   const int64_t padded = int64_t(flat_head) * params.rows_padded;
 
-  if (params.dq_accumulator) {
+  if (params.dq_accumulator && blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < params.kv_heads; i += kThreads) params.heads_zeroed[i] = 0;
+  }
+  if (params.dq_accumulator && padded + block * kStatisticsRows < params.zeroed_rows) {
     const int64_t floats = int64_t(kStatisticsRows) * params.accumulator_width;
     float4* target = reinterpret_cast<float4*>(params.dq_accumulator + padded * params.accumulator_width + block * floats);
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

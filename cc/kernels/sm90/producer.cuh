@@ -18,8 +18,8 @@ struct ItemQueue {
   __device__ __forceinline__ bool valid() const { return item < params.items; }
 
   // Asks for the next item ahead of advance(), so that the latency of the counter passes unnoticed. Not earlier than
-  // the last tile: an item that is claimed a whole item ahead runs late, when the other blocks have left its keys behind
-  // (causal, head_dim 256, 8192 keys on H200: 610 instead of 700 TFLOP/s).
+  // the last tile: an item that is claimed a whole item ahead runs late, when the other blocks have left its keys
+  // behind (causal, head_dim 256, 8192 keys on H200: 610 instead of 700 TFLOP/s).
   __device__ __forceinline__ void prefetch() {
     if constexpr (C.schedule == 2) {
       if (threadIdx.x % 32 == 0) fetched = atomicAdd(params.next_item, 1);

@@ -39,7 +39,8 @@ __device__ __forceinline__ void raise_row_max(float (&largest)[2], const float (
 }
 
 // The same by the three-input integer maximum, half the instructions. Bits of floats order as signed integers unless
-// both are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest` is not.
+// both are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest`
+// is not.
 template <int kCount>
 __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount]) {
   int bits[2][2];

@@ -104,38 +104,21 @@ def variants() -> list[Variant]:
             )
             found.append(replace(variant, name=f"{width}_{mask}_{tag}"))
 
-        d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "stages": 4}
+        d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "stages": 4, "integer_max": 1}
         best: dict[str, Any] = {"q_in_registers": 1, "integer_max": 1}
-        add("last", **d64, loop_order=1)
-        add("last_chain", **d64, loop_order=1, chain_items=1)
-        add("last_imax_chain", **d64, loop_order=1, chain_items=1, integer_max=1)
-        add("mid_imax", **d64, integer_max=1)
-        add("mid_imax_chain", **d64, integer_max=1, chain_items=1)
-        add("q128", head_dim=64, stages=3, **best)
-        add("q128_chain", head_dim=64, stages=3, **best, chain_items=1)
-        add("mid", schedule=2)
-        add("best", **best)
-        add("imax_chain", integer_max=1, chain_items=1)
-        add("chain", chain_items=1)
-        add("mid", head_dim=256, tile_kv=64)
+        series: dict[str, Any] = {"loop_order": 2, "tile_q": 192, "integer_max": 1}
+        add("kept", **d64, loop_order=1, chain_items=1)
+        add("mid", **d64)
+        add("kept", **best)
+        add("series", **series)
+        add("kept", head_dim=256, tile_kv=64)
         add("kv80", head_dim=256, tile_kv=80)
-        add("best", head_dim=96, **best)
-        add("imax_chain", head_dim=96, integer_max=1, chain_items=1)
-        add("best_chain", head_dim=96, **best, chain_items=1)
-        add("serial", head_dim=96, loop_order=2, tile_q=192, integer_max=1)
-        add("kv96", head_dim=192, tile_kv=96)
-        add("kv112", head_dim=192, tile_kv=112)
-        add("mid", head_dim=192, head_dim_v=128)
-        add("imax", head_dim=192, head_dim_v=128, integer_max=1)
+        add("kept", head_dim=96, **series)
+        add("kept", head_dim=192, tile_kv=96)
+        add("kept", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
-            for waves in (0.5, 2.0, 4.0):
-                add(f"last_{waves}w", **d64, loop_order=1, section_waves=waves)
-                add(f"best_{waves}w", **best, section_waves=waves)
-                add(f"mid_{waves}w", head_dim=256, tile_kv=64, section_waves=waves)
-        else:
-            add("serial", loop_order=2, tile_q=192, integer_max=1)
-            add("best_1w", **best, section_waves=1.0)
-            add("mid_1w", head_dim=256, tile_kv=64, section_waves=1.0)
+            add("kept_4waves", **best, section_waves=4.0)
+            add("kept_4waves", head_dim=256, tile_kv=64, section_waves=4.0)
     # For the checks: other types and features.
     checked = Variant("", band=1, lengths=1, schedule=2)
     found.append(replace(checked, name="check_f16", element="f16"))

@@ -1,12 +1,12 @@
 """Checks and times variants of the sm90 backward kernels, without the rest of the package.
 
-    tools/build_sm90_backward_variants.sh            # on any machine with nvcc: cubins and facts into build/sm90_backward
-    python3 tools/bench_sm90_backward.py             # on the GPU machine: torch, libcuda; checks, then times
+    tools/build_sm90_backward_variants.sh       # on any machine with nvcc: cubins and facts into build/sm90_backward
+    python3 tools/bench_sm90_backward.py        # on the GPU machine: torch, libcuda; checks, then times
     python3 tools/bench_sm90_backward.py --cases d128 --variants d128 --rounds 9 --no-check
 
-A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The order
-of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being a small
-multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
+A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The
+order of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being
+a small multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ class Unit:
     def name(self) -> str:
         """Returns a file name."""
         words = re.sub(r"Element::k|\.|,", "", self.config).replace(" = ", "=")
-        short = {"head_dim_v": "dv", "head_dim": "d", "tile_q": "q", "tile_kv": "kv", "element": "", "num_warps": "w"}
+        short = {
+            "head_dim_v": "dv",
+            "head_dim": "d",
+            "tile_q": "q",
+            "tile_kv": "kv",
+            "element": "",
+            "num_warps": "w",
+        }
         parts = []
         for word in words.split():
             key, _, value = word.partition("=")
@@ -111,14 +118,24 @@ class Variant:
                 "backward_prepare",
                 f".element = {element}, .head_dim_v = {self.head_dim_v or self.head_dim}",
             ),
-            "keys": Unit("sm90_backward_dkv" if self.two_kernels else "sm90_backward", self.config()),
+            "keys": Unit(
+                "sm90_backward_dkv" if self.two_kernels else "sm90_backward", self.config()
+            ),
         }
         if self.two_kernels:
-            config = self.config(tile_q=128, tile_kv=self.dq_tile_kv, stages=self.dq_stages, loop_order=0, ds_in_registers=0, bulk_reduce=0)
+            config = self.config(
+                tile_q=128,
+                tile_kv=self.dq_tile_kv,
+                stages=self.dq_stages,
+                loop_order=0,
+                ds_in_registers=0,
+                bulk_reduce=0,
+            )
             found["dq"] = Unit("sm90_backward_dq", config)
         else:
             found["cast"] = Unit(
-                "backward_cast", f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}"
+                "backward_cast",
+                f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}",
             )
         return found
 
@@ -153,8 +170,18 @@ def variants() -> list[Variant]:
         replace(checked, name="check_segments", segments=1, loop_order=2),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
         replace(checked, name="check_zero", zero_ahead=1, section_mib=0.2),
-        replace(checked, name="check_zero_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1, zero_ahead=1),
-        replace(checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1),
+        replace(
+            checked,
+            name="check_zero_bulk64",
+            segments=1,
+            head_dim=64,
+            tile_q=128,
+            bulk_reduce=1,
+            zero_ahead=1,
+        ),
+        replace(
+            checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1
+        ),
         replace(checked, name="check_over_bulk", segments=1, loop_order=1, bulk_reduce=1),
         replace(checked, name="check_regs", segments=1, ds_in_registers=1),
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
@@ -226,7 +253,9 @@ def write_units(folder: Path) -> None:
     units = {unit.name: unit for variant in variants() for unit in variant.units().values()}
     for name, unit in units.items():
         header, params, entry, shape = UNITS[unit.family]
-        text = SOURCE.format(header=header, params=params, entry=entry, shape=shape, config=unit.config)
+        text = SOURCE.format(
+            header=header, params=params, entry=entry, shape=shape, config=unit.config
+        )
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
@@ -264,7 +293,11 @@ class TensorMap(ctypes.Structure):
 class BroadcastArray(ctypes.Structure):
     """Mirror of jattn::BroadcastArray."""
 
-    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4), ("pairs", ctypes.c_bool)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 4),
+        ("pairs", ctypes.c_bool),
+    ]
 
 
 POINTERS = "q k v".split()
@@ -317,7 +350,10 @@ class Prepare(ctypes.Structure):
             for name in "out dout lse dlse q_lengths lse_log2 delta row_flags dq_accumulator heads_zeroed".split()
         ),
         *((name, ctypes.c_int64) for name in "zeroed_rows rows_padded".split()),
-        *((name, ctypes.c_int32) for name in "accumulator_width q_len num_heads head_dim_v kv_heads".split()),
+        *(
+            (name, ctypes.c_int32)
+            for name in "accumulator_width q_len num_heads head_dim_v kv_heads".split()
+        ),
         ("tail", ctypes.c_byte * 8),
     ]
 
@@ -349,9 +385,13 @@ def check_layout(facts: dict[str, Any]) -> None:
     for mirror, cpp in MIRRORS.items():
         for name, _ in mirror._fields_:
             if name != "tail" and getattr(mirror, name).offset != facts[cpp][name]:
-                raise RuntimeError(f"{cpp}.{name} is at {facts[cpp][name]}, here {getattr(mirror, name).offset}")
+                raise RuntimeError(
+                    f"{cpp}.{name} is at {facts[cpp][name]}, here {getattr(mirror, name).offset}"
+                )
         if ctypes.sizeof(mirror) < facts[cpp]["size"]:
-            raise RuntimeError(f"{cpp} has {facts[cpp]['size']} bytes, here {ctypes.sizeof(mirror)}")
+            raise RuntimeError(
+                f"{cpp} has {facts[cpp]['size']} bytes, here {ctypes.sizeof(mirror)}"
+            )
 
 
 class Driver:
@@ -487,7 +527,9 @@ def make_data(torch: Any, case: Case, seed: int) -> Data:
         draw(case.batch, case.q_len, case.heads, case.width_v),
     )
     if case.dlse:
-        data.dlse = torch.randn(case.batch, case.heads, case.q_len, device="cuda", generator=generator)
+        data.dlse = torch.randn(
+            case.batch, case.heads, case.q_len, device="cuda", generator=generator
+        )
     if case.lengths:
         q_lengths, kv_lengths = zip(*case.lengths, strict=True)
         data.extra["q_lengths"] = torch.tensor(q_lengths, device="cuda", dtype=torch.int32)
@@ -519,8 +561,16 @@ def visibility(torch: Any, data: Data) -> Any:
     t = torch.arange(case.q_len, device="cuda")[None, :, None]
     j = torch.arange(case.kv_len, device="cuda")[None, None, :]
     ones = torch.ones(case.batch, 1, 1, device="cuda", dtype=torch.int64)
-    q_lengths = data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None] if case.lengths else ones * case.q_len
-    kv_lengths = data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None] if case.lengths else ones * case.kv_len
+    q_lengths = (
+        data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None]
+        if case.lengths
+        else ones * case.q_len
+    )
+    kv_lengths = (
+        data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None]
+        if case.lengths
+        else ones * case.kv_len
+    )
     visible = (t < q_lengths) & (j < kv_lengths)
     offset = (kv_lengths - q_lengths) if case.lower_right else 0 * ones
     if case.left is not None:
@@ -557,7 +607,9 @@ def reference(torch: Any, data: Data) -> Reference:
     s = torch.where(visibility(torch, data), s, -math.inf)
     lse = torch.logsumexp(s, -1)
     empty = torch.isneginf(lse)
-    p = torch.where(empty[..., None], 0.0, torch.exp(s - torch.nan_to_num(lse, neginf=0.0)[..., None]))
+    p = torch.where(
+        empty[..., None], 0.0, torch.exp(s - torch.nan_to_num(lse, neginf=0.0)[..., None])
+    )
     out = p @ v
     data.out = out.transpose(1, 2).to(dtype).contiguous()
     data.lse = lse.float().contiguous()
@@ -573,7 +625,9 @@ def reference(torch: Any, data: Data) -> Reference:
         dv = p16.transpose(-1, -2) @ dout
         shape = (case.batch, case.kv_heads, group, case.kv_len, -1)
         dk, dv = (x.reshape(shape).sum(2) for x in (dk, dv))
-        return {name: rounded(x).transpose(1, 2) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
+        return {
+            name: rounded(x).transpose(1, 2) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))
+        }
 
     exact, plain = gradients(False), gradients(True)
     return Reference(exact, {name: (plain[name] - exact[name]).abs() for name in exact}, empty)
@@ -674,13 +728,20 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     width = variant.head_dim
     rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
     flat_heads = case.batch * case.heads
-    results = {name: torch.full_like(x, math.nan) for name, x in (("dq", data.q), ("dk", data.k), ("dv", data.v))}
+    results = {
+        name: torch.full_like(x, math.nan)
+        for name, x in (("dq", data.q), ("dk", data.k), ("dv", data.v))
+    }
     statistics_shape = (2, flat_heads, rows_padded)
     scratch = torch.full(statistics_shape, math.nan, device="cuda", dtype=torch.float32)
-    row_flags = torch.full((flat_heads, rows_padded // STATISTICS_ROWS), 7, device="cuda", dtype=torch.uint8)
+    row_flags = torch.full(
+        (flat_heads, rows_padded // STATISTICS_ROWS), 7, device="cuda", dtype=torch.uint8
+    )
     accumulator = None
     if not variant.two_kernels:
-        accumulator = torch.full((flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32)
+        accumulator = torch.full(
+            (flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32
+        )
 
     def pointer(name: str) -> int | None:
         return extra[name].data_ptr() if name in extra else None
@@ -853,7 +914,9 @@ def check_cases(variant: Variant) -> list[Case]:
             causal,
             replace(causal, name="causal square", q_len=777, kv_len=777, dlse=True),
             replace(causal, name="lower right", lower_right=True),
-            replace(causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333),
+            replace(
+                causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333
+            ),
             replace(base, name="window", left=100, right=30),
             replace(base, name="window, one side", left=0, right=None, q_len=600),
             replace(base, name="window of one", left=0, right=0),
@@ -864,11 +927,18 @@ def check_cases(variant: Variant) -> list[Case]:
     if variant.segments:
         cases = [replace(case, segments="documents") for case in cases]
         cases += [replace(base, name="shuffled", segments="shuffled")]
-        cases += [replace(base, name="long", segments="documents", q_len=3000, kv_len=3000, heads=2, right=0)]
+        cases += [
+            replace(
+                base, name="long", segments="documents", q_len=3000, kv_len=3000, heads=2, right=0
+            )
+        ]
     if variant.softcap:
         cases = [replace(case, softcap=2.0) for case in cases]
     if variant.scale_first:
-        cases += [replace(base, name="negative scale", scale=-0.2), replace(base, name="zero scale", scale=0.0)]
+        cases += [
+            replace(base, name="negative scale", scale=-0.2),
+            replace(base, name="zero scale", scale=0.0),
+        ]
     return [case for case in cases if fits(variant, case)]
 
 
@@ -915,7 +985,11 @@ def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
         run()
         torch.cuda.synchronize()
         stable = ("dq", "dk", "dv") if loaded.variant.two_kernels else ("dk", "dv")
-        problems += [f"{name}: two runs differ" for name in stable if not torch.equal(first[name], run.results[name])]
+        problems += [
+            f"{name}: two runs differ"
+            for name in stable
+            if not torch.equal(first[name], run.results[name])
+        ]
         failures += [f"{loaded.variant.name}, {case.name}: {problem}" for problem in problems]
     return failures
 
@@ -923,8 +997,8 @@ def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
 # ---- timing ---------------------------------------------------------------------------------------------------------
 
 
-# FlashAttention-3 over torch cuDNN, backward alone, by difference of the measured passes of both (H200, 2026-11-21): from
-# forward and forward + backward of FA3 and jax cuDNN in one run.
+# FlashAttention-3 over torch cuDNN, backward alone, by difference of the measured passes of both (H200, 2026-11-21):
+# from forward and forward + backward of FA3 and jax cuDNN in one run.
 FA3_OVER_CUDNN = {
     (64, True, 2048): 1.35,
     (64, True, 8192): 1.31,
@@ -991,7 +1065,9 @@ def fill_residuals(torch: Any, data: Data) -> None:
     """Gives values to out and lse where only time matters: near those of normal inputs, so that p stays small."""
     case = data.case
     if data.out is None:
-        data.out = torch.zeros(case.batch, case.q_len, case.heads, case.width_v, device="cuda", dtype=data.q.dtype)
+        data.out = torch.zeros(
+            case.batch, case.q_len, case.heads, case.width_v, device="cuda", dtype=data.q.dtype
+        )
     keys = min(case.kv_len, case.left + 1) if case.left is not None else case.kv_len
     data.lse = torch.full((case.batch, case.heads, case.q_len), math.log(keys) + 0.5, device="cuda")
 
@@ -1036,7 +1112,9 @@ def time_case(
     parts = {}
     for name, run in passes.items():
         run()
-        parts[name] = " ".join(f"{role} {measure(step, launches):.3f}" for role, step in run.steps.items())
+        parts[name] = " ".join(
+            f"{role} {measure(step, launches):.3f}" for role, step in run.steps.items()
+        )
     return milliseconds, parts
 
 
@@ -1053,7 +1131,11 @@ def runs_timed(variant: Variant, case: Case) -> bool:
 
 def clocks() -> str:
     """Returns what the card says of its clock, power and heat."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,power.draw,temperature.gpu",
+        "--format=csv,noheader",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -1061,19 +1143,26 @@ def clocks() -> str:
     return done.stdout.strip().splitlines()[0]
 
 
-def report(case: Case, milliseconds: dict[str, list[float]], parts: dict[str, str]) -> dict[str, Any]:
+def report(
+    case: Case, milliseconds: dict[str, list[float]], parts: dict[str, str]
+) -> dict[str, Any]:
     """Prints one case as a table; returns it as a record."""
     flops = case.flops()
     median = {name: statistics.median(times) for name, times in milliseconds.items()}
     speed = {name: flops / time_ms / 1e9 for name, time_ms in median.items()}
     cudnn = speed.get("torch cudnn")
-    fa3 = FA3_OVER_CUDNN.get((case.head_dim, case.right == 0, case.q_len)) if case.heads == case.kv_heads else None
+    fa3 = (
+        FA3_OVER_CUDNN.get((case.head_dim, case.right == 0, case.q_len))
+        if case.heads == case.kv_heads
+        else None
+    )
     print(f"{case.name}: {clocks()}")
     for name in sorted(speed, key=lambda name: -speed[name]):
         spread = max(milliseconds[name]) / min(milliseconds[name])
         ratio = f"{speed[name] / cudnn:5.2f}x cudnn" if cudnn else ""
         bar = f"{speed[name] / cudnn / fa3:5.2f}x fa3" if cudnn and fa3 else ""
-        print(f"  {name:24s}{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f} {ratio} {bar}  {parts.get(name, '')}")
+        figures = f"{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f}"
+        print(f"  {name:24s}{figures} {ratio} {bar}  {parts.get(name, '')}")
     sys.stdout.flush()
     return {"case": case.name, "tflops": speed, "milliseconds": milliseconds, "parts": parts}
 
@@ -1091,7 +1180,11 @@ def summarize(records: list[dict[str, Any]]) -> None:
         ratio = speed[best] / speed["torch cudnn"]
         ratios.append(ratio)
         found = re.match(r"d(\d+) (full|causal) (\d+)", record["case"])
-        table = FA3_OVER_CUDNN.get((int(found[1]), found[2] == "causal", int(found[3]))) if found else None
+        table = (
+            FA3_OVER_CUDNN.get((int(found[1]), found[2] == "causal", int(found[3])))
+            if found
+            else None
+        )
         if table:
             bars.append(ratio / table)
         tail = f"{ratio / table:5.2f}x fa3" if table else ""
@@ -1099,7 +1192,9 @@ def summarize(records: list[dict[str, Any]]) -> None:
     for label, values in (("cudnn", ratios), ("fa3", bars)):
         if values:
             mean = math.exp(sum(map(math.log, values)) / len(values))
-            print(f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases")
+            print(
+                f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases"
+            )
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
@@ -1153,7 +1248,14 @@ def check_apart(folder: Path, names: list[str]) -> list[str]:
     while waiting:
         log = folder / "check.log"
         with log.open("w") as stream:
-            command = [sys.executable, __file__, "--folder", str(folder), "--check-here", ",".join(waiting)]
+            command = [
+                sys.executable,
+                __file__,
+                "--folder",
+                str(folder),
+                "--check-here",
+                ",".join(waiting),
+            ]
             child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
             size, since = -1, time.monotonic()
             patience = 60.0  # the first news come after the start of torch
@@ -1196,19 +1298,37 @@ def check_apart(folder: Path, names: list[str]) -> list[str]:
 
 def main() -> int:
     """Runs checks and timings; returns 1 if a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("build/sm90_backward"), help="cubins and facts.json")
-    parser.add_argument("--write-units", action="store_true", help="write sources into the folder and stop")
-    parser.add_argument("--check-layout", action="store_true", help="compare the mirrors with facts.json and stop")
-    parser.add_argument("--check-here", default="", help="check these variants in this process and stop")
-    parser.add_argument("--variants", default="", help="only variants whose name matches this expression")
-    parser.add_argument("--cases", default="", help="only timed cases whose name matches this expression")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/sm90_backward"), help="cubins and facts.json"
+    )
+    parser.add_argument(
+        "--write-units", action="store_true", help="write sources into the folder and stop"
+    )
+    parser.add_argument(
+        "--check-layout", action="store_true", help="compare the mirrors with facts.json and stop"
+    )
+    parser.add_argument(
+        "--check-here", default="", help="check these variants in this process and stop"
+    )
+    parser.add_argument(
+        "--variants", default="", help="only variants whose name matches this expression"
+    )
+    parser.add_argument(
+        "--cases", default="", help="only timed cases whose name matches this expression"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=140.0, help="begin no further timed case after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=140.0, help="begin no further timed case after this time"
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
-    parser.add_argument("--time-wrong", action="store_true", help="time variants that failed their checks too")
+    parser.add_argument(
+        "--time-wrong", action="store_true", help="time variants that failed their checks too"
+    )
     parser.add_argument("--json", type=Path, help="write all times here")
     arguments = parser.parse_args()
     folder = arguments.folder
@@ -1243,12 +1363,16 @@ def main() -> int:
             if time.monotonic() - started > arguments.seconds:
                 print(f"no time left for {case.name}")
                 continue
-            milliseconds, parts = time_case(torch, driver, kernels, case, arguments.rounds, arguments.seed)
+            milliseconds, parts = time_case(
+                torch, driver, kernels, case, arguments.rounds, arguments.seed
+            )
             records.append(report(case, milliseconds, parts))
         summarize(records)
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
-    print(f"{len(names) - len(right)} of {len(names)} variants failed their checks; {time.monotonic() - started:.0f} s")
+    print(
+        f"{len(names) - len(right)} of {len(names)} variants failed their checks; {time.monotonic() - started:.0f} s"
+    )
     return int(len(right) < len(names))
 
 

@@ -27,9 +27,7 @@ enum class DType : uint8_t { kF16, kBF16, kF32, kF64 };
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-constexpr int64_t size_bytes(DType dtype) {
-  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
-}
+constexpr int64_t size_bytes(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
 
 // An array that broadcasts against (B, N, T, S): an axis of size 1 has stride 0.
 struct BroadcastTensor {
@@ -52,11 +50,11 @@ struct Problem {
   int64_t band_left = kUnbounded, band_right = kUnbounded;
   bool lower_right = false;
 
-  const void* q = nullptr;  // [B, T, N, D]
-  const void* k = nullptr;  // [B, S, K, D]
-  const void* v = nullptr;  // [B, S, K, Dv]
-  BroadcastTensor bias;     // added to the scaled (and capped) scores
-  BroadcastTensor mask;     // nonzero: takes part
+  const void* q = nullptr;               // [B, T, N, D]
+  const void* k = nullptr;               // [B, S, K, D]
+  const void* v = nullptr;               // [B, S, K, Dv]
+  BroadcastTensor bias;                  // added to the scaled (and capped) scores
+  BroadcastTensor mask;                  // nonzero: takes part
   const int32_t* q_lengths = nullptr;    // [B], or null: T. Values are clamped to [0, T]
   const int32_t* kv_lengths = nullptr;   // [B], or null: S. Values are clamped to [0, S]
   const int32_t* q_segments = nullptr;   // [B, T], or null. Both or neither

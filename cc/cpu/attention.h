@@ -19,8 +19,7 @@ int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias);
 
 // `scratch` is 64-byte aligned. Results are bitwise independent of the number of threads.
 void forward(const Problem& problem, const ForwardResults& results, void* scratch, const ParallelFor& parallel_for);
-void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch,
-              const ParallelFor& parallel_for);
+void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const ParallelFor& parallel_for);
 
 // Instruction sets compiled in that this machine can run, best first ("amx", "avx512", "avx2", "baseline", ...).
 std::vector<std::string> instruction_sets();

@@ -19,14 +19,10 @@ constexpr int64_t kMaxRowBytes = int64_t{1} << 24;  // row * bytes of a tile sta
 
 Element element_of(DType dtype) {
   switch (dtype) {
-    case DType::kF16:
-      return Element::kF16;
-    case DType::kBF16:
-      return Element::kBF16;
-    case DType::kF32:
-      return Element::kF32;
-    case DType::kF64:
-      break;
+    case DType::kF16: return Element::kF16;
+    case DType::kBF16: return Element::kBF16;
+    case DType::kF32: return Element::kF32;
+    case DType::kF64: break;
   }
   fail(Fault::kCaller, "CUDA kernels run float16, bfloat16 and float32, not float64");
 }
@@ -56,10 +52,11 @@ BroadcastArray broadcast_array(const BroadcastTensor& tensor, int64_t element_by
 // What staged copies of a bias or mask rely on.
 void check_staged(const Kernel& kernel, const char* name, const BroadcastTensor& tensor, int64_t element_bytes,
                   int64_t kv_len) {
-  const bool rows_aligned = (tensor.stride_batch * element_bytes) % 16 == 0 && (tensor.stride_head * element_bytes) % 16 == 0 &&
+  const bool rows_aligned = (tensor.stride_batch * element_bytes) % 16 == 0 &&
+                            (tensor.stride_head * element_bytes) % 16 == 0 &&
                             (tensor.stride_query * element_bytes) % 16 == 0 && (kv_len * element_bytes) % 16 == 0;
-  JATTN_REQUIRE(tensor.stride_key == 1 && rows_aligned && aligned(tensor.data, 16), "kernel ", kernel.text, " needs a ", name,
-                " whose rows start on 16-byte boundaries");
+  JATTN_REQUIRE(tensor.stride_key == 1 && rows_aligned && aligned(tensor.data, 16), "kernel ", kernel.text, " needs a ",
+                name, " whose rows start on 16-byte boundaries");
 }
 
 int32_t clamp_band(int64_t limit) { return static_cast<int32_t>(std::clamp(limit, -kUnboundedBand, kUnboundedBand)); }
@@ -89,13 +86,14 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   const Config& config = kernel.config();
   JATTN_REQUIRE(problem.q_len <= kMaxLength && problem.kv_len <= kMaxLength, "lengths ", problem.q_len, " and ",
                 problem.kv_len, " are too long: at most ", kMaxLength);
-  JATTN_REQUIRE(problem.num_kv_heads > 0 && problem.num_heads % problem.num_kv_heads == 0, "num_heads ", problem.num_heads,
-                " must be a multiple of num_kv_heads ", problem.num_kv_heads);
-  JATTN_REQUIRE(problem.batch * problem.num_heads <= kMaxHeads, "batch * num_heads is ", problem.batch * problem.num_heads,
-                ", at most ", kMaxHeads);
+  JATTN_REQUIRE(problem.num_kv_heads > 0 && problem.num_heads % problem.num_kv_heads == 0, "num_heads ",
+                problem.num_heads, " must be a multiple of num_kv_heads ", problem.num_kv_heads);
+  JATTN_REQUIRE(problem.batch * problem.num_heads <= kMaxHeads, "batch * num_heads is ",
+                problem.batch * problem.num_heads, ", at most ", kMaxHeads);
   JATTN_REQUIRE(problem.head_dim > 0 && problem.head_dim_v > 0, "head dims must be positive");
   JATTN_REQUIRE(element_of(problem.dtype) == config.element, "kernel ", kernel.text, " has another element type");
-  JATTN_REQUIRE(problem.head_dim <= config.head_dim, "head_dim ", problem.head_dim, " exceeds that of kernel ", kernel.text);
+  JATTN_REQUIRE(problem.head_dim <= config.head_dim, "head_dim ", problem.head_dim, " exceeds that of kernel ",
+                kernel.text);
   const int64_t bytes = size_bytes(problem.dtype);
   JATTN_REQUIRE(problem.num_heads * std::max(problem.head_dim, problem.head_dim_v) * bytes <= kMaxRowBytes,
                 "num_heads * head_dim is too large: a row may have ", kMaxRowBytes, " bytes");
@@ -108,7 +106,8 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias, false);
   check_feature(kernel, "softcap", problem.softcap > 0, config.softcap, false);
   if (config.bias) {
-    JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text, " has another bias type");
+    JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text,
+                  " has another bias type");
   }
 
   ProblemParams params{};
@@ -145,9 +144,9 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   }
   params.copy_bytes = copy_bytes(problem.head_dim, bytes, {problem.q, problem.k});
   params.copy_bytes_v = copy_bytes(problem.head_dim_v, bytes, {problem.v});
-  JATTN_REQUIRE(config.narrow_rows || (params.copy_bytes == 16 && params.copy_bytes_v == 16),
-                "head dims ", problem.head_dim, " and ", problem.head_dim_v,
-                " give rows off 16-byte boundaries, but kernel ", kernel.text, " was not made for narrow rows");
+  JATTN_REQUIRE(config.narrow_rows || (params.copy_bytes == 16 && params.copy_bytes_v == 16), "head dims ",
+                problem.head_dim, " and ", problem.head_dim_v, " give rows off 16-byte boundaries, but kernel ",
+                kernel.text, " was not made for narrow rows");
   return params;
 }
 

@@ -40,8 +40,8 @@ struct Kernels {
 };
 
 Kernels find_kernels(const Plan& plan) {
-  return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"), find_family(plan, "sm80_backward_dq"),
-          find_family(plan, "sm80_backward_dbias")};
+  return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"),
+          find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias")};
 }
 
 // The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
@@ -63,8 +63,8 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config) {
   const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
   shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
   shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
-  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) * (q_tiles / shape.tiles_query) *
-                        (kv_tiles / shape.tiles_key);
+  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) *
+                        (q_tiles / shape.tiles_query) * (kv_tiles / shape.tiles_key);
   shape.splits = std::clamp<int64_t>(ceil_div(kWantedBlocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
   return shape;
 }
@@ -147,8 +147,8 @@ void launch_row_delta(const Problem& problem, const BackwardBuffers& buffers, co
 }
 
 // dk and dv; in the fused form dq's accumulator too.
-void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel, bool fused,
-                 const Scratch& scratch, CUstream stream) {
+void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                 bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
   launch_segment_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
@@ -166,8 +166,9 @@ void launch_cast_grad(const Problem& problem, const BackwardBuffers& buffers, co
   const Kernel& kernel = require_family(plan, "cast_grad");
   const Config& config = kernel.config();
   const Config& made_by = fused.config();
-  JATTN_REQUIRE(config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q &&
-                    config.num_warps == made_by.num_warps && config.grad_slices == made_by.grad_slices,
+  JATTN_REQUIRE(config.element == made_by.element && config.head_dim == made_by.head_dim &&
+                    config.tile_q == made_by.tile_q && config.num_warps == made_by.num_warps &&
+                    config.grad_slices == made_by.grad_slices,
                 "kernels ", kernel.text, " and ", fused.text, " do not agree on the order of dq");
   CastGradParams params{};
   params.dq_accumulator = scratch.dq_accumulator;
@@ -178,11 +179,12 @@ void launch_cast_grad(const Problem& problem, const BackwardBuffers& buffers, co
   params.num_heads = static_cast<int32_t>(problem.num_heads);
   params.head_dim = static_cast<int32_t>(problem.head_dim);
   params.scale = static_cast<float>(problem.scale);
-  launch(kernel,
-         {.grid = {.x = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q) * config.grad_slices},
-          .num_threads = cast_grad_threads(config),
-          .shared_bytes = cast_grad_shared_bytes(config)},
-         &params, stream);
+  launch(
+      kernel,
+      {.grid = {.x = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q) * config.grad_slices},
+       .num_threads = cast_grad_threads(config),
+       .shared_bytes = cast_grad_shared_bytes(config)},
+      &params, stream);
 }
 
 void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
@@ -268,7 +270,8 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
                 "dq is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(!wants_keys || kernels.fused != nullptr || kernels.dkv != nullptr,
                 "dk or dv is wanted, but the plan has no kernel for it");
-  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr, "dbias is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr,
+                "dbias is wanted, but the plan has no kernel for it");
 
   launch_row_delta(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {

@@ -24,7 +24,8 @@ struct Kernels {
 };
 
 Kernels find_kernels(const Plan& plan) {
-  return {find_family(plan, "sm90_backward"), find_family(plan, "sm90_backward_dkv"), find_family(plan, "sm90_backward_dq")};
+  return {find_family(plan, "sm90_backward"), find_family(plan, "sm90_backward_dkv"),
+          find_family(plan, "sm90_backward_dq")};
 }
 
 // The parts of the scratch buffer. Without a buffer the addresses mean nothing, but `bytes` does.
@@ -72,13 +73,16 @@ int64_t kv_heads_of_section(const Problem& problem, const Config& config) {
   return std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(1, bytes), 1, problem.batch * problem.num_kv_heads);
 }
 
-// How many key/value heads ahead the fused kernel zeroes its accumulator: so many that blocks hardly ever wait, and all of
-// them where few blocks share a head, whose shares would be large.
-int64_t heads_zeroed_ahead(const Problem& problem, const Config& config, int64_t sm_count) {
-  constexpr int64_t kWaves = int64_t{1} << 20;
+// Whether the fused kernel zeroes the accumulator of later heads beside its products; else all of it is zeroed before.
+constexpr bool kZeroesBesideProducts = false;
+
+// Key/value heads whose accumulator is zeroed before the fused kernel starts. If it zeroes the others itself: so many that
+// its blocks hardly ever wait for earlier ones.
+int64_t heads_zeroed_before(const Problem& problem, const Config& config, int64_t sm_count) {
+  const int64_t heads = problem.batch * problem.num_kv_heads;
+  if (!kZeroesBesideProducts) return heads;
   const int64_t tiles = ceil_div(problem.kv_len, config.tile_kv);
-  const int64_t ahead = std::max(kv_heads_of_section(problem, config), ceil_div(kWaves * sm_count, tiles));
-  return std::min(problem.batch * problem.num_kv_heads, ahead);
+  return std::min(heads, std::max(kv_heads_of_section(problem, config), ceil_div(2 * sm_count, tiles)));
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -90,7 +94,7 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
   const int64_t zeroed_heads =
       kernels.fused == nullptr
           ? 0
-          : heads_zeroed_ahead(problem, kernels.fused->config(), device_facts(plan.device_ordinal).sm_count);
+          : heads_zeroed_before(problem, kernels.fused->config(), device_facts(plan.device_ordinal).sm_count);
   const sm90::PrepareParams params{
       .out = buffers.out,
       .dout = buffers.dout,
@@ -141,32 +145,32 @@ sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffe
 }
 
 // dk and dv; in the fused form dq's accumulator too.
-void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel, bool fused,
-                 const Scratch& scratch, CUstream stream) {
+void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                 bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   sm90::BackwardParams params = backward_params(problem, buffers, kernel, scratch);
   launch_segment_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
   params.wants_dk = buffers.dk != nullptr;
   params.wants_dv = buffers.dv != nullptr;
   if (params.wants_dk) {
-    params.dk = tile_map(buffers.dk, problem.dtype, problem.batch, problem.kv_len, problem.num_kv_heads, problem.head_dim,
-                         sm90::kWarpgroupRows);
+    params.dk = tile_map(buffers.dk, problem.dtype, problem.batch, problem.kv_len, problem.num_kv_heads,
+                         problem.head_dim, sm90::kWarpgroupRows);
   }
   if (params.wants_dv) {
-    params.dv = tile_map(buffers.dv, problem.dtype, problem.batch, problem.kv_len, problem.num_kv_heads, problem.head_dim_v,
-                         sm90::kWarpgroupRows);
+    params.dv = tile_map(buffers.dv, problem.dtype, problem.batch, problem.kv_len, problem.num_kv_heads,
+                         problem.head_dim_v, sm90::kWarpgroupRows);
   }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config));
-  if (fused) {
+  if (fused && kZeroesBesideProducts) {
     constexpr int64_t kQuad = 4;
     const int64_t head_floats = problem.group_size() * scratch.rows_padded * config.head_dim;
+    const int64_t share = round_up(ceil_div(head_floats, params.tiles), kQuad);
+    JATTN_REQUIRE(share <= std::numeric_limits<int32_t>::max(),
+                  "q_len * num_heads / num_kv_heads is too large for kv_len ", problem.kv_len);
     params.heads_zeroed = scratch.heads_zeroed;
     params.zero_ahead =
-        static_cast<int32_t>(heads_zeroed_ahead(problem, config, device_facts(plan.device_ordinal).sm_count));
-    const int64_t share = round_up(ceil_div(head_floats, params.tiles), kQuad);
-    JATTN_REQUIRE(share <= std::numeric_limits<int32_t>::max(), "q_len * num_heads / num_kv_heads is too large for kv_len ",
-                  problem.kv_len);
+        static_cast<int32_t>(heads_zeroed_before(problem, config, device_facts(plan.device_ordinal).sm_count));
     params.zero_floats = static_cast<int32_t>(share);
   }
   launch(kernel,
@@ -181,8 +185,9 @@ void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const P
   const Kernel& kernel = require_family(plan, "backward_cast");
   const Config& config = kernel.config();
   const Config& made_by = fused.config();
-  JATTN_REQUIRE(config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q,
-                "kernels ", kernel.text, " and ", fused.text, " do not agree on the order of dq");
+  JATTN_REQUIRE(
+      config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q,
+      "kernels ", kernel.text, " and ", fused.text, " do not agree on the order of dq");
   sm90::CastParams params{};
   params.dq = tile_map(buffers.dq, problem.dtype, problem.batch, problem.q_len, problem.num_heads, problem.head_dim,
                        config.tile_q);

@@ -16,6 +16,7 @@ bool plans_backward_sm90(const Plan& plan);
 int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan);
 
 // Writes every element of the wanted gradients. Throws Error if the plan's kernels cannot run the problem.
-void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch, CUstream stream);
+void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch,
+                   CUstream stream);
 
 }  // namespace jattn::cuda

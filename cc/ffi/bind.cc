@@ -34,8 +34,8 @@ class Checker {
   }
   void require_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType want) {
     require(buffer.element_type() == want, std::string("jattn: ") + name + " has XLA element type " +
-                                               std::to_string(static_cast<int>(buffer.element_type())) +
-                                               ", must be " + std::to_string(static_cast<int>(want)));
+                                               std::to_string(static_cast<int>(buffer.element_type())) + ", must be " +
+                                               std::to_string(static_cast<int>(want)));
   }
   bool ok() const { return error_.empty(); }
   ffi::Error error() const { return ffi::Error(ffi::ErrorCode::kInvalidArgument, error_); }
@@ -58,8 +58,8 @@ template <typename T>
 T attribute(const ffi::Dictionary& spec, const char* name, Checker& check) {
   auto value = spec.get<T>(name);
   if (value.has_value()) return *value;
-  check.require(false, std::string("jattn: attribute spec.") + name + " is missing or has another type: " +
-                           value.error().message());
+  check.require(false, std::string("jattn: attribute spec.") + name +
+                           " is missing or has another type: " + value.error().message());
   return T{};
 }
 
@@ -194,8 +194,8 @@ ffi::DataType element_type(DType dtype) {
 
 std::vector<ffi::AnyBuffer> decode_results(ffi::RemainingRets rets, size_t count, Checker& check) {
   std::vector<ffi::AnyBuffer> results;
-  check.require(rets.size() == count, "jattn: the call has " + std::to_string(rets.size()) + " results, must have " +
-                                          std::to_string(count));
+  check.require(rets.size() == count,
+                "jattn: the call has " + std::to_string(rets.size()) + " results, must have " + std::to_string(count));
   for (size_t i = 0; check.ok() && i < count; ++i) {
     auto result = rets.get<ffi::AnyBuffer>(i);
     check.require(result.has_value(), "jattn: result " + std::to_string(i) + " is not a buffer");

@@ -32,8 +32,8 @@ enum OperandBit : int64_t {
 ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                      ForwardResults& results, ffi::AnyBuffer& scratch);
 
-ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::RemainingArgs args,
-                                      ffi::RemainingRets rets, BackwardBuffers& buffers, ffi::AnyBuffer& scratch);
+ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                      BackwardBuffers& buffers, ffi::AnyBuffer& scratch);
 
 // Checks that every attribute is there with its width; run in the instantiate stage, so that mistakes surface when
 // XLA compiles and not in the middle of a run.

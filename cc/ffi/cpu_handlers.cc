@@ -63,9 +63,8 @@ cpu::ParallelFor parallel_for_on(ffi::ThreadPool pool) {
 // XLA aligns every buffer to 64 bytes on CPU; the kernel's scratch layout relies on it.
 ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
   if (static_cast<int64_t>(scratch.size_bytes()) < needed_bytes) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: scratch has " + std::to_string(scratch.size_bytes()) + " bytes, needs " +
-                          std::to_string(needed_bytes));
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: scratch has " + std::to_string(scratch.size_bytes()) +
+                                                            " bytes, needs " + std::to_string(needed_bytes));
   }
   if (needed_bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jattn: scratch is not aligned to 64 bytes");
@@ -101,8 +100,9 @@ ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary) { return bind::che
 }  // namespace
 }  // namespace jattn
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuInstantiate, jattn::instantiate,
-                              xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnCpuInstantiate, jattn::instantiate,
+    xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuForward, jattn::forward,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()

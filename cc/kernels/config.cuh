@@ -17,27 +17,29 @@ struct Config {
   int tile_kv = 64;
   int num_warps = 4;
   int stages = 2;
-  bool band = false;      // causal and windows: limits are runtime numbers
-  bool lengths = false;   // query and key lengths per batch entry
+  bool band = false;     // causal and windows: limits are runtime numbers
+  bool lengths = false;  // query and key lengths per batch entry
   bool segments = false;
-  bool mask = false;      // dense bool mask, read by broadcast strides
-  bool bias = false;      // dense bias, likewise
+  bool mask = false;  // dense bool mask, read by broadcast strides
+  bool bias = false;  // dense bias, likewise
   bool softcap = false;
   bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
-  bool staged_bias = false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
+  bool staged_bias =
+      false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
   bool staged_mask = false;  // likewise of the mask
-  bool shared_scores = false;  // backward: p and ds pass through shared memory, so that warps share products along both axes
-  int grad_slices = 1;       // parts of the columns of dq, dk, dv, each computed by a block of its own
+  bool shared_scores =
+      false;            // backward: p and ds pass through shared memory, so that warps share products along both axes
+  int grad_slices = 1;  // parts of the columns of dq, dk, dv, each computed by a block of its own
 
   // Read by kernels/sm90 only.
-  int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
-  int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
-  bool chain_items = false;     // start the next item before the last output product of this one
-  bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
-  bool q_in_registers = false;  // q as a register operand of the first product
-  bool integer_max = false;     // row maximum by three-input integer instructions
+  int schedule = 0;              // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
+  int loop_order = 0;            // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
+  bool chain_items = false;      // start the next item before the last output product of this one
+  bool scale_first = false;      // scale scores before the row maximum: for scale <= 0 (softcap implies it)
+  bool q_in_registers = false;   // q as a register operand of the first product
+  bool integer_max = false;      // row maximum by three-input integer instructions
   bool ds_in_registers = false;  // ds as a register operand of the product for dq
-  bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
+  bool bulk_reduce = false;      // dq is added up by bulk reductions from shared memory, not by threads from registers
 };
 
 }  // namespace jattn

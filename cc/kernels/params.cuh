@@ -23,33 +23,33 @@ struct SegmentRange {
 
 // The problem as forward and backward kernels read it.
 struct ProblemParams {
-  const void* q;            // [B, T, N, D]
-  const void* k;            // [B, S, K, D]
-  const void* v;            // [B, S, K, Dv]
-  BroadcastArray bias;      // (B, N, T, S) broadcast; Config::bias_element
-  BroadcastArray mask;      // (B, N, T, S) broadcast; one byte each
-  const int32_t* q_lengths;    // [B] or null
-  const int32_t* kv_lengths;   // [B] or null
-  const int32_t* q_segments;   // [B, T] or null
-  const int32_t* kv_segments;  // [B, S] or null
+  const void* q;                  // [B, T, N, D]
+  const void* k;                  // [B, S, K, D]
+  const void* v;                  // [B, S, K, Dv]
+  BroadcastArray bias;            // (B, N, T, S) broadcast; Config::bias_element
+  BroadcastArray mask;            // (B, N, T, S) broadcast; one byte each
+  const int32_t* q_lengths;       // [B] or null
+  const int32_t* kv_lengths;      // [B] or null
+  const int32_t* q_segments;      // [B, T] or null
+  const int32_t* kv_segments;     // [B, S] or null
   const SegmentRange* q_ranges;   // [B, ceil(T / tile_q)], scratch filled by passes/segment_ranges.cuh
   const SegmentRange* kv_ranges;  // [B, ceil(S / tile_kv)], likewise
   int32_t batch, q_len, kv_len, num_heads, num_kv_heads, group_size, head_dim, head_dim_v;
   int32_t band_left, band_right;  // at most 2^29 in size: an unbounded side is 2^29
   bool lower_right;
-  bool scale_first;     // scores are multiplied before the row maximum: scale <= 0 breaks max(s) * scale = max(s * scale)
-  float scale;          // of q.k
-  float scale_log2;     // scale * log2(e)
-  float softcap_in;     // scale / softcap; read only if Config::softcap
-  float softcap_log2;   // softcap * log2(e)
-  int32_t copy_bytes;   // widest aligned access (16, 8, 4 or 2) along rows of q, k, dq, dk
-  int32_t copy_bytes_v; // likewise of v, out, dout, dv
+  bool scale_first;  // scores are multiplied before the row maximum: scale <= 0 breaks max(s) * scale = max(s * scale)
+  float scale;       // of q.k
+  float scale_log2;  // scale * log2(e)
+  float softcap_in;  // scale / softcap; read only if Config::softcap
+  float softcap_log2;    // softcap * log2(e)
+  int32_t copy_bytes;    // widest aligned access (16, 8, 4 or 2) along rows of q, k, dq, dk
+  int32_t copy_bytes_v;  // likewise of v, out, dout, dv
 };
 
 struct ForwardParams {
   ProblemParams problem;
-  void* out;   // [B, T, N, Dv]
-  float* lse;  // [B, N, T]
+  void* out;              // [B, T, N, Dv]
+  float* lse;             // [B, N, T]
   int32_t tiles;          // query tiles of one head
   int32_t slices;         // parts of Dv, each by its own CTA
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
@@ -57,19 +57,20 @@ struct ForwardParams {
 
 inline constexpr int kRowPadding = 128;
 
-// Row statistics of the backward, padded to rows_padded (a multiple of kRowPadding) rows per head so that a tile never reads past the end.
+// Row statistics of the backward, padded to rows_padded (a multiple of kRowPadding) rows per head so that a tile never
+// reads past the end.
 struct BackwardParams {
   ProblemParams problem;
-  const void* dout;        // [B, T, N, Dv]
-  const float* lse_log2;   // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
-  const float* delta;      // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
-  void* dq;                // [B, T, N, D]; read by backward_dq
-  void* dk;                // [B, S, K, D]
-  void* dv;                // [B, S, K, Dv]
-  float* dq_accumulator;   // [B, N, rows_padded, head_dim of the tile] in fragment order, zeroed; fused form only
+  const void* dout;       // [B, T, N, Dv]
+  const float* lse_log2;  // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
+  const float* delta;     // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
+  void* dq;               // [B, T, N, D]; read by backward_dq
+  void* dk;               // [B, S, K, D]
+  void* dv;               // [B, S, K, Dv]
+  float* dq_accumulator;  // [B, N, rows_padded, head_dim of the tile] in fragment order, zeroed; fused form only
   int32_t rows_padded;
-  int32_t tiles;           // tiles of one head along the axis that a CTA owns
-  int32_t slices;          // parts of the head dim of the results, each by its own CTA
+  int32_t tiles;   // tiles of one head along the axis that a CTA owns
+  int32_t slices;  // parts of the head dim of the results, each by its own CTA
   int32_t section_heads;
 };
 
@@ -85,14 +86,14 @@ struct SegmentRangesParams {
 
 // passes/row_delta.cuh
 struct RowDeltaParams {
-  const void* out;         // [B, T, N, Dv]
-  const void* dout;        // [B, T, N, Dv]
-  const float* lse;        // [B, N, T]
-  const float* dlse;       // [B, N, T] or null
+  const void* out;           // [B, T, N, Dv]
+  const void* dout;          // [B, T, N, Dv]
+  const float* lse;          // [B, N, T]
+  const float* dlse;         // [B, N, T] or null
   const int32_t* q_lengths;  // [B] or null
-  float* lse_log2;         // [B, N, rows_padded]
-  float* delta;            // [B, N, rows_padded]
-  float* dq_accumulator;   // [B, N, rows_padded, accumulator_width], zeroed here; or null
+  float* lse_log2;           // [B, N, rows_padded]
+  float* delta;              // [B, N, rows_padded]
+  float* dq_accumulator;     // [B, N, rows_padded, accumulator_width], zeroed here; or null
   int32_t rows_padded;
   int32_t accumulator_width;
   int32_t q_len, num_heads, head_dim_v;
@@ -115,8 +116,8 @@ struct DbiasParams {
   float* partials;  // [splits, elements of the bias]; written otherwise
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
-  int32_t tiles_query, tiles_key;  // tiles of the bias: 1 for a broadcast axis
-  int32_t splits;                  // CTAs that share one tile of the bias
+  int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
+  int32_t splits;                                               // CTAs that share one tile of the bias
 };
 
 // passes/sum_partials.cuh

@@ -86,6 +86,14 @@ def _element_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
+def _blocks(shared_bytes: int, limit: int) -> int:
+    """How many blocks share a multiprocessor, as far as it matters: 0, 1 or 2.
+
+    It has 1 KiB more than one block may use, and keeps 1 KiB for each block.
+    """
+    return min(2, (limit + 1024) // (shared_bytes + 1024))
+
+
 def _can_stage(
     shape: tuple[int, ...] | None, element_bytes: int, problem: Problem, tile_kv: int
 ) -> bool:
@@ -119,11 +127,8 @@ def _stage(
         staged_mask=_can_stage(problem.mask, 1, problem, tile.tile_kv),
     )
 
-    def blocks(candidate: Tile) -> int:
-        # A multiprocessor has 1 KiB more than one block may use, and keeps 1 KiB for each block.
-        return min(2, (limit + 1024) // (bytes_of(candidate) + 1024))
-
-    return staged if blocks(staged) == blocks(tile) else tile
+    unchanged = _blocks(bytes_of(staged), limit) == _blocks(bytes_of(tile), limit)
+    return staged if unchanged else tile
 
 
 def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
@@ -178,9 +183,16 @@ def forward_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
     slices = -(-problem.head_dim_v // 256)
     head_dim_v = _round_up(-(-problem.head_dim_v // slices), 32)
     limit = shared_limit_bytes(arch)
-    for tile_q, tile_kv, num_warps, stages in _forward_candidates(problem.dtype, head_dim_v):
+    candidates = _forward_candidates(problem.dtype, head_dim_v)
+    for i, (tile_q, tile_kv, num_warps, stages) in enumerate(candidates):
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
-        if forward_shared_bytes(tile, problem) <= limit:
+        blocks = _blocks(forward_shared_bytes(tile, problem), limit)
+        if blocks == 1 and (tile_q, tile_kv, num_warps, 1) in candidates[i + 1 :]:
+            # A second block hides more than a second stage.
+            single = dataclasses.replace(tile, stages=1)
+            if num_warps <= 4 and _blocks(forward_shared_bytes(single, problem), limit) > 1:
+                continue
+        if blocks > 0:
             return _stage(tile, problem, arch, lambda t: forward_shared_bytes(t, problem))
     raise _too_wide(problem, limit)
 

@@ -18,7 +18,7 @@ MAX_SHARED_BYTES = 227 * 1024
 
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
-_SOFTMAX_LAST = 1
+_SOFTMAX_LAST, _IN_SERIES = 1, 2
 _SCRATCH_ALIGNMENT = 256
 
 
@@ -60,7 +60,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, q_in_registers, integer_max: see ``Config``.
+      loop_order, chain_items, q_in_registers, integer_max: see ``Config``.
     """
 
     head_dim: int
@@ -69,6 +69,7 @@ class Tile:
     tile_kv: int
     stages: int = 2
     loop_order: int = 0
+    chain_items: bool = False
     q_in_registers: bool = False
     integer_max: bool = False
 
@@ -98,10 +99,14 @@ def _tile_bytes(rows: int, columns: int) -> int:
 
 def forward_shared_bytes(tile: Tile, segments: bool) -> int:
     """Shared memory of the forward kernel."""
-    q, out = _tile_bytes(tile.tile_q, tile.head_dim), _tile_bytes(tile.tile_q, tile.head_dim_v)
+    q_buffers = 2 if tile.chain_items else 1
+    q = q_buffers * _tile_bytes(tile.tile_q, tile.head_dim)
+    out = _tile_bytes(tile.tile_q, tile.head_dim_v)
     stage = _tile_bytes(tile.tile_kv, tile.head_dim) + _tile_bytes(tile.tile_kv, tile.head_dim_v)
-    ids = 4 * (2 * tile.tile_q + tile.stages * tile.tile_kv) if segments else 0
-    control = 8 * (3 + 4 * tile.stages) + 8 + 8 * tile.stages + 2 * 32 + ids
+    slots = 2 * q_buffers
+    ids = 4 * (slots * tile.tile_q + tile.stages * tile.tile_kv) if segments else 0
+    barriers = 8 * (1 + 2 * q_buffers + 4 * tile.stages)
+    control = barriers + 8 + 8 * tile.stages + slots * 32 + ids
     rest = tile.stages * stage + control
     own_out = q + out + rest
     return own_out if own_out <= MAX_SHARED_BYTES else max(q, out) + rest
@@ -122,23 +127,32 @@ def forward_tile(problem: Problem) -> Tile:
             f"head dims {problem.head_dim} and {problem.head_dim_v}: at most {LARGEST_HEAD_DIM}"
         )
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
-    if (
-        head_dim <= 64 and head_dim_v <= 64 and not problem.softcap > 0
-    ):  # with softcap 24 bytes of registers spill
-        if problem.band.unbounded:
-            return Tile(head_dim, head_dim_v, 192, 128, stages=4, loop_order=_SOFTMAX_LAST)
-        return Tile(head_dim, head_dim_v, 192, 128, stages=4, integer_max=True)
+    largest = max(head_dim, head_dim_v)
+    small = largest <= 96 and not problem.softcap > 0  # with softcap 24 bytes of registers spill
+    if small and largest <= 64:
+        return Tile(
+            head_dim,
+            head_dim_v,
+            192,
+            128,
+            stages=4,
+            loop_order=_SOFTMAX_LAST,
+            chain_items=not problem.segments,  # with both 4 bytes of registers spill
+            integer_max=True,
+        )
+    if small:
+        return Tile(head_dim, head_dim_v, 192, 128, loop_order=_IN_SERIES, integer_max=True)
     # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores, half as many packed
     # probabilities and, if q is in registers, head_dim / 4 of its words.
     for tile_kv in (128, 96, 64):
-        q_in_registers = head_dim <= 128 and head_dim_v <= 128
+        q_in_registers = largest <= 128
         tile = Tile(
             head_dim,
             head_dim_v,
             128,
             tile_kv,
             q_in_registers=q_in_registers,
-            integer_max=q_in_registers,
+            integer_max=head_dim_v <= 128,
         )
         registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
         if registers <= 192 and forward_shared_bytes(tile, problem.segments) <= MAX_SHARED_BYTES:
@@ -170,6 +184,8 @@ def forward_key(problem: Problem, tile: Tile) -> str:
     members["schedule"] = _SCHEDULE_BY_COUNTER
     if tile.loop_order:
         members["loop_order"] = tile.loop_order
+    if tile.chain_items:
+        members["chain_items"] = 1
     if tile.q_in_registers:
         members["q_in_registers"] = 1
     if tile.integer_max:

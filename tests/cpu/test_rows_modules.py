@@ -142,7 +142,7 @@ def test_T002_train_with_padding(backend: str) -> None:
     assert float(jnp.abs(train - evaluate).mean()) < 1e-4
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("kind", ["bool", "float32"])
 @pytest.mark.parametrize("padding_dim", [2, None])
 @pytest.mark.parametrize("mask_dim", [2, 3, None])
@@ -177,7 +177,7 @@ def test_T003_mask_ranks_and_padding(
     close(attend(backend), attend("reference"))
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("num_heads", [1, 4, 8])
 def test_T004_all_valid_mask_changes_nothing(num_heads: int, backend: str) -> None:
     x = normal(1, 2, 4, 8)
@@ -249,7 +249,7 @@ def test_T006_masked_and_length_arms_agree(d_model: int, inputs: Any, autocast: 
         out = jax.jit(encoder(hidden=d_model, attention_fn=fn).apply)(params, x, mask)
         return np.where(np.asarray(keep)[..., None], np.asarray(out), 0)
 
-    for (batch, length), pads in inputs:
+    for (batch, length), pads in inputs[:2] if autocast else inputs:
         x = jax.random.uniform(jax.random.key(length), (batch, length, d_model))
         lengths = jnp.asarray([length - pad for pad in pads], jnp.int32)
         keep = jnp.arange(length)[None] < lengths[:, None]
@@ -417,7 +417,7 @@ def test_T011_is_causal_equals_the_mask(backend: str) -> None:
     )
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("num_heads", [1, 8])
 def test_T012_module_with_and_without_bias(num_heads: int, use_bias: bool, backend: str) -> None:
@@ -537,7 +537,7 @@ def test_T021_padding_of_either_side_takes_the_dense_path() -> None:
 # ---- what modules pass down ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 def test_T022_module_without_bias_parameters(backend: str) -> None:
     x = jax.random.uniform(jax.random.key(1), (1, 5, 10))
 
@@ -550,7 +550,7 @@ def test_T022_module_without_bias_parameters(backend: str) -> None:
     close(run(backend), run("reference"))
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 def test_T023_encoder_without_bias_parameters(backend: str) -> None:
     x = normal(1, 2, 3, 8)
     one, stack = layer(backend, use_bias=False), encoder(backend, use_bias=False)
@@ -558,7 +558,7 @@ def test_T023_encoder_without_bias_parameters(backend: str) -> None:
         assert np.isfinite(np.asarray(model.apply(initial(model, x), x))).all()
 
 
-@pytest.mark.backends("xla", "cpu")
+@pytest.mark.backends("cpu")
 def test_T024_train_with_is_causal(backend: str) -> None:
     x = normal(1, 1, 4, 2)
     fn = jattn.flax.make_attention_fn(is_causal=True, implementation=backend)

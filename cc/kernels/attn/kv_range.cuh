@@ -52,15 +52,15 @@ __device__ __forceinline__ bool segments_equal(SegmentRange a, SegmentRange b) {
   return a.low >= 0 && a.low == a.high && a.low == b.low && a.low == b.high;
 }
 
-// Walks the tiles of a range from the last to the first and leaves out those whose segments cannot meet. A warp looks at
-// 32 tiles with one load; all its lanes get the same answer.
+// Walks the tiles of a range from the last to the first and leaves out those whose segments cannot meet. A warp looks
+// at 32 tiles with one load; all its lanes get the same answer.
 template <bool kSegments>
 struct TileWalk {
   int begin;
   const SegmentRange* others;  // ranges of the other axis, of this batch entry
   SegmentRange own;
-  int window = 0;       // highest tile that `hits` describes
-  uint32_t hits = 0;    // bit i: tile window - i
+  int window = 0;     // highest tile that `hits` describes
+  uint32_t hits = 0;  // bit i: tile window - i
 
   // The next tile to visit that is not above `tile`, or -1.
   __device__ __forceinline__ int at_or_below(int tile) {

@@ -7,12 +7,12 @@
 
 namespace jattn {
 
-// Band and lengths. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a transposed fragment
-// the caller passes transposed(band), the key length as row_length and the query length as column_length. Rows beyond
-// row_length are masked only if kMaskRows.
+// Band and lengths. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a transposed
+// fragment the caller passes transposed(band), the key length as row_length and the query length as column_length. Rows
+// beyond row_length are masked only if kMaskRows.
 template <Config kConfig, bool kMaskRows, int kM, int kN>
-__device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, int row_length, int column_length, int row0,
-                                            int column0) {
+__device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, int row_length, int column_length,
+                                            int row0, int column0) {
   const int lane = ptx::thread_index_anew() & 31;  // off the path of full tiles: nothing to keep in registers
   const int lane_column = column0 + 2 * (lane & 3);
 #pragma unroll
@@ -44,7 +44,8 @@ __device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, in
 // row_segments, column_segments: ids of this batch entry along the axes of the fragment.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_segments(float (&s)[kM][kN][4], const int32_t* row_segments,
-                                              const int32_t* column_segments, int rows, int columns, int row0, int column0) {
+                                              const int32_t* column_segments, int rows, int columns, int row0,
+                                              int column0) {
   const int lane = threadIdx.x & 31;
   int row_id[kM][2];
 #pragma unroll
@@ -74,8 +75,8 @@ __device__ __forceinline__ void mask_segments(float (&s)[kM][kN][4], const int32
 
 // Dense mask of one byte per pair.
 template <bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void mask_dense(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head, int row0,
-                                           int column0) {
+__device__ __forceinline__ void mask_dense(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
+                                           int row0, int column0) {
   const BroadcastReader<kTransposed> reader(problem.mask, problem, batch, head);
   const uint8_t* mask = static_cast<const uint8_t*>(problem.mask.data);
   if constexpr (!kTransposed) {

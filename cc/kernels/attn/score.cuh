@@ -23,13 +23,13 @@ __device__ __forceinline__ float load_element(const void* data, int64_t index) {
   return Traits::to_float(__ldg(static_cast<const typename Traits::Storage*>(data) + index));
 }
 
-// bias * log2(e), kept finite where the bias is finite: the least bfloat16 or float32 would become -inf, and a row filled
-// with it has a softmax.
+// s + bias * log2(e), the bias kept finite where it is finite: the least bfloat16 or float32 would become -inf, and a row
+// filled with it has a softmax. Fused by name, so that every way of reading a bias gives the same bits.
 template <Element kElement>
-__device__ __forceinline__ float bias_log2(float bias) {
-  if constexpr (kElement == Element::kF16) return bias * kLog2E;
+__device__ __forceinline__ float add_bias(float s, float bias) {
+  if constexpr (kElement == Element::kF16) return fmaf(bias, kLog2E, s);
   const float clamped = fminf(fmaxf(bias, -2.3e38f), 2.3e38f);
-  return (fabsf(bias) < infinity() ? clamped : bias) * kLog2E;
+  return fmaf(fabsf(bias) < infinity() ? clamped : bias, kLog2E, s);
 }
 
 // Offsets of the rows g, g + 8 of a broadcast array; two columns at a time.
@@ -39,7 +39,8 @@ struct BroadcastReader {
   int64_t base;  // of this batch entry and head
   int q_len, kv_len;
 
-  __device__ __forceinline__ BroadcastReader(const BroadcastArray& array, const ProblemParams& problem, int batch, int head)
+  __device__ __forceinline__ BroadcastReader(const BroadcastArray& array, const ProblemParams& problem, int batch,
+                                             int head)
       : array(array),
         base(batch * array.stride_batch + head * array.stride_head),
         q_len(problem.q_len),
@@ -72,8 +73,8 @@ struct BroadcastReader {
   }
 };
 
-// s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a fragment
-// that keeps raw products is left alone.
+// s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a
+// fragment that keeps raw products is left alone.
 template <Config kConfig, int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ProblemParams& problem) {
   if constexpr (kConfig.softcap) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const Proble
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          s[m][n][e] = problem.softcap_log2 *
-                       tanh_accurate<kConfig.element == Element::kF32>(s[m][n][e] * problem.softcap_in);
+          s[m][n][e] =
+              problem.softcap_log2 * tanh_accurate<kConfig.element == Element::kF32>(s[m][n][e] * problem.softcap_in);
         }
       }
     }
@@ -139,8 +140,8 @@ struct SoftcapDerivative {
 
 // s += log2(e) * bias
 template <Config kConfig, bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head, int row0,
-                                         int column0) {
+__device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
+                                         int row0, int column0) {
   const BroadcastReader<kTransposed> reader(problem.bias, problem, batch, head);
   if constexpr (!kTransposed) {
     if (problem.bias.pairs) {
@@ -157,16 +158,17 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
             if (row < problem.q_len && column + 8 * n < problem.kv_len) {
               float low, high;
               if constexpr (kConfig.bias_element == Element::kF32) {
-                const float2 x = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(problem.bias.data) + index + 8 * n));
+                const float2 x = __ldg(
+                    reinterpret_cast<const float2*>(static_cast<const float*>(problem.bias.data) + index + 8 * n));
                 low = x.x, high = x.y;
               } else {
                 using Traits = ElementTraits<kConfig.bias_element>;
-                const uint32_t x =
-                    __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(problem.bias.data) + index + 8 * n));
+                const uint32_t x = __ldg(
+                    reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(problem.bias.data) + index + 8 * n));
                 low = Traits::low(x), high = Traits::high(x);
               }
-              s[m][n][2 * h] += bias_log2<kConfig.bias_element>(low);
-              s[m][n][2 * h + 1] += bias_log2<kConfig.bias_element>(high);
+              s[m][n][2 * h] = add_bias<kConfig.bias_element>(s[m][n][2 * h], low);
+              s[m][n][2 * h + 1] = add_bias<kConfig.bias_element>(s[m][n][2 * h + 1], high);
             }
           }
         }
@@ -176,8 +178,8 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
   }
   reader.template each<kM, kN>(row0, column0, [&](int m, int n, int h, int e, int64_t index) {
     if (index >= 0) {
-      s[m][n][2 * h + e] +=
-          bias_log2<kConfig.bias_element>(load_element<kConfig.bias_element>(problem.bias.data, index));
+      s[m][n][2 * h + e] = add_bias<kConfig.bias_element>(s[m][n][2 * h + e],
+                                                          load_element<kConfig.bias_element>(problem.bias.data, index));
     }
   });
 }

@@ -1,15 +1,15 @@
 // Online softmax in base 2 over accumulator fragments: row maximum, lazy rescale, exponentials, row sums, lse.
 //
-// A lane holds, for each 16-row block, rows g and g + 8 (slot 0 and 1). row_max is the same in the four lanes of a quad;
-// row_sum is each lane's own part until finish().
+// A lane holds, for each 16-row block, rows g and g + 8 (slot 0 and 1). row_max is the same in the four lanes of a
+// quad; row_sum is each lane's own part until finish().
 #pragma once
 
 #include "base/numeric.cuh"
 
 namespace jattn {
 
-// The maximum is only moved when it grew by more than this (log2): until then probabilities exceed 1 by at most 2^8, which
-// float16 holds, and the accumulator need not be multiplied. Removes nearly all rescales.
+// The maximum is only moved when it grew by more than this (log2): until then probabilities exceed 1 by at most 2^8,
+// which float16 holds, and the accumulator need not be multiplied. Removes nearly all rescales.
 inline constexpr float kRescaleThresholdLog2 = 8.0f;
 
 // Above this (log2) the product row_max * factor has no bits left for the difference to the scores.
@@ -32,8 +32,8 @@ struct RowStatistics {
   }
 };
 
-// Turns scores into probabilities 2^(factor * (s - row_max)) in place and rescales the accumulator where needed.
-// factor > 0; invisible scores are -inf. A row that has seen no key keeps row_max = -inf and probabilities 0; a NaN score
+// Turns scores into probabilities 2^(factor * (s - row_max)) in place and rescales the accumulator where needed. factor
+// > 0; invisible scores are -inf. A row that has seen no key keeps row_max = -inf and probabilities 0; a NaN score
 // gives a NaN probability, whatever the maximum.
 template <int kM, int kN, int kNOut>
 __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)[kM][kNOut][4], RowStatistics<kM>& rows,
@@ -69,25 +69,24 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
       }
     }
   }
-  float shift[kM][2];
-  bool far = false;
+  // One multiply-add per score, except where it would see the rounding error of row_max * factor: the row_max is then
+  // subtracted first.
+  float farthest = 0.0f;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      shift[m][h] = rows.row_max[m][h] == -infinity() ? 0.0f : rows.row_max[m][h] * factor;
-      far |= fabsf(shift[m][h]) > kFarLog2;
+      const float row_max = rows.row_max[m][h];
+      farthest = fmaxf(farthest, row_max == -infinity() ? 0.0f : fabsf(row_max));
     }
   }
-  // One multiply-add per score, except where it would see the rounding error of row_max * factor: the row_max is then
-  // subtracted first.
-  if (__any_sync(0xffffffffu, far)) {
+  const bool far = __any_sync(0xffffffffu, farthest * factor > kFarLog2);
+  if (far) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float row_max = rows.row_max[m][h] == -infinity() ? 0.0f : rows.row_max[m][h];
-        shift[m][h] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
           s[m][n][2 * h] -= row_max;
@@ -100,12 +99,14 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      const float row_max = rows.row_max[m][h];
+      const float shift = far || row_max == -infinity() ? 0.0f : row_max * factor;
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float p = exp2_fast(fmaf(s[m][n][2 * h + e], factor, -shift[m][h]));
+          const float p = exp2_fast(fmaf(s[m][n][2 * h + e], factor, -shift));
           s[m][n][2 * h + e] = p;
           sum += p;
         }

@@ -1,4 +1,5 @@
-// Numbers on the device: constants, element conversions, base-2 exponential, reductions over the lanes that share a row.
+// Numbers on the device: constants, element conversions, base-2 exponential, reductions over the lanes that share a
+// row.
 #pragma once
 
 #include "base/types.cuh"
@@ -105,8 +106,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Tells the compiler that a value is the same in the whole warp: results of integer division are not seen to be. Addresses
-// made from it then live in uniform registers.
+// Tells the compiler that a value is the same in the whole warp: results of integer division are not seen to be.
+// Addresses made from it then live in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 JATTN_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -14,7 +14,8 @@ using uint64_t = unsigned long long;
 #include <cstdint>
 #endif
 
-// Marks constexpr functions that the host compiler, nvcc and NVRTC all call; the host compiler knows no such attributes.
+// Marks constexpr functions that the host compiler, nvcc and NVRTC all call; the host compiler knows no such
+// attributes.
 #ifdef __CUDACC__
 #define JATTN_HOST_DEVICE __host__ __device__
 #else

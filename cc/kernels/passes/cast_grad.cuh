@@ -1,7 +1,8 @@
 // dq from the float32 accumulator of the fused backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family cast_grad: entry cast_grad<kConfig>, parameters CastGradParams. Reads the members of Config that decide
-// the fragment order (element, head_dim, tile_q, num_warps, grad_slices) and narrow_rows. One block per query tile and slice.
+// Unit of the family cast_grad: entry cast_grad<kConfig>, parameters CastGradParams. Reads the members of Config that
+// decide the fragment order (element, head_dim, tile_q, num_warps, grad_slices) and narrow_rows. One block per query
+// tile and slice.
 #pragma once
 
 #include "base/numeric.cuh"
@@ -53,10 +54,10 @@ __device__ __forceinline__ void cast_grad(const CastGradParams& params) {
   }
   sm80::stage_accumulator(staging, dq, factor, part_row, part_column);
   __syncthreads();
-  const sm80::GlobalRows rows = sm80::head_rows<kElement>(params.dq, params.q_len, params.num_heads, params.head_dim, entry,
-                                                          head, slice * kSliceD, 0);
-  sm80::store_tile<kElement, kSliceD, kTileQ, cast_grad_threads(kConfig), kConfig.narrow_rows>(staging, rows, 0, row_begin,
-                                                                                             params.q_len);
+  const sm80::GlobalRows rows = sm80::head_rows<kElement>(params.dq, params.q_len, params.num_heads, params.head_dim,
+                                                          entry, head, slice * kSliceD, 0);
+  sm80::store_tile<kElement, kSliceD, kTileQ, cast_grad_threads(kConfig), kConfig.narrow_rows>(staging, rows, 0,
+                                                                                               row_begin, params.q_len);
 }
 
 }  // namespace jattn

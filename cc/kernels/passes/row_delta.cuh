@@ -1,8 +1,8 @@
-// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; and zeros in the
-// accumulator of dq.
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; and zeros
+// in the accumulator of dq.
 //
-// Unit of the family row_delta: entry row_delta<kConfig>, parameters RowDeltaParams. Reads element, head_dim_v (to size the
-// part of a warp that shares a row) and narrow_rows.
+// Unit of the family row_delta: entry row_delta<kConfig>, parameters RowDeltaParams. Reads element, head_dim_v (to size
+// the part of a warp that shares a row) and narrow_rows.
 #pragma once
 
 #include "base/numeric.cuh"
@@ -60,7 +60,8 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
       const auto* out = static_cast<const typename Traits::Storage*>(params.out) + offset;
       const auto* dout = static_cast<const typename Traits::Storage*>(params.dout) + offset;
       if constexpr (kConfig.narrow_rows) {
-        for (int d = lane; d < params.head_dim_v; d += kLanes) sum = fmaf(Traits::to_float(out[d]), Traits::to_float(dout[d]), sum);
+        for (int d = lane; d < params.head_dim_v; d += kLanes)
+          sum = fmaf(Traits::to_float(out[d]), Traits::to_float(dout[d]), sum);
       } else {
         for (int d = lane * kChunkElements; d < params.head_dim_v; d += kLanes * kChunkElements) {
           sum += dot_chunk<kConfig.element>(__ldg(reinterpret_cast<const uint4*>(out + d)),
@@ -72,8 +73,8 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (sees_keys && params.dlse) sum -= params.dlse[flat_head * params.q_len + row];
     if (lane == 0) {
-      // Far from 0 the lse is too coarse to give probabilities back. Moved up by more than its error it gives numbers from 0
-      // to 1 and not infinity.
+      // Far from 0 the lse is too coarse to give probabilities back. Moved up by more than its error it gives numbers
+      // from 0 to 1 and not infinity.
       float lse_log2 = sees_keys ? lse * kLog2E : infinity();
       if (fabsf(lse_log2) > 16777216.0f && sees_keys) lse_log2 += fabsf(lse_log2) * 0x1p-22f;
       params.lse_log2[flat_head * params.rows_padded + row] = lse_log2;
@@ -82,8 +83,10 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
   }
   if (params.dq_accumulator) {
     const int64_t width = params.accumulator_width;
-    float4* target = reinterpret_cast<float4*>(params.dq_accumulator + (flat_head * params.rows_padded + first) * width);
-    for (int i = threadIdx.x; i < kRowPadding * width / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4* target =
+        reinterpret_cast<float4*>(params.dq_accumulator + (flat_head * params.rows_padded + first) * width);
+    for (int i = threadIdx.x; i < kRowPadding * width / 4; i += kThreads)
+      target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 

@@ -1,4 +1,5 @@
-// Least and greatest segment id of every tile of queries and of keys, so that attention kernels skip tiles that share none.
+// Least and greatest segment id of every tile of queries and of keys, so that attention kernels skip tiles that share
+// none.
 //
 // Unit of the family segment_ranges: entry segment_ranges<kConfig>, parameters SegmentRangesParams. One warp per tile.
 #pragma once

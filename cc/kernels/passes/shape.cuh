@@ -14,7 +14,8 @@ JATTN_HOST_DEVICE constexpr int segment_ranges_min_blocks(const Config&) { retur
 JATTN_HOST_DEVICE constexpr int row_delta_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int row_delta_min_blocks(const Config&) { return 1; }
 
-// One block per query tile of a head and slice, with the warps of the fused backward: they share out its fragments alike.
+// One block per query tile of a head and slice, with the warps of the fused backward: they share out its fragments
+// alike.
 JATTN_HOST_DEVICE constexpr int cast_grad_threads(const Config& config) { return config.num_warps * 32; }
 JATTN_HOST_DEVICE constexpr int cast_grad_min_blocks(const Config&) { return 1; }
 JATTN_HOST_DEVICE constexpr int cast_grad_shared_bytes(const Config& config) {

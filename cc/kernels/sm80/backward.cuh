@@ -5,12 +5,13 @@
 //   sm80_backward      backward<kConfig>      dk, dv, and dq into a float32 accumulator by reductions in memory
 //   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with sm80_backward_dq
 //
-// A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns). It walks the queries of every
-// head of the group, so that dk and dv are summed in registers. Scores are held transposed, keys along rows.
+// A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns). It walks the queries of
+// every head of the group, so that dk and dv are summed in registers. Scores are held transposed, keys along rows.
 //
 // Two ways to share the work among warps. With a warp that keeps its tile_kv / num_warps keys throughout, p and ds are
-// operands of dv = p^T dout and dk = ds^T q as they stand, and only dq needs ds in shared memory. With shared_scores both
-// pass through shared memory and every product is cut into the squarest parts, which need fewer reads of shared memory.
+// operands of dv = p^T dout and dk = ds^T q as they stand, and only dq needs ds in shared memory. With shared_scores
+// both pass through shared memory and every product is cut into the squarest parts, which need fewer reads of shared
+// memory.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -25,6 +26,17 @@
 #include "sm80/tile_copy.cuh"
 
 namespace jattn::sm80 {
+
+// What the rows of a warp's part are multiplied by: 0 at or beyond the length.
+template <int kM>
+__device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_row, int length, float scale) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factor[m][h] = first_row + 16 * m + 8 * h + (lane >> 2) < length ? scale : 0.0f;
+  }
+}
 
 template <Config kConfig, bool kFused>
 __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
@@ -42,15 +54,16 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr int kM = kScoreRows / 16, kN = kScoreColumns / 8;
   constexpr bool kShared = kConfig.shared_scores;
   // Slices that start whole spans of the swizzle (128 bytes) have cheaper addresses.
-  constexpr bool kWholeSpans = kSliceD * element_bytes(kElement) % 128 == 0 && kSliceDv * element_bytes(kElement) % 128 == 0;
+  constexpr bool kWholeSpans =
+      kSliceD * element_bytes(kElement) % 128 == 0 && kSliceDv * element_bytes(kElement) % 128 == 0;
   constexpr bool kAnyColumn = kShared || (kConfig.grad_slices > 1 && !kWholeSpans);
   constexpr bool kNarrow = kConfig.narrow_rows;
   // Without these features every row sees a key.
   constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;
   static_assert(kScoreRows % 16 == 0 && kTileQ % 16 == 0 && kRowPadding % kTileQ == 0);
   static_assert(kSliceD % 16 == 0 && kSliceDv % 16 == 0 && kStages <= 2);
-  using KeyTile = Tile<kElement, kD>;      // of k and q
-  using ValueTile = Tile<kElement, kDv>;   // of v and dout
+  using KeyTile = Tile<kElement, kD>;        // of k and q
+  using ValueTile = Tile<kElement, kDv>;     // of v and dout
   using ScoreTile = Tile<kElement, kTileQ>;  // ds and p, one row per key
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -94,11 +107,13 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   }
 
   if (threadIdx.x == 0) {
-    save_rows(saved, head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch, first_head,
-                                         0, problem.copy_bytes));
-    save_rows(saved + kSavedBytes, head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v,
-                                                       item.batch, first_head, 0, problem.copy_bytes_v));
-    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, range.begin, range.end));
+    save_rows(saved, head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch,
+                                         first_head, 0, problem.copy_bytes));
+    save_rows(saved + kSavedBytes,
+              head_rows<kElement>(params.dout, problem.q_len, problem.num_heads, problem.head_dim_v, item.batch,
+                                  first_head, 0, problem.copy_bytes_v));
+    ptx::store_shared_u32x4(saved + 2 * kSavedBytes,
+                            make_uint4(range.full_begin, range.full_end, range.begin, range.end));
     ptx::store_shared_u32x2(saved + 3 * kSavedBytes, row_begin, item.batch * problem.num_heads + first_head);
   }
   __syncthreads();
@@ -126,14 +141,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     const int row0 = step.tile * kTileQ;
     GlobalRows q_rows = saved_rows(saved, problem.copy_bytes);
     q_rows.data += int64_t(step.member) * (problem.head_dim * element_bytes(kElement));
-    load_tile<kElement, kD, kTileQ, kThreads, kNarrow, false>(KeyTile{q_base + stage * KeyTile::bytes(kTileQ)}, q_rows, row0,
-                                                              sequence.q_length, false, EveryRow{});
+    load_tile<kElement, kD, kTileQ, kThreads, kNarrow, false>(KeyTile{q_base + stage * KeyTile::bytes(kTileQ)}, q_rows,
+                                                              row0, sequence.q_length, false, EveryRow{});
     GlobalRows dout_rows = saved_rows(saved + kSavedBytes, problem.copy_bytes_v);
     dout_rows.data += int64_t(step.member) * (problem.head_dim_v * element_bytes(kElement));
     load_tile<kElement, kDv, kTileQ, kThreads, kNarrow, false>(ValueTile{dout_base + stage * ValueTile::bytes(kTileQ)},
                                                                dout_rows, row0, sequence.q_length, false, EveryRow{});
-    PairTiles<kConfig>{staged_base + stage * kStagedBytes}.template load<kTileQ, kThreads>(problem, item.batch, head_of(step),
-                                                                                          row0, row_begin, 0);
+    PairTiles<kConfig>{staged_base + stage * kStagedBytes}.template load<kTileQ, kThreads>(
+        problem, item.batch, head_of(step), row0, row_begin, 0);
     constexpr int kChunks = kTileQ / 4;  // 16 bytes each, of lse and of delta
 #pragma unroll
     for (int first = 0; first < 2 * kChunks; first += kThreads) {
@@ -149,7 +164,9 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const int lane = threadIdx.x & 31;
   // The first row (column) of this warp's part of a product.
   const auto part_row = [](WarpGrid grid, int rows) { return ptx::thread_index_anew() / 32 / grid.columns * rows; };
-  const auto part_column = [](WarpGrid grid, int columns) { return ptx::thread_index_anew() / 32 % grid.columns * columns; };
+  const auto part_column = [](WarpGrid grid, int columns) {
+    return ptx::thread_index_anew() / 32 % grid.columns * columns;
+  };
   const float factor = score_factor<kConfig>(problem);
 
   float dk[kDkRows / 16][kDkColumns / 8][4], dv[kDvRows / 16][kDvColumns / 8][4];
@@ -167,8 +184,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         row_begin, sequence.kv_length, padded, sees_queries);
     load_tile<kElement, kDv, kTileKv, kThreads, kNarrow, kConfig.segments>(
         v_tile,
-        head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, item.batch, item.head, 0,
-                            problem.copy_bytes_v),
+        head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, item.batch, item.head,
+                            0, problem.copy_bytes_v),
         row_begin, sequence.kv_length, padded, sees_queries);
     if constexpr (kStages > 1) copy_queries(step, 0);
     ptx::copy_commit();
@@ -293,7 +310,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       __syncthreads();  // all of p and ds is there
       multiply_row_column<kElement, kTileQ>(
           dv, RowOperand<kElement, kTileQ>::paired(p_tile, part_row(kDvGrid, kDvRows)),
-          ColumnOperand<kElement, kDv, true>(dout_tile, 0, item.slice * kSliceDv + part_column(kDvGrid, kDvColumns), false));
+          ColumnOperand<kElement, kDv, true>(dout_tile, 0, item.slice * kSliceDv + part_column(kDvGrid, kDvColumns),
+                                             false));
       multiply_row_column<kElement, kTileQ>(
           dk, RowOperand<kElement, kTileQ>::paired(ds_tile, part_row(kDkGrid, kDkRows)),
           ColumnOperand<kElement, kD, true>(q_tile, 0, item.slice * kSliceD + part_column(kDkGrid, kDkColumns), false));
@@ -331,33 +349,24 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const WorkItem end_item = item_of(ptx::block_index_anew());
   const int end_row = end_item.tile * kTileKv;
   const int kv_length = sequence_of<kConfig>(problem, end_item.batch).kv_length;
-  // What the rows of a warp's part are multiplied by: 0 beyond the length.
-  const auto factors = [&](auto& factor, int first, float scale) {
-#pragma unroll
-    for (int m = 0; m < int(sizeof(factor) / sizeof(factor[0])); ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        factor[m][h] = end_row + first + 16 * m + 8 * h + (lane >> 2) < kv_length ? scale : 0.0f;
-      }
-    }
-  };
   const Tile<kElement, kSliceD> dk_staging{k_tile.address};
   const Tile<kElement, kSliceDv> dv_staging{v_tile.address};
   float dk_factor[kDkRows / 16][2], dv_factor[kDvRows / 16][2];
-  factors(dk_factor, part_row(kDkGrid, kDkRows), problem.scale);
-  factors(dv_factor, part_row(kDvGrid, kDvRows), 1.0f);
+  row_factors(dk_factor, end_row + part_row(kDkGrid, kDkRows), kv_length, problem.scale);
+  row_factors(dv_factor, end_row + part_row(kDvGrid, kDvRows), kv_length, 1.0f);
   stage_accumulator(dk_staging, dk, dk_factor, part_row(kDkGrid, kDkRows), part_column(kDkGrid, kDkColumns));
   stage_accumulator(dv_staging, dv, dv_factor, part_row(kDvGrid, kDvRows), part_column(kDvGrid, kDvColumns));
   __syncthreads();
   if (params.dk != nullptr) {
-    const GlobalRows rows = head_rows<kElement>(params.dk, problem.kv_len, problem.num_kv_heads, problem.head_dim,
-                                                end_item.batch, end_item.head, end_item.slice * kSliceD, problem.copy_bytes);
+    const GlobalRows rows =
+        head_rows<kElement>(params.dk, problem.kv_len, problem.num_kv_heads, problem.head_dim, end_item.batch,
+                            end_item.head, end_item.slice * kSliceD, problem.copy_bytes);
     store_tile<kElement, kSliceD, kTileKv, kThreads, kNarrow>(dk_staging, rows, 0, end_row, problem.kv_len);
   }
   if (params.dv != nullptr) {
-    const GlobalRows rows = head_rows<kElement>(params.dv, problem.kv_len, problem.num_kv_heads, problem.head_dim_v,
-                                                end_item.batch, end_item.head, end_item.slice * kSliceDv,
-                                                problem.copy_bytes_v);
+    const GlobalRows rows =
+        head_rows<kElement>(params.dv, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, end_item.batch,
+                            end_item.head, end_item.slice * kSliceDv, problem.copy_bytes_v);
     store_tile<kElement, kSliceDv, kTileKv, kThreads, kNarrow>(dv_staging, rows, 0, end_row, problem.kv_len);
   }
 }

@@ -3,10 +3,10 @@
 // Unit of the family sm80_backward_dbias: header "sm80/backward_dbias.cuh", parameters DbiasParams, entry
 // backward_dbias<kConfig>, backward_dbias_threads, backward_dbias_min_blocks.
 //
-// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and walks the score tiles
-// that add to it in a fixed order, with the sum in registers: two products per step, no reductions in memory, the same bits
-// every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial sums, which
-// passes/sum_partials.cuh adds in order.
+// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and walks the score
+// tiles that add to it in a fixed order, with the sum in registers: two products per step, no reductions in memory, the
+// same bits every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial
+// sums, which passes/sum_partials.cuh adds in order.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -85,8 +85,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     const int row_begin = q_tile_index * kTileQ;
     const int row_end = min(row_begin + kTileQ, sequence.q_length);
     if (row_begin >= row_end) continue;
-    const TileRange range =
-        visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
+    const TileRange range = visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
     if (kv_tile < range.begin || kv_tile >= range.end) continue;
     bool same_segment = true, padded = false;
     if constexpr (kConfig.segments) {
@@ -99,8 +98,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
     const bool same_queries = batch == loaded_batch && head == loaded_head && q_tile_index == loaded_q_tile;
     const int kv_head = head / problem.group_size;
-    const bool same_keys =
-        batch == loaded_batch && loaded_head >= 0 && kv_head == loaded_head / problem.group_size && kv_tile == loaded_kv_tile;
+    const bool same_keys = batch == loaded_batch && loaded_head >= 0 && kv_head == loaded_head / problem.group_size &&
+                           kv_tile == loaded_kv_tile;
     __syncthreads();  // everyone is done with the tiles of the step before
     if (!same_queries) {
       load_query_tiles<kConfig, kThreads>(params, q_tile, dout_tile, batch, head, row_begin, sequence.q_length);
@@ -132,8 +131,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,
-                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, pairs, warp_row,
-                            false);
+                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, pairs,
+                            warp_row, false);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

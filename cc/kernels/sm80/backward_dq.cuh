@@ -1,7 +1,8 @@
 // dq with mma.sync and cp.async: the half of the deterministic backward that walks keys for a tile of queries.
 //
-// Unit of the family sm80_backward_dq: header "sm80/backward_dq.cuh", parameters BackwardParams, entry backward_dq<kConfig>,
-// backward_dq_threads, backward_dq_min_blocks. Built like the forward kernel: a warp owns whole rows of queries.
+// Unit of the family sm80_backward_dq: header "sm80/backward_dq.cuh", parameters BackwardParams, entry
+// backward_dq<kConfig>, backward_dq_threads, backward_dq_min_blocks. Built like the forward kernel: a warp owns whole
+// rows of queries.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -120,8 +121,9 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     const bool same_segment = !kConfig.segments || segments_equal(walk.own, walk.others[tile]);
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
-                            range.full(tile), same_segment, q_operand, dout_operand, RowOperand<kElement, kD>::b(k_tile, 0),
-                            RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, true);
+                            range.full(tile), same_segment, q_operand, dout_operand,
+                            RowOperand<kElement, kD>::b(k_tile, 0), RowOperand<kElement, kDv>::b(v_tile, 0), pairs,
+                            warp_row, true);
     if constexpr (kStaged) {
       __syncwarp();  // all lanes have read
       if (next >= 0) copy_pairs(next);
@@ -150,8 +152,9 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const Tile<kElement, kSliceD> staging{base};
   stage_accumulator(staging, dq, factor, warp_row, 0);
   __syncwarp();
-  const GlobalRows dq_rows = head_rows<kElement>(params.dq, problem.q_len, problem.num_heads, problem.head_dim, end_item.batch,
-                                                 end_item.head, end_item.slice * kSliceD, problem.copy_bytes);
+  const GlobalRows dq_rows =
+      head_rows<kElement>(params.dq, problem.q_len, problem.num_heads, problem.head_dim, end_item.batch, end_item.head,
+                          end_item.slice * kSliceD, problem.copy_bytes);
   store_tile<kElement, kSliceD, kWarpRows, 32, kNarrow>(staging, dq_rows, warp_row, end_row, problem.q_len);
 }
 

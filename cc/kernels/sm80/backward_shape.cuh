@@ -60,7 +60,8 @@ JATTN_HOST_DEVICE constexpr WarpGrid dq_warps(const Config& config) {
 
 // p and ds; dk = ds^T q and dv = p^T dout. Without shared scores a warp keeps its keys throughout.
 JATTN_HOST_DEVICE constexpr WarpGrid score_warps(const Config& config) {
-  return config.shared_scores ? warp_grid(config.num_warps, config.tile_kv, config.tile_q) : WarpGrid{config.num_warps, 1};
+  return config.shared_scores ? warp_grid(config.num_warps, config.tile_kv, config.tile_q)
+                              : WarpGrid{config.num_warps, 1};
 }
 JATTN_HOST_DEVICE constexpr WarpGrid key_gradient_warps(const Config& config, int head_dim) {
   return config.shared_scores ? warp_grid(config.num_warps, config.tile_kv, head_dim / config.grad_slices)

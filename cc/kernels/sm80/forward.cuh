@@ -7,9 +7,9 @@
 //                                                jattn::sm80::forward_min_blocks(kConfig))
 //   jattn_kernel(const __grid_constant__ jattn::ForwardParams params) { jattn::sm80::forward<kConfig>(params); }
 //
-// A block owns tile_q queries of one head and head_dim_v columns of the result; a warp owns tile_q / num_warps of the rows,
-// whole, so that statistics never leave a quad. Key tiles are walked from the last to the first: masked ones come first.
-// Q stays in shared memory: a warp of 32 rows has no registers left for it.
+// A block owns tile_q queries of one head and head_dim_v columns of the result; a warp owns tile_q / num_warps of the
+// rows, whole, so that statistics never leave a quad. Key tiles are walked from the last to the first: masked ones come
+// first. Q stays in shared memory: a warp of 32 rows has no registers left for it.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -55,10 +55,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int row_begin = item.tile * kTileQ;
   const Sequence sequence = sequence_of<kConfig>(problem, item.batch);
 
-  const GlobalRows q_rows = head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, item.batch,
-                                                item.head, 0, problem.copy_bytes);
-  const GlobalRows k_rows = head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim, item.batch,
-                                                kv_head, 0, problem.copy_bytes);
+  const GlobalRows q_rows = head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim,
+                                                item.batch, item.head, 0, problem.copy_bytes);
+  const GlobalRows k_rows = head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim,
+                                                item.batch, kv_head, 0, problem.copy_bytes);
   const GlobalRows v_rows = head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v,
                                                 item.batch, kv_head, item.slice * kDv, problem.copy_bytes_v);
 
@@ -89,19 +89,20 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   if (threadIdx.x == 0) {
     save_rows(saved, k_rows);
     save_rows(saved + kSavedBytes, v_rows);
-    ptx::store_shared_u32x4(saved + 2 * kSavedBytes, make_uint4(range.full_begin, range.full_end, row_begin, range.begin));
+    ptx::store_shared_u32x4(saved + 2 * kSavedBytes,
+                            make_uint4(range.full_begin, range.full_end, row_begin, range.begin));
   }
   __syncthreads();
 
   const auto copy_keys = [&](int tile, int stage, bool padded) {
     load_tile<kElement, kD, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
-        KeyTile{k_base + stage * kKeyBytes}, saved_rows(saved, problem.copy_bytes), tile * kTileKv,
-                                               sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
+        KeyTile{k_base + stage * kKeyBytes}, saved_rows(saved, problem.copy_bytes), tile * kTileKv, sequence.kv_length,
+        padded, [&](int row) { return kv_segments[row] >= 0; });
   };
   const auto copy_values = [&](int tile, int stage, bool padded) {
     load_tile<kElement, kDv, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
         ValueTile{v_base + stage * kValueBytes}, saved_rows(saved + kSavedBytes, problem.copy_bytes_v), tile * kTileKv,
-                                                sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
+        sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
   };
   const auto padded = [&](int tile) {
     if constexpr (kConfig.segments) return holds_padding(walk.others[tile]);
@@ -128,6 +129,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   }
   int stage = 0;
   while (tile >= 0) {
+    walk.begin = ptx::load_shared_u32(saved + 2 * kSavedBytes + 12);
     const int next = walk.at_or_below(tile - 1);
     ptx::copy_wait<0>();
     __syncthreads();  // this tile has landed; everyone is done with the stage that is filled next
@@ -144,7 +146,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 
     float s[kM][kN][4];
     clear(s);
-    multiply_rows(s, RowOperand<kElement, kD>::a(q_tile, warp_row), RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
+    multiply_rows(s, RowOperand<kElement, kD>::a(q_tile, warp_row),
+                  RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
 
     if constexpr (kConfig.stages == 1) {
       ptx::copy_wait<0>();
@@ -163,13 +166,14 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
-      mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length,
-                                  int(ptx::load_shared_u32(saved + 2 * kSavedBytes + 8)) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
+      mask_limits<kConfig, false>(
+          s, sequence.band, sequence.q_length, sequence.kv_length,
+          int(ptx::load_shared_u32(saved + 2 * kSavedBytes + 8)) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
     }
     if constexpr (kConfig.segments) {
       if (!segments_equal(walk.own, walk.others[tile])) {
-        mask_segments(s, problem.q_segments + int64_t(item.batch) * problem.q_len, kv_segments, problem.q_len, problem.kv_len,
-                      row0, column0);
+        mask_segments(s, problem.q_segments + int64_t(item.batch) * problem.q_len, kv_segments, problem.q_len,
+                      problem.kv_len, row0, column0);
       }
     }
     if constexpr (kStagedMask) {
@@ -187,7 +191,12 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     multiply_accumulator(out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));
 
     if constexpr (kConfig.stages > 1) stage ^= 1;
-    tile = next;
+    if constexpr (kConfig.segments || !kConfig.band) {
+      tile = next;
+    } else {  // found anew: the masks need the register (one spill less at head dim 128)
+      walk.begin = ptx::load_shared_u32(saved + 2 * kSavedBytes + 12);
+      tile = walk.at_or_below(tile - 1);
+    }
   }
 
   // Everything below is computed anew: kept across the loop it would cost registers that the loop has not got.
@@ -215,8 +224,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   stage_accumulator(staging, out, inverse, warp_row, 0);
   __syncwarp();
   const GlobalRows out_rows =
-      head_rows<kElement>(params.out, problem.q_len, problem.num_heads, problem.head_dim_v, end_item.batch, end_item.head,
-                          end_item.slice * kDv, problem.copy_bytes_v);
+      head_rows<kElement>(params.out, problem.q_len, problem.num_heads, problem.head_dim_v, end_item.batch,
+                          end_item.head, end_item.slice * kDv, problem.copy_bytes_v);
   store_tile<kElement, kDv, kWarpRows, 32, kConfig.narrow_rows>(staging, out_rows, warp_row, end_row, problem.q_len);
 }
 

@@ -1,12 +1,14 @@
-// Matrix operands of one warp: from swizzled shared memory or accumulators to mma.sync fragments, for every element type.
+// Matrix operands of one warp: from swizzled shared memory or accumulators to mma.sync fragments, for every element
+// type.
 //
-// 16-bit types use m16n8k16. float32 uses three m16n8k8 TF32 products per step: each number is split into a part rounded to
-// TF32 and the rest, and all but rest * rest is summed, which leaves an error of about 2^-22 per product. A step covers
-// kStep elements along the summed axis, 32 bytes in either case, so both types share the address arithmetic.
+// 16-bit types use m16n8k16. float32 uses three m16n8k8 TF32 products per step: each number is split into a part
+// rounded to TF32 and the rest, and all but rest * rest is summed, which leaves an error of about 2^-22 per product. A
+// step covers kStep elements along the summed axis, 32 bytes in either case, so both types share the address
+// arithmetic.
 //
-// In products whose A comes from accumulators (or a transposed A), the float32 step pairs slot t with position 2t and slot
-// t + 4 with position 2t + 1, in A and in B alike: the sum does not care, an accumulator then is an A operand as it stands,
-// and the 32-bit reads of B are free of bank conflicts.
+// In products whose A comes from accumulators (or a transposed A), the float32 step pairs slot t with position 2t and
+// slot t + 4 with position 2t + 1, in A and in B alike: the sum does not care, an accumulator then is an A operand as
+// it stands, and the 32-bit reads of B are free of bank conflicts.
 #pragma once
 
 #include "base/numeric.cuh"
@@ -79,8 +81,9 @@ struct Fragments<Element::kF32> {
     split(a.big[3], a.rest[3], c[k][3]);
   }
 
-  // The unit truncates when it adds to its accumulator, so a long chain drifts towards 0 (2048 keys: four times the error of
-  // float32). Each step therefore starts from 0, smallest terms first, and is added by an ordinary rounded addition.
+  // The unit truncates when it adds to its accumulator, so a long chain drifts towards 0 (2048 keys: four times the
+  // error of float32). Each step therefore starts from 0, smallest terms first, and is added by an ordinary rounded
+  // addition.
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int block) {
     float sum[4];
     ptx::mma_m16n8k8_tf32_first(sum, a.rest, b.big[2 * block], b.big[2 * block + 1]);
@@ -102,7 +105,8 @@ struct Tile {
   static JATTN_HOST_DEVICE constexpr int bytes(int rows) { return rows * kRowBytes; }
 };
 
-// Lane part of the addresses of a fragment; the rest are constants added by at(). One per operand, made before the loops.
+// Lane part of the addresses of a fragment; the rest are constants added by at(). One per operand, made before the
+// loops.
 template <Element kElement, int kWidth>
 struct RowOperand {  // rows along the result, columns along the sum
   using Layout = typename Tile<kElement, kWidth>::Layout;
@@ -146,8 +150,9 @@ struct RowOperand {  // rows along the result, columns along the sum
   }
 };
 
-// Rows along the sum, columns along the result. kAnyColumn: the first column is any multiple of 16; otherwise the columns
-// that are read must not cross a span of the swizzle unless the first column starts one, and addresses are cheaper.
+// Rows along the sum, columns along the result. kAnyColumn: the first column is any multiple of 16; otherwise the
+// columns that are read must not cross a span of the swizzle unless the first column starts one, and addresses are
+// cheaper.
 template <Element kElement, int kWidth, bool kAnyColumn = false>
 struct ColumnOperand {
   using Layout = typename Tile<kElement, kWidth>::Layout;
@@ -156,9 +161,9 @@ struct ColumnOperand {
   static constexpr bool kWide = kElement == Element::kF32;  // one read per number: rows 2t and 2t + 1 of the step
   static constexpr int kStepRows = Fragment::kStep;
 
-  uint32_t line[kWide ? 2 : 1];     // of the lane's row(s)
+  uint32_t line[kWide ? 2 : 1];  // of the lane's row(s)
   uint32_t swizzle[kWide ? 2 : 1];
-  uint32_t chunk;                   // of the lane in its row, before the permutation
+  uint32_t chunk;  // of the lane in its row, before the permutation
 
   // The fragment of an A (is_a) or B operand that starts at `row` and `column`.
   __device__ __forceinline__ ColumnOperand(Tile<kElement, kWidth> tile, int row, int column, bool is_a) {
@@ -229,8 +234,8 @@ __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
   }
 }
 
-// c += A B^T, both with the summed axis along rows of shared memory. Operands are loaded one group of products ahead: A for
-// the next step, B for the next 16 columns; more in flight costs registers that the accumulators need.
+// c += A B^T, both with the summed axis along rows of shared memory. Operands are loaded one group of products ahead: A
+// for the next step, B for the next 16 columns; more in flight costs registers that the accumulators need.
 template <Element kElement, int kWidth, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<kElement, kWidth> a_operand,
                                               RowOperand<kElement, kWidth> b_operand) {
@@ -263,7 +268,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<
   }
 }
 
-// c += P B, P in accumulators (rounded to the element type here), B with the summed axis down the rows of shared memory.
+// c += P B, P in accumulators (rounded to the element type here), B with the summed axis down the rows of shared
+// memory.
 template <Element kElement, int kWidth, bool kAnyColumn, int kM, int kP, int kN>
 __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], const float (&p)[kM][kP][4],
                                                      ColumnOperand<kElement, kWidth, kAnyColumn> b_operand) {
@@ -315,7 +321,8 @@ __device__ __forceinline__ void multiply_row_column(float (&c)[kM][kN][4], RowOp
 
 // c += A B with the summed axis down the rows of both tiles; kSum is its length.
 template <Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnA, bool kAnyColumnB, int kM, int kN>
-__device__ __forceinline__ void multiply_columns(float (&c)[kM][kN][4], ColumnOperand<kElement, kWidthA, kAnyColumnA> a_operand,
+__device__ __forceinline__ void multiply_columns(float (&c)[kM][kN][4],
+                                                 ColumnOperand<kElement, kWidthA, kAnyColumnA> a_operand,
                                                  ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
   using Fragment = Fragments<kElement>;
   static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);

@@ -1,8 +1,8 @@
 // Tiles of a dense bias or mask in shared memory: one element per (query, key) pair, queries along rows.
 //
 // Reading a bias from global memory in fragment order waits for every element in the middle of a step and touches each
-// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias, staged_mask)
-// the tile is copied ahead of its use like K and V.
+// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias,
+// staged_mask) the tile is copied ahead of its use like K and V.
 #pragma once
 
 #include "attn/score.cuh"
@@ -20,8 +20,8 @@ struct PairTile {
   using Layout = SwizzledRows<kRowBytes>;
   uint32_t address;
 
-  // Starts the copy of queries [query0, query0 + kRows) into tile rows from first_row on, by kThreads threads. Pairs outside
-  // the array become 0, which a mask understands as invisible.
+  // Starts the copy of queries [query0, query0 + kRows) into tile rows from first_row on, by kThreads threads. Pairs
+  // outside the array become 0, which a mask understands as invisible.
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const BroadcastArray& array, const ProblemParams& problem, int batch, int head,
                                        int query0, int key0, int first_row) const {
@@ -34,8 +34,8 @@ struct PairTile {
     for (int i = thread; i < kRows * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const bool valid = query0 + row < problem.q_len && key0 + chunk * kChunkElements < problem.kv_len;
-      ptx::copy_async<16>(address + Layout::offset(first_row + row, chunk), data + (query0 + row) * row_bytes + chunk * 16,
-                          valid);
+      ptx::copy_async<16>(address + Layout::offset(first_row + row, chunk),
+                          data + (query0 + row) * row_bytes + chunk * 16, valid);
     }
   }
 };
@@ -45,8 +45,12 @@ template <Config kConfig>
 struct PairTiles {
   uint32_t address;
 
-  __device__ __forceinline__ PairTile<element_bytes(kConfig.bias_element), kConfig.tile_kv> bias() const { return {address}; }
-  __device__ __forceinline__ PairTile<1, kConfig.tile_kv> mask() const { return {address + staged_bias_bytes(kConfig)}; }
+  __device__ __forceinline__ PairTile<element_bytes(kConfig.bias_element), kConfig.tile_kv> bias() const {
+    return {address};
+  }
+  __device__ __forceinline__ PairTile<1, kConfig.tile_kv> mask() const {
+    return {address + staged_bias_bytes(kConfig)};
+  }
 
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int head, int query0, int key0,
@@ -62,7 +66,8 @@ struct PairTiles {
 
 // s += log2(e) * bias for a fragment whose rows are queries: tile row row0 is the first of the warp.
 template <Element kBias, int kColumns, int kM, int kN>
-__device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile, int row0) {
+__device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile,
+                                              int row0) {
   using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
   constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
   const int lane = ptx::thread_index_anew() & 31;
@@ -76,8 +81,8 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float2 x = ptx::load_shared_f32x2(Layout::advance(base, 2 * n) + (16 * m + 8 * h) * kRowBytes);
-          s[m][n][2 * h] += bias_log2<kBias>(x.x);
-          s[m][n][2 * h + 1] += bias_log2<kBias>(x.y);
+          s[m][n][2 * h] = add_bias<kBias>(s[m][n][2 * h], x.x);
+          s[m][n][2 * h + 1] = add_bias<kBias>(s[m][n][2 * h + 1], x.y);
         }
       }
     }
@@ -91,8 +96,8 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t x = ptx::load_shared_u32(Layout::advance(base, n) + (16 * m + 8 * h) * kRowBytes);
-          s[m][n][2 * h] += bias_log2<kBias>(Traits::low(x));
-          s[m][n][2 * h + 1] += bias_log2<kBias>(Traits::high(x));
+          s[m][n][2 * h] = add_bias<kBias>(s[m][n][2 * h], Traits::low(x));
+          s[m][n][2 * h + 1] = add_bias<kBias>(s[m][n][2 * h + 1], Traits::high(x));
         }
       }
     }
@@ -118,7 +123,7 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
           const uint32_t base = tile.address + query0 * kRowBytes + Layout::offset(2 * t + e, chunk) + (g & 3) * 4;
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
-            s[m][n][2 * h + e] += bias_log2<kBias>(ptx::load_shared_f32(base + n * (8 * kRowBytes)));
+            s[m][n][2 * h + e] = add_bias<kBias>(s[m][n][2 * h + e], ptx::load_shared_f32(base + n * (8 * kRowBytes)));
           }
         }
       }
@@ -137,8 +142,8 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
         ptx::load_matrix_x4_transposed(x, base + n * (8 * kRowBytes));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[m][n + i / 2][2 * (i % 2)] += bias_log2<kBias>(Traits::low(x[i]));
-          s[m][n + i / 2][2 * (i % 2) + 1] += bias_log2<kBias>(Traits::high(x[i]));
+          s[m][n + i / 2][2 * (i % 2)] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]));
+          s[m][n + i / 2][2 * (i % 2) + 1] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]));
         }
       }
     }

@@ -32,14 +32,16 @@ struct RowGradientStatistics {
 
 // Starts the copies of a tile of q and dout.
 template <Config kConfig, int kThreads>
-__device__ __forceinline__ void load_query_tiles(const BackwardParams& params, Tile<kConfig.element, kConfig.head_dim> q_tile,
-                                                 Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch, int head,
-                                                 int row0, int q_length) {
+__device__ __forceinline__ void load_query_tiles(const BackwardParams& params,
+                                                 Tile<kConfig.element, kConfig.head_dim> q_tile,
+                                                 Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch,
+                                                 int head, int row0, int q_length) {
   constexpr Element kElement = kConfig.element;
   const ProblemParams& problem = params.problem;
   load_tile<kElement, kConfig.head_dim, kConfig.tile_q, kThreads, kConfig.narrow_rows, false>(
       q_tile,
-      head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, batch, head, 0, problem.copy_bytes),
+      head_rows<kElement>(problem.q, problem.q_len, problem.num_heads, problem.head_dim, batch, head, 0,
+                          problem.copy_bytes),
       row0, q_length, false, EveryRow{});
   load_tile<kElement, kConfig.head_dim_v, kConfig.tile_q, kThreads, kConfig.narrow_rows, false>(
       dout_tile,
@@ -52,28 +54,31 @@ __device__ __forceinline__ void load_query_tiles(const BackwardParams& params, T
 template <Config kConfig, int kM>
 __device__ __forceinline__ void clear_empty_queries(const BackwardParams& params, const RowGradientStatistics<kM>& rows,
                                                     Tile<kConfig.element, kConfig.head_dim> q_tile,
-                                                    Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch, int head,
-                                                    int row_begin, int warp_row) {
+                                                    Tile<kConfig.element, kConfig.head_dim_v> dout_tile, int batch,
+                                                    int head, int row_begin, int warp_row) {
   bool any_empty = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m) any_empty |= rows.lse_log2[m][0] == infinity() || rows.lse_log2[m][1] == infinity();
   if (!__any_sync(0xffffffffu, any_empty)) return;
-  const float* lse = params.lse_log2 + int64_t(batch * params.problem.num_heads + head) * params.rows_padded + row_begin;
+  const float* lse =
+      params.lse_log2 + int64_t(batch * params.problem.num_heads + head) * params.rows_padded + row_begin;
   const auto empty = [&](int row) { return lse[row] == infinity(); };
   clear_rows<kConfig.element, kConfig.head_dim, 16 * kM, 32>(q_tile, warp_row, empty);
   clear_rows<kConfig.element, kConfig.head_dim_v, 16 * kM, 32>(dout_tile, warp_row, empty);
   __syncwarp();
 }
 
-// pairs: the staged tiles, of which the warp's rows start at warp_row.
-// to_products: the gradient of q.k * scale (through the softcap), otherwise that of the score that the bias was added to.
+// pairs: the staged tiles, of which the warp's rows start at warp_row. to_products: the gradient of q.k * scale
+// (through the softcap), otherwise that of the score that the bias was added to.
 template <Config kConfig, int kM, int kN>
-__device__ __forceinline__ void score_gradient(
-    float (&s)[kM][kN][4], const BackwardParams& params, const RowGradientStatistics<kM>& rows, const Sequence& sequence,
-    int batch, int head, int row0, int column0, bool full, bool same_segment,
-    RowOperand<kConfig.element, kConfig.head_dim> q_operand, RowOperand<kConfig.element, kConfig.head_dim_v> dout_operand,
-    RowOperand<kConfig.element, kConfig.head_dim> k_operand, RowOperand<kConfig.element, kConfig.head_dim_v> v_operand,
-    PairTiles<kConfig> pairs, int warp_row, bool to_products) {
+__device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const BackwardParams& params,
+                                               const RowGradientStatistics<kM>& rows, const Sequence& sequence,
+                                               int batch, int head, int row0, int column0, bool full, bool same_segment,
+                                               RowOperand<kConfig.element, kConfig.head_dim> q_operand,
+                                               RowOperand<kConfig.element, kConfig.head_dim_v> dout_operand,
+                                               RowOperand<kConfig.element, kConfig.head_dim> k_operand,
+                                               RowOperand<kConfig.element, kConfig.head_dim_v> v_operand,
+                                               PairTiles<kConfig> pairs, int warp_row, bool to_products) {
   const ProblemParams& problem = params.problem;
   clear(s);
   multiply_rows(s, q_operand, k_operand);
@@ -89,7 +94,8 @@ __device__ __forceinline__ void score_gradient(
   if constexpr (kConfig.segments) {
     if (!same_segment) {
       mask_segments(s, problem.q_segments + int64_t(batch) * problem.q_len,
-                    problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0, column0);
+                    problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0,
+                    column0);
     }
   }
   if constexpr (kConfig.mask && kConfig.staged_mask) {

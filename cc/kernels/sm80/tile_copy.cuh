@@ -25,8 +25,8 @@ template <Element kElement>
 __device__ __forceinline__ GlobalRows head_rows(const void* data, int rows, int heads, int width, int batch, int head,
                                                 int first_column, int copy_bytes) {
   const int64_t offset = (int64_t(batch) * rows * heads + head) * width + first_column;
-  return {static_cast<const unsigned char*>(data) + offset * element_bytes(kElement), heads * width * element_bytes(kElement),
-          width - first_column, copy_bytes};
+  return {static_cast<const unsigned char*>(data) + offset * element_bytes(kElement),
+          heads * width * element_bytes(kElement), width - first_column, copy_bytes};
 }
 
 // Facts of a block that are read once per tile are kept in shared memory: registers are full of accumulators, and the
@@ -52,7 +52,8 @@ JATTN_HOST_DEVICE constexpr int threads_per_row(int chunks, int threads) {
 
 // load_tile for rows on 16-byte boundaries.
 template <Element kElement, int kWidth, int kRows, int kThreads>
-__device__ __forceinline__ void load_wide_rows(Tile<kElement, kWidth> tile, const GlobalRows& source, int row0, int row_limit) {
+__device__ __forceinline__ void load_wide_rows(Tile<kElement, kWidth> tile, const GlobalRows& source, int row0,
+                                               int row_limit) {
   using Layout = typename Tile<kElement, kWidth>::Layout;
   constexpr int kBytes = element_bytes(kElement);
   constexpr int kChunkElements = 16 / kBytes;
@@ -82,8 +83,9 @@ __device__ __forceinline__ void load_wide_rows(Tile<kElement, kWidth> tile, cons
     for (int c = 0; c < kColumns; ++c) {
       // Eight rows on, the swizzle is the same: only a constant is added.
       const uint32_t address =
-          kRowStep % 8 == 0 ? Layout::advance(destination, c * kSharing) + r * (kRowStep * Tile<kElement, kWidth>::kRowBytes)
-                            : tile.address + Layout::offset(first_row + r * kRowStep, first_chunk + c * kSharing);
+          kRowStep % 8 == 0
+              ? Layout::advance(destination, c * kSharing) + r * (kRowStep * Tile<kElement, kWidth>::kRowBytes)
+              : tile.address + Layout::offset(first_row + r * kRowStep, first_chunk + c * kSharing);
       ptx::copy_async<16>(address, line + lane_offset + c * (kSharing * 16), r * kRowStep < rows_left[c]);
     }
     line += line_step;
@@ -129,12 +131,12 @@ __device__ __forceinline__ void load_single_rows(Tile<kElement, kWidth> tile, co
   }
 }
 
-// Starts the copy of rows [row0, row0 + kRows) into `tile`. Rows at or beyond row_limit, rows that take_row(row) refuses,
-// and columns beyond the width become zeros: padding may hold NaN, and 0 * NaN is not 0. take_row is asked if ask_rows,
-// which only kMayAsk allows. The caller commits the group. kNarrow: rows are no multiple of 16 bytes.
+// Starts the copy of rows [row0, row0 + kRows) into `tile`. Rows at or beyond row_limit, rows that take_row(row)
+// refuses, and columns beyond the width become zeros: padding may hold NaN, and 0 * NaN is not 0. take_row is asked if
+// ask_rows, which only kMayAsk allows. The caller commits the group. kNarrow: rows are no multiple of 16 bytes.
 template <Element kElement, int kWidth, int kRows, int kThreads, bool kNarrow, bool kMayAsk, class TakeRow>
-__device__ __forceinline__ void load_tile(Tile<kElement, kWidth> tile, const GlobalRows& source, int row0, int row_limit,
-                                          bool ask_rows, TakeRow take_row) {
+__device__ __forceinline__ void load_tile(Tile<kElement, kWidth> tile, const GlobalRows& source, int row0,
+                                          int row_limit, bool ask_rows, TakeRow take_row) {
   if constexpr (kNarrow || kMayAsk) {
     if (kNarrow || ask_rows) {
       const auto take = [&](int row) { return !kMayAsk || !ask_rows || take_row(row); };

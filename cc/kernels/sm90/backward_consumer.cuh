@@ -42,17 +42,17 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int st
 }
 
 __device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
 // Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows and
 // stores them from row `target_row` of the array on. A row whose factor is 0 becomes 0 whatever was summed.
 template <Element kElement, int kRows, int kColumns>
-__device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2], unsigned tile,
-                                               int first_row, int warpgroup, const TensorMap* map, bool wanted,
-                                               int target_row, int head, int batch) {
+__device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
+                                               unsigned tile, int first_row, int warpgroup, const TensorMap* map,
+                                               bool wanted, int target_row, int head, int batch) {
 #pragma unroll
   for (int step = 0; step < kColumns / kStepDepth; ++step) {
     unsigned words[4];
@@ -70,7 +70,8 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns 
   if (warpgroup_thread() == 0 && wanted) {
 #pragma unroll
     for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-      store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head, batch);
+      store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head,
+                batch);
     }
     commit_stores();
   }

@@ -37,17 +37,19 @@ struct KeyConsumer {
   unsigned tiles;  // shared address of the first tile
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
-  int buffer = 0;  // of ds
+  int buffer = 0;           // of ds
   float* staged = nullptr;  // where the part of dq in staging memory goes
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
   __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
-  __device__ __forceinline__ unsigned dout_address(int stage) const { return tiles + kLayout.dout + stage * kDoutBytes; }
+  __device__ __forceinline__ unsigned dout_address(int stage) const {
+    return tiles + kLayout.dout + stage * kDoutBytes;
+  }
   __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
 
   __device__ __forceinline__ void start_scores(Scores& s) const {
-    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(
-        s, tiles + kLayout.k + first_row() * kChunkRowBytes, q_address(ring.index));
+    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
+                                                                  q_address(ring.index));
   }
   __device__ __forceinline__ void start_dp(Scores& dp) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v>(
@@ -66,8 +68,8 @@ struct KeyConsumer {
     const int query = (C.tile_q == 128 ? first_row() : 0) + warp_row();
     const int row = lane() % 8 + lane() / 16 * 8;
     const int column16 = query % kChunkColumns / 8 + lane() / 8 % 2;
-    const unsigned address = ds_address() + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes +
-                             (column16 ^ row % 8) * 16;
+    const unsigned address =
+        ds_address() + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes + (column16 ^ row % 8) * 16;
 #pragma unroll
     for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -88,8 +90,9 @@ struct KeyConsumer {
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
   __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds) const {
     constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
-    constexpr int kColumnOffset =
-        C.tile_q == 128 ? 0 : kPartColumns < kChunkColumns ? kPartColumns * 2 : C.tile_kv * kChunkRowBytes;
+    constexpr int kColumnOffset = C.tile_q == 128                ? 0
+                                  : kPartColumns < kChunkColumns ? kPartColumns * 2
+                                                                 : C.tile_kv * kChunkRowBytes;
     const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
     if constexpr (!kFused) {
       return;
@@ -114,8 +117,8 @@ struct KeyConsumer {
     if (flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
       const int row = first_row() + warp_row() + lane() / 4;
       const int first = control.headers[ring.index].first;
-      mask_scores<C, true>(s, flags, control.item, {control.item.first + row, first + column, row, column}, control.own_ids,
-                           control.ids[C.segments ? ring.index : 0]);
+      mask_scores<C, true>(s, flags, control.item, {control.item.first + row, first + column, row, column},
+                           control.own_ids, control.ids[C.segments ? ring.index : 0]);
     }
     transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
   }
@@ -130,9 +133,8 @@ struct KeyConsumer {
     if constexpr (kFused) {
 #pragma unroll
       for (int step = 0; step < kCount / 8; ++step) {
-        store_matrix(
-            block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step), ds[4 * step],
-            ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
+        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step),
+                     ds[4 * step], ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
       // One fence, after the last half, for ds and for the staged dq.
       if ((C.bulk_reduce || !C.ds_in_registers) && first_query + 2 * kCount == C.tile_q) {
@@ -143,10 +145,7 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void sync_gradients() const {
-    if constexpr (kFused) {
-      // The bulk reductions of the step before have read their staging memory when this thread arrives.
-      sync_consumers();
-    }
+    if constexpr (kFused) sync_consumers();
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
@@ -178,8 +177,8 @@ struct KeyConsumer {
       target += lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128),
+                     "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
       }
     }
@@ -370,7 +369,8 @@ struct KeyConsumer {
     using HalfFragments = unsigned[kHalf / 4];
     pin_registers(dk);
     pin_registers(dv);
-    const unsigned k = tiles + kLayout.k + first_row() * kChunkRowBytes, v = tiles + kLayout.v + first_row() * kChunkRowBytes;
+    const unsigned k = tiles + kLayout.k + first_row() * kChunkRowBytes,
+                   v = tiles + kLayout.v + first_row() * kChunkRowBytes;
     int before = -1;  // stage of the step before
     unsigned ds_parity = 1;
     float* target = nullptr;
@@ -455,10 +455,12 @@ struct KeyConsumer {
     }
     sync_consumers();
     const bool exists = first < params.problem.kv_len;
-    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup, &params.dv,
-                                                       exists && params.wants_dv, first, item.head, item.batch);
-    store_gradient<C.element, C.tile_kv, C.head_dim>(dk, dk_factor, tiles + kLayout.k, first_row(), warpgroup, &params.dk,
-                                                     exists && params.wants_dk, first, item.head, item.batch);
+    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup,
+                                                       &params.dv, exists && params.wants_dv, first, item.head,
+                                                       item.batch);
+    store_gradient<C.element, C.tile_kv, C.head_dim>(dk, dk_factor, tiles + kLayout.k, first_row(), warpgroup,
+                                                     &params.dk, exists && params.wants_dk, first, item.head,
+                                                     item.batch);
     if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 
@@ -467,18 +469,22 @@ struct KeyConsumer {
     if constexpr (kFused) {
       if (params.heads_zeroed == nullptr) return;
       const ProblemParams& problem = params.problem;
-      const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1,
-                                                         params.section_heads);
+      const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles,
+                                                         1, params.section_heads);
       const int head = place.batch * problem.num_kv_heads + place.head;
       if (head < params.zero_ahead) return;
       if (warpgroup_thread() == 0) {
         int blocks = 0;
         while (blocks < params.tiles) {
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(blocks) : "l"(params.heads_zeroed + head) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                       : "=r"(blocks)
+                       : "l"(params.heads_zeroed + head)
+                       : "memory");
         }
       }
       sync_warpgroup(warpgroup);
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // reductions from shared memory follow stores of other blocks
+      asm volatile("fence.proxy.async.global;" ::
+                       : "memory");  // reductions from shared memory follow stores of other blocks
     }
   }
 

@@ -22,16 +22,17 @@ struct BackwardParams {
   const float* lse_log2;     // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
   const float* delta;        // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
   const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
-  float* dq_accumulator;     // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
-  int64_t rows_padded;       // a multiple of kStatisticsRows
-  int32_t tiles;             // tiles of one head along the axis that a block owns
-  int32_t section_heads;     // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
-  int32_t rotation;          // key tile n visits its query tiles from the (n * rotation)-th on, round the end
+  float*
+      dq_accumulator;  // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
+  int64_t rows_padded;    // a multiple of kStatisticsRows
+  int32_t tiles;          // tiles of one head along the axis that a block owns
+  int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
   bool wants_dk, wants_dv;
   // Zeroing of dq_accumulator beside the products. Key/value heads [0, zero_ahead) of all batch entries are zeroed before
   // the launch; blocks of head h zero a share each of head h + zero_ahead and count themselves in heads_zeroed. Blocks start
   // in the order of their index, so zero_ahead must be at least section_heads.
-  int32_t* heads_zeroed;  // [B * K], 0 at launch; read by sm90_backward only
+  int32_t* heads_zeroed;  // [B * K], 0 at launch; null: all is zeroed before. Read by sm90_backward only
   int32_t zero_ahead;
   int32_t zero_floats;  // share of a block: a multiple of 4, tiles of them cover a key/value head's group
 };

@@ -51,7 +51,8 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   }
   if (params.dq_accumulator && padded + block * kStatisticsRows < params.zeroed_rows) {
     const int64_t floats = int64_t(kStatisticsRows) * params.accumulator_width;
-    float4* target = reinterpret_cast<float4*>(params.dq_accumulator + padded * params.accumulator_width + block * floats);
+    float4* target =
+        reinterpret_cast<float4*>(params.dq_accumulator + padded * params.accumulator_width + block * floats);
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 

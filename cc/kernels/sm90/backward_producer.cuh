@@ -15,8 +15,8 @@ template <Config C>
 __device__ __forceinline__ void zero_ahead(const BackwardParams& params) {
   constexpr int kThreads = kWarpgroupThreads - 32;
   const ProblemParams& problem = params.problem;
-  const WorkItem place =
-      work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1, params.section_heads);
+  const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1,
+                                                     params.section_heads);
   const int head = place.batch * problem.num_kv_heads + place.head + params.zero_ahead;
   if (head >= problem.batch * problem.num_kv_heads) return;
   const int thread = threadIdx.x - 32;
@@ -101,7 +101,7 @@ struct KeyProducer {
       if (flags & kComparesSegments) {
         for (int i = threadIdx.x % 32; i < C.tile_q; i += 32) {
           control.ids[stage][i] = segment_id<-1>(params.problem.q_segments, int64_t(item.batch) * params.problem.q_len,
-                                                   first + i, params.problem.q_len);
+                                                 first + i, params.problem.q_len);
         }
       }
       __syncwarp();

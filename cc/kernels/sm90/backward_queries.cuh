@@ -31,13 +31,14 @@ struct QueryProducer {
     if constexpr (C.segments) {
       for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
         control.own_ids[row] = segment_id<-1>(params.problem.q_segments, int64_t(item.batch) * params.problem.q_len,
-                                               item.first + row, params.problem.q_len);
+                                              item.first + row, params.problem.q_len);
       }
       __syncwarp();
     }
     if (leads()) {
       arrive_and_expect_bytes(&control.own_full, kBytes);
-      load_tile<C.tile_q, C.head_dim>(tiles + kLayout.q, &params.q, &control.own_full, item.first, item.head, item.batch);
+      load_tile<C.tile_q, C.head_dim>(tiles + kLayout.q, &params.q, &control.own_full, item.first, item.head,
+                                      item.batch);
       load_tile<C.tile_q, C.head_dim_v>(tiles + kLayout.dout, &params.dout, &control.own_full, item.first, item.head,
                                         item.batch);
     }
@@ -45,8 +46,8 @@ struct QueryProducer {
 
   // Sends one tile of k or v; rows of padding may hold anything, and 0 * NaN is NaN, so such tiles are cleared first.
   template <int kColumns>
-  __device__ __forceinline__ void load(const TensorMap* map, unsigned tile, Barrier* full, const BackwardItem& item, int first,
-                                       bool has_padding) {
+  __device__ __forceinline__ void load(const TensorMap* map, unsigned tile, Barrier* full, const BackwardItem& item,
+                                       int first, bool has_padding) {
     Barrier* target = has_padding ? &control.landed : full;
     if (leads()) {
       arrive_and_expect_bytes(target, tile_bytes(C.tile_kv, kColumns));
@@ -74,11 +75,12 @@ struct QueryProducer {
       __syncwarp();
     }
     if (leads()) control.headers[stage] = {first, flags, 0};
-    load<C.head_dim>(&params.k, tiles + kLayout.k + stage * kKBytes, &control.first_full[stage], item, first, has_padding);
+    load<C.head_dim>(&params.k, tiles + kLayout.k + stage * kKBytes, &control.first_full[stage], item, first,
+                     has_padding);
     k_ring.advance();
     wait(&control.second_empty[v_ring.index], v_ring.parity);
-    load<C.head_dim_v>(&params.v, tiles + kLayout.v + v_ring.index * kVBytes, &control.second_full[v_ring.index], item, first,
-                       has_padding);
+    load<C.head_dim_v>(&params.v, tiles + kLayout.v + v_ring.index * kVBytes, &control.second_full[v_ring.index], item,
+                       first, has_padding);
     v_ring.advance();
   }
 
@@ -142,8 +144,8 @@ struct QueryConsumer {
 
   __device__ __forceinline__ void load_statistics() {
     const BackwardItem& item = control.item;
-    const int64_t row = (int64_t(item.batch) * params.problem.num_heads + item.head) * params.rows_padded + item.first +
-                        row_in_tile();
+    const int64_t row =
+        (int64_t(item.batch) * params.problem.num_heads + item.head) * params.rows_padded + item.first + row_in_tile();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       lse_log2[r] = __ldg(params.lse_log2 + row + 8 * r);
@@ -159,8 +161,9 @@ struct QueryConsumer {
     }
     if (header.flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
       const int row = row_in_tile(), column = lane() % 4 * 2;
-      mask_scores<C, false>(s, header.flags, control.item, {control.item.first + row, header.first + column, row, column},
-                            control.own_ids, control.ids[C.segments ? k_ring.index : 0]);
+      mask_scores<C, false>(s, header.flags, control.item,
+                            {control.item.first + row, header.first + column, row, column}, control.own_ids,
+                            control.ids[C.segments ? k_ring.index : 0]);
     }
     const float inverse = Stage::softcap_inverse(params.problem);
 #pragma unroll
@@ -177,8 +180,8 @@ struct QueryConsumer {
       wait(&control.first_full[k_ring.index], k_ring.parity);
       const StepHeader header = control.headers[k_ring.index];
       last = header.flags & kLastStep;
-      start_row_product<C.element, C.tile_q, C.tile_kv, C.head_dim>(
-          s, tiles + kLayout.q + first_row() * kChunkRowBytes, tiles + kLayout.k + k_ring.index * kKBytes);
+      start_row_product<C.element, C.tile_q, C.tile_kv, C.head_dim>(s, tiles + kLayout.q + first_row() * kChunkRowBytes,
+                                                                    tiles + kLayout.k + k_ring.index * kKBytes);
       wait(&control.second_full[v_ring.index], v_ring.parity);
       start_row_product<C.element, C.tile_q, C.tile_kv, C.head_dim_v>(
           dp, tiles + kLayout.dout + first_row() * kChunkRowBytes, tiles + kLayout.v + v_ring.index * kVBytes);

@@ -47,8 +47,8 @@ struct FragmentOrigin {
 };
 
 template <Config C, bool kTransposed, int kCount>
-__device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const BackwardItem& item, FragmentOrigin origin,
-                                            const int* row_ids, const int* column_ids) {
+__device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const BackwardItem& item,
+                                            FragmentOrigin origin, const int* row_ids, const int* column_ids) {
   constexpr int kAll = 1 << 30;
   if (flags & kLimitsAbove) {
     // Transposed: columns before `limit` are invisible; else columns from it on. Counted from this thread's first.

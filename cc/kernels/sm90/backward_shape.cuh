@@ -93,6 +93,8 @@ JATTN_HOST_DEVICE constexpr int prepare_row_lanes(const Config& config) {
 // One block per query tile of a head, with the warps of sm90_backward: each takes one of their parts.
 JATTN_HOST_DEVICE constexpr int cast_threads(const Config&) { return kBackwardConsumers * kWarpgroupThreads; }
 JATTN_HOST_DEVICE constexpr int cast_min_blocks(const Config&) { return 1; }
-JATTN_HOST_DEVICE constexpr int cast_shared_bytes(const Config& config) { return tile_bytes(config.tile_q, config.head_dim); }
+JATTN_HOST_DEVICE constexpr int cast_shared_bytes(const Config& config) {
+  return tile_bytes(config.tile_q, config.head_dim);
+}
 
 }  // namespace jattn::sm90

@@ -65,8 +65,9 @@ struct SplitConsumer {
     const int column = lane() % 4 * 2;
     if (header.flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
       const int row = warp_row() + lane() / 4;
-      mask_scores<C, true>(s, header.flags, control.item, {control.item.first + row, header.first + column, row, column},
-                           control.own_ids, control.ids[C.segments ? ring.index : 0]);
+      mask_scores<C, true>(s, header.flags, control.item,
+                           {control.item.first + row, header.first + column, row, column}, control.own_ids,
+                           control.ids[C.segments ? ring.index : 0]);
     }
     transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
     if constexpr (C.softcap) {
@@ -122,8 +123,8 @@ struct SplitConsumer {
 
   // The tile of k is free when both warpgroups are done with their loops, and so is that of v.
   template <int kColumns>
-  __device__ __forceinline__ void write(const float (&gradient)[kColumns / 2], float scale, unsigned tile, int warpgroup,
-                                        const TensorMap* map, bool wanted) const {
+  __device__ __forceinline__ void write(const float (&gradient)[kColumns / 2], float scale, unsigned tile,
+                                        int warpgroup, const TensorMap* map, bool wanted) const {
     const BackwardItem item = control.item;
     float factor[2];
 #pragma unroll
@@ -131,8 +132,8 @@ struct SplitConsumer {
       factor[r] = item.first + warp_row() + lane() / 4 + 8 * r < item.kv_length ? scale : 0.0f;
     }
     sync_consumers();
-    store_gradient<C.element, C.tile_kv, kColumns>(gradient, factor, tile, 0, warpgroup, map, wanted, item.first, item.head,
-                                                   item.batch);
+    store_gradient<C.element, C.tile_kv, kColumns>(gradient, factor, tile, 0, warpgroup, map, wanted, item.first,
+                                                   item.head, item.batch);
     if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 

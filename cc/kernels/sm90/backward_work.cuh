@@ -50,7 +50,7 @@ struct alignas(16) BackwardControl {
   Barrier landed;    // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
-  Barrier exchange_full[2], exchange_empty[2];            // what warpgroups give each other; empty only where probabilities
+  Barrier exchange_full[2], exchange_empty[2];  // what warpgroups give each other; empty only where probabilities
 };
 
 template <Config C>

@@ -67,12 +67,6 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   }
 }
 
-// Finite and from 2^24 on, where neighbouring floats are 2 apart: one comparison of the bits without the sign.
-__device__ __forceinline__ bool is_inexact(float x) {
-  constexpr unsigned k2To24 = 0x4b800000u, kInfinity = 0x7f800000u;
-  return (__float_as_uint(x) & 0x7fffffffu) - k2To24 < kInfinity - k2To24;
-}
-
 // kScaled: scores arrive in log2 units; else they are multiplied by a positive scale_log2 inside the exponent.
 //
 // row_max is the maximum that probabilities refer to, not always the true one: it follows only when a row of the warp
@@ -81,8 +75,10 @@ __device__ __forceinline__ bool is_inexact(float x) {
 template <bool kScaled, bool kIntegerMax>
 struct OnlineSoftmax {
   static constexpr float kLazyLog2 = 8.0f;
+  static constexpr float kLargestExactShift = 16777216.0f;  // 2^24: from here on neighbouring floats are 2 apart
 
   float scale_log2;
+  float lazy;        // kLazyLog2; below 0 once a shift is inexact
   float row_max[2];  // -inf: no visible key yet
   float row_sum[2];  // over this thread's columns
   float alpha[2];    // factor of the output so far; 1 unless rescale
@@ -94,6 +90,7 @@ struct OnlineSoftmax {
     row_max[1] = second_takes_part ? -infinity() : infinity();
     row_sum[0] = row_sum[1] = 0.0f;
     rescale = false;
+    lazy = kLazyLog2;
   }
 
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
@@ -108,7 +105,7 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
-    const bool outgrown = (largest[0] - row_max[0]) * unit > kLazyLog2 || (largest[1] - row_max[1]) * unit > kLazyLog2;
+    const bool outgrown = (largest[0] - row_max[0]) * unit > lazy || (largest[1] - row_max[1]) * unit > lazy;
     rescale = __any_sync(~0u, outgrown);
     if (rescale) {
 #pragma unroll
@@ -117,20 +114,15 @@ struct OnlineSoftmax {
         row_max[r] = largest[r];
         row_sum[r] *= alpha[r];
       }
+      if constexpr (!kScaled) shift_ahead(s);
     }
-    float factor = unit;
-    float shift[2];  // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf)
+    float shift[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) shift[r] = row_max[r] == -infinity() ? 0.0f : row_max[r] * unit;
-    if constexpr (!kScaled) {
-      // A fused multiply-add sees the rounding error of the shift, which is more than 1 from here on: equal scores must
-      // give p = 1, so their products are rounded like the shift.
-      if (__any_sync(~0u, is_inexact(shift[0]) || is_inexact(shift[1]))) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] = __fmul_rn(s[i], unit) - shift[i / 2 % 2];
-        factor = 1.0f;
-        shift[0] = shift[1] = 0.0f;
-      }
+    for (int r = 0; r < 2; ++r) {
+      // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf), and after shift_ahead().
+      shift[r] = row_max[r] * unit;
+      const bool plain = kScaled ? row_max[r] != -infinity() : fabsf(shift[r]) < kLargestExactShift;
+      shift[r] = plain ? shift[r] : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -139,10 +131,32 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[4 * i + 2 * r + c];
-          x = exp2_fast(kScaled ? x - shift[r] : fmaf(x, factor, -shift[r]));
+          x = exp2_fast(kScaled ? x - shift[r] : fmaf(x, unit, -shift[r]));
           row_sum[r] += x;
         }
       }
+    }
+  }
+
+  // A fused multiply-add sees the rounding error of the shift, which can exceed 1 from 2^24 on, while equal scores must
+  // give p = 1. Rows with such a shift are shifted here, their products rounded like the shift, and so is every later
+  // tile of the warp: a negative `lazy` brings it here.
+  template <int kCount>
+  __device__ __forceinline__ void shift_ahead(float (&s)[kCount]) {
+    float shift[2];
+    bool inexact[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = __fmul_rn(row_max[r], scale_log2);
+      inexact[r] = fabsf(shift[r]) >= kLargestExactShift && fabsf(shift[r]) < infinity();
+    }
+    if (!__any_sync(~0u, inexact[0] || inexact[1])) return;
+    lazy = -1.0f;
+    const float back = 1.0f / scale_log2;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int r = i / 2 % 2;
+      if (inexact[r]) s[i] = (__fmul_rn(s[i], scale_log2) - shift[r]) * back;
     }
   }
 

@@ -15,14 +15,10 @@ class Device:
     Attributes:
       platform: "cpu", "cuda", "tpu", ... as JAX names it when lowering.
       arch: compute capability of a CUDA device, for example (9, 0); None elsewhere.
-      sm_count: multiprocessors of a CUDA device; 0 if unknown.
-      driver_problem: why CUDA kernels cannot be loaded here although JAX sees the device; empty if they can.
     """
 
     platform: str
     arch: tuple[int, int] | None = None
-    sm_count: int = 0
-    driver_problem: str = ""
 
     def __str__(self) -> str:
         return f"{self.platform} sm_{self.arch[0]}{self.arch[1]}" if self.arch else self.platform
@@ -30,7 +26,7 @@ class Device:
 
 # What a lowering for CUDA assumes on a machine without a GPU when no device was named (jattn.target_device names
 # one).
-ASSUMED_CUDA = Device("cuda", arch=(9, 0), sm_count=132)
+ASSUMED_CUDA = Device("cuda", arch=(9, 0))
 
 
 def expected(named: Device | None) -> Device:
@@ -58,7 +54,7 @@ def describe(platform: str) -> Device:
     except RuntimeError:
         return ASSUMED_CUDA
     major, minor = (int(part) for part in str(device.compute_capability).split("."))
-    return Device("cuda", arch=(major, minor), sm_count=int(getattr(device, "core_count", 0) or 0))
+    return Device("cuda", arch=(major, minor))
 
 
 def _lowering_platform(name: str) -> str:

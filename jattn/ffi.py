@@ -22,7 +22,17 @@ FORWARD_TARGET = "jattn_forward_v1"
 BACKWARD_TARGET = "jattn_backward_v1"
 
 # Bits of the attribute `operands`; cc/ffi/bind.h has the same list.
-OPERAND_BITS = {"bias": 1, "mask": 2, "q_lengths": 4, "kv_lengths": 8, "segments": 16}
+OPERAND_BITS = {
+    "bias": 1,
+    "mask": 2,
+    "q_lengths": 4,
+    "kv_lengths": 8,
+    "segments": 16,
+    "positions": 32,
+    "sinks": 64,
+    "alibi_slopes": 128,
+    "dropout": 256,
+}
 
 
 @functools.cache
@@ -68,6 +78,10 @@ def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
         "q_lengths": spec.q_lengths,
         "kv_lengths": spec.kv_lengths,
         "segments": spec.segments,
+        "positions": spec.positions,
+        "sinks": spec.sinks is not None,
+        "alibi_slopes": spec.alibi_slopes is not None,
+        "dropout": spec.dropout is not None,
     }
     return {
         "scale": np.float64(spec.scale),
@@ -75,6 +89,7 @@ def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
         "band_left": np.int64(spec.band.left),
         "band_right": np.int64(spec.band.right),
         "lower_right": np.bool_(spec.band.lower_right),
+        "dropout_rows": np.bool_(spec.dropout is not None and spec.dropout.rows),
         "operands": np.int64(sum(OPERAND_BITS[name] for name, there in operands.items() if there)),
         "has_dlse": np.bool_(has_dlse),
     }

@@ -27,7 +27,28 @@ FEATURES = (
     "grouped_heads",
     "value_head_dim",
     "negative_scale",
+    "positions",
+    "sinks",
+    "alibi_slopes",
+    "dropout",
+    "dropout_rows",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Static facts of dropout. The rate and the keys are operands.
+
+    Attributes:
+      keys: (1 or B, 1 or N): for how many batch entries and heads there are keys; with ``rows`` the first extent is
+        the number of packed sequences.
+      rate: 1 or B: for how many batch entries there are rates.
+      rows: the key of a query is that of its segment id, and the coordinates of a pair are positions, not indices.
+    """
+
+    keys: tuple[int, int]
+    rate: int = 1
+    rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +64,9 @@ class Spec:
       band: visibility by position.
       bias: shape of the bias, broadcastable to (B, N, T, S), or None; ``bias_dtype`` goes with it.
       mask: shape of the bool mask, likewise.
-      q_lengths, kv_lengths, segments: whether these operands are there.
+      q_lengths, kv_lengths, segments, positions: whether these operands are there.
+      sinks, alibi_slopes: (1 or B, 1 or N), extents of the operand, or None.
+      dropout: its static facts, or None.
     """
 
     batch: int
@@ -63,6 +86,10 @@ class Spec:
     q_lengths: bool = False
     kv_lengths: bool = False
     segments: bool = False
+    positions: bool = False
+    sinks: tuple[int, int] | None = None
+    alibi_slopes: tuple[int, int] | None = None
+    dropout: Dropout | None = None
 
     @property
     def group_size(self) -> int:
@@ -86,6 +113,11 @@ class Spec:
             "grouped_heads": self.num_heads != self.num_kv_heads,
             "value_head_dim": self.head_dim != self.head_dim_v,
             "negative_scale": self.scale <= 0,
+            "positions": self.positions,
+            "sinks": self.sinks is not None,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "dropout": self.dropout is not None,
+            "dropout_rows": self.dropout is not None and self.dropout.rows,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
@@ -106,6 +138,21 @@ class Spec:
             head_dim_v=head_dim_v,
             bias=None if operands.bias is None else tuple(operands.bias.shape),
             mask=None if operands.mask is None else tuple(operands.mask.shape),
+            sinks=None if operands.sinks is None else tuple(operands.sinks.shape[:2]),
+            alibi_slopes=(
+                None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape[:2])
+            ),
+            dropout=(
+                None
+                if self.dropout is None
+                or operands.dropout_keys is None
+                or operands.dropout_rate is None
+                else dataclasses.replace(
+                    self.dropout,
+                    keys=tuple(operands.dropout_keys.shape[:2]),
+                    rate=operands.dropout_rate.shape[0],
+                )
+            ),
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -133,7 +180,16 @@ class Spec:
             parts.append(f"mask {self.mask}")
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
-        parts += [name for name in ("q_lengths", "kv_lengths", "segments") if getattr(self, name)]
+        names = (
+            "q_lengths",
+            "kv_lengths",
+            "segments",
+            "positions",
+            "sinks",
+            "alibi_slopes",
+            "dropout",
+        )
+        parts += [name for name in names if getattr(self, name)]
         return "   ".join(parts)
 
 
@@ -144,8 +200,9 @@ class Operands(NamedTuple, Generic[A]):
     """The arrays of a problem in their fixed order; None where the problem has none.
 
     Shapes: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), bias and mask broadcastable to (B, N, T, S), q_lengths
-      and
-    kv_lengths (B,) int32, q_segments (B, T) and kv_segments (B, S) int32.
+    and kv_lengths (B,) int32, q_segments and q_positions (B, T), kv_segments and kv_positions (B, S) int32, sinks and
+    alibi_slopes (1 or B, 1 or N, 1) float32, dropout_keys (1 or B, 1 or N, 2) uint32, dropout_rate (1 or B, 1, 1)
+    float32. What stands in dropout_keys: jattn/dropout.py.
     """
 
     q: A
@@ -157,6 +214,12 @@ class Operands(NamedTuple, Generic[A]):
     kv_lengths: A | None = None
     q_segments: A | None = None
     kv_segments: A | None = None
+    q_positions: A | None = None
+    kv_positions: A | None = None
+    sinks: A | None = None
+    alibi_slopes: A | None = None
+    dropout_keys: A | None = None
+    dropout_rate: A | None = None
 
     def flat(self) -> tuple[A, ...]:
         """The arrays that are there, in order."""
@@ -177,13 +240,26 @@ class Operands(NamedTuple, Generic[A]):
             kv_lengths=next(rest) if spec.kv_lengths else None,
             q_segments=next(rest) if spec.segments else None,
             kv_segments=next(rest) if spec.segments else None,
+            q_positions=next(rest) if spec.positions else None,
+            kv_positions=next(rest) if spec.positions else None,
+            sinks=next(rest) if spec.sinks is not None else None,
+            alibi_slopes=next(rest) if spec.alibi_slopes is not None else None,
+            dropout_keys=next(rest) if spec.dropout is not None else None,
+            dropout_rate=next(rest) if spec.dropout is not None else None,
         )
 
     @staticmethod
     def count(spec: Spec) -> int:
         """How many arrays a problem has."""
-        present = (spec.bias is not None, spec.mask is not None, spec.q_lengths, spec.kv_lengths)
-        return 3 + sum(present) + 2 * spec.segments
+        present = (
+            spec.bias is not None,
+            spec.mask is not None,
+            spec.q_lengths,
+            spec.kv_lengths,
+            spec.sinks is not None,
+            spec.alibi_slopes is not None,
+        )
+        return 3 + sum(present) + 2 * (spec.segments + spec.positions + (spec.dropout is not None))
 
 
 def visibility(

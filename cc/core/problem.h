@@ -6,16 +6,29 @@
 //   s[b,n,t,j] = scale * sum_d q[b,t,n,d] * k[b,j,n*K/N,d]
 //   s          = softcap * tanh(s / softcap)                 if softcap > 0
 //   s          = s + bias[b,n,t,j]                           if there is a bias
+//   s          = s - alibi_slopes[b,n] * |distance|           if there are slopes; distance: see Visibility below
 //   s          = -inf where the pair (t, j) is not visible   (see Visibility below)
-//   lse[b,n,t] = log(sum_j exp(s))     natural logarithm; -inf for a row that sees no key
-//   out[b,t,n] = sum_j exp(s - lse) * v[b,j,n*K/N]           0 for a row that sees no key
+//   lse[b,n,t] = log(sum_j exp(s) + exp(sinks[b,n]))         natural logarithm; no second term without sinks;
+//                                                            -inf for a row that sees no key, with sinks too
+//   out[b,t,n] = sum_j z * exp(s - lse) * v[b,j,n*K/N]       0 for a row that sees no key; z: see Dropout below
 //
 // Visibility: key j is visible from query t iff all of these hold that apply:
 //   t < q_lengths[b],  j < kv_lengths[b]
-//   t + offset - band_left <= j <= t + offset + band_right
+//   -band_left <= distance <= band_right
+//       distance = kv_positions[b,j] - q_positions[b,t] if there are positions, else j - (t + offset)
 //       offset = 0 (upper left) or kv_length - q_length (lower right; the lengths of this batch entry)
 //   q_segments[b,t] == kv_segments[b,j], and that id is not negative (a negative id marks padding)
 //   mask[b,n,t,j] != 0
+//
+// Dropout: z is 0 for a dropped pair and 1 / (1 - r) for a kept one, else 1. With r = threshold / 65536,
+// threshold = min(round(65536 * dropout_rate), 65535):
+//   words = Philox4x32-10(counter = (row group, column group, 0, 0), key = dropout_keys[...])
+//   row group = t / 16 * 8 + t % 8        column group = j / 16 * 4 + j % 8 / 2
+//   bits of the pair = 16 bits of word 2 * (t / 8 % 2) + j / 8 % 2, the lower half for even j, the upper for odd j
+//   the pair is dropped if bits < threshold
+// so one call serves the eight pairs {t, t + 8} x {j, j + 1, j + 8, j + 9}, which one thread holds in every fragment
+// of a matrix product. The key is dropout_keys[b,n], t and j are indices; with dropout_rows the key is that of row
+// q_segments[b,t] of the table, and t and j are q_positions[b,t] and kv_positions[b,j] (packed sequences).
 #pragma once
 
 #include <cstdint>
@@ -39,6 +52,14 @@ struct BroadcastTensor {
   int64_t stride_key = 0;
 };
 
+// A number per batch entry and query head: element b * stride_batch + n * stride_head; stride 0 where all share one.
+template <class T>
+struct PerHead {
+  const T* data = nullptr;  // null: absent
+  int64_t stride_batch = 0;
+  int64_t stride_head = 0;
+};
+
 struct Problem {
   int64_t batch = 0, q_len = 0, kv_len = 0;
   int64_t num_heads = 0, num_kv_heads = 0;
@@ -50,15 +71,24 @@ struct Problem {
   int64_t band_left = kUnbounded, band_right = kUnbounded;
   bool lower_right = false;
 
-  const void* q = nullptr;               // [B, T, N, D]
-  const void* k = nullptr;               // [B, S, K, D]
-  const void* v = nullptr;               // [B, S, K, Dv]
-  BroadcastTensor bias;                  // added to the scaled (and capped) scores
-  BroadcastTensor mask;                  // nonzero: takes part
-  const int32_t* q_lengths = nullptr;    // [B], or null: T. Values are clamped to [0, T]
-  const int32_t* kv_lengths = nullptr;   // [B], or null: S. Values are clamped to [0, S]
-  const int32_t* q_segments = nullptr;   // [B, T], or null. Both or neither
-  const int32_t* kv_segments = nullptr;  // [B, S], or null
+  const void* q = nullptr;                // [B, T, N, D]
+  const void* k = nullptr;                // [B, S, K, D]
+  const void* v = nullptr;                // [B, S, K, Dv]
+  BroadcastTensor bias;                   // added to the scaled (and capped) scores
+  BroadcastTensor mask;                   // nonzero: takes part
+  const int32_t* q_lengths = nullptr;     // [B], or null: T. Values are clamped to [0, T]
+  const int32_t* kv_lengths = nullptr;    // [B], or null: S. Values are clamped to [0, S]
+  const int32_t* q_segments = nullptr;    // [B, T], or null. Both or neither
+  const int32_t* kv_segments = nullptr;   // [B, S], or null
+  const int32_t* q_positions = nullptr;   // [B, T], or null. Both or neither. Within [-2^29, 2^29]: clamped before
+  const int32_t* kv_positions = nullptr;  // [B, S], or null
+  PerHead<float> sinks;                   // score of a key that has no value
+  PerHead<float> alibi_slopes;
+  PerHead<uint32_t> dropout_keys;  // two words each; strides count words. With dropout_rows stride_batch is that of the
+                                   // table's rows, and a row outside [0, num_dropout_rows) is clamped
+  PerHead<float> dropout_rate;     // within [0, 1); stride_head is 0
+  bool dropout_rows = false;
+  int64_t num_dropout_rows = 0;
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };

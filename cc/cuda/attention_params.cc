@@ -49,6 +49,11 @@ BroadcastArray broadcast_array(const BroadcastTensor& tensor, int64_t element_by
           .pairs = tensor.stride_key == 1 && even && kv_len % 2 == 0 && aligned(tensor.data, 2 * element_bytes)};
 }
 
+template <class Params, class T>
+Params per_head(const PerHead<T>& array) {
+  return {array.data, static_cast<int32_t>(array.stride_batch), static_cast<int32_t>(array.stride_head)};
+}
+
 // What staged copies of a bias or mask rely on.
 void check_staged(const Kernel& kernel, const char* name, const BroadcastTensor& tensor, int64_t element_bytes,
                   int64_t kv_len) {
@@ -105,6 +110,12 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   check_feature(kernel, "mask", problem.mask.data != nullptr, config.mask, false);
   check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias, false);
   check_feature(kernel, "softcap", problem.softcap > 0, config.softcap, false);
+  check_feature(kernel, "positions", problem.q_positions != nullptr, config.positions, false);
+  // A backward kernel needs no sinks: they are in lse.
+  check_feature(kernel, "sinks", problem.sinks.data != nullptr, config.sinks, false);
+  check_feature(kernel, "ALiBi slopes", problem.alibi_slopes.data != nullptr, config.alibi, false);
+  check_feature(kernel, "dropout", problem.dropout_keys.data != nullptr, config.dropout, false);
+  check_feature(kernel, "dropout by rows", problem.dropout_rows, config.dropout_rows, false);
   if (config.bias) {
     JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text,
                   " has another bias type");
@@ -124,6 +135,14 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   params.kv_lengths = problem.kv_lengths;
   params.q_segments = problem.q_segments;
   params.kv_segments = problem.kv_segments;
+  params.q_positions = problem.q_positions;
+  params.kv_positions = problem.kv_positions;
+  params.sinks = per_head<PerHeadFloat>(problem.sinks);
+  params.alibi_slopes = per_head<PerHeadFloat>(problem.alibi_slopes);
+  params.dropout_keys = per_head<PerHeadWords>(problem.dropout_keys);
+  params.dropout_rate = problem.dropout_rate.data;
+  params.dropout_rate_stride = static_cast<int32_t>(problem.dropout_rate.stride_batch);
+  params.num_dropout_rows = static_cast<int32_t>(problem.num_dropout_rows);
   params.batch = static_cast<int32_t>(problem.batch);
   params.q_len = static_cast<int32_t>(problem.q_len);
   params.kv_len = static_cast<int32_t>(problem.kv_len);

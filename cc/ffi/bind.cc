@@ -66,7 +66,7 @@ T attribute(const ffi::Dictionary& spec, const char* name, Checker& check) {
 struct Attributes {
   double scale, softcap;
   int64_t band_left, band_right, operands;
-  bool lower_right, has_dlse;
+  bool lower_right, dropout_rows, has_dlse;
 };
 
 Attributes read_attributes(const ffi::Dictionary& spec, Checker& check) {
@@ -76,6 +76,7 @@ Attributes read_attributes(const ffi::Dictionary& spec, Checker& check) {
   a.band_left = attribute<int64_t>(spec, "band_left", check);
   a.band_right = attribute<int64_t>(spec, "band_right", check);
   a.lower_right = attribute<bool>(spec, "lower_right", check);
+  a.dropout_rows = attribute<bool>(spec, "dropout_rows", check);
   a.operands = attribute<int64_t>(spec, "operands", check);
   a.has_dlse = attribute<bool>(spec, "has_dlse", check);
   return a;
@@ -117,6 +118,7 @@ class Operands {
                               ") is missing; the call has " + std::to_string(args_.size()) + " operands");
     return std::nullopt;
   }
+  void step_back() { --index_; }
   void require_used_up() {
     check_.require(index_ == args_.size(), "jattn: the call has " + std::to_string(args_.size()) +
                                                " operands, but its attributes announce " + std::to_string(index_));
@@ -158,6 +160,39 @@ const int32_t* decode_indices(Operands& operands, const char* name, std::initial
   return static_cast<const int32_t*>(buffer->untyped_data());
 }
 
+// An array of `columns` words for each batch entry (or for all) and each query head (or for all).
+template <class T>
+PerHead<T> decode_per_head(Operands& operands, const char* name, ffi::DataType type, int64_t rows, int64_t heads,
+                           int64_t words, Checker& check) {
+  auto buffer = operands.next(name);
+  if (!buffer) return {};
+  Dims dims = buffer->dimensions();
+  const bool fits =
+      dims.size() == 3 && (dims[0] == 1 || dims[0] == rows) && (dims[1] == 1 || dims[1] == heads) && dims[2] == words;
+  check.require(fits, std::string("jattn: ") + name + " has shape " + text(dims) + ", must be (1 or " +
+                          std::to_string(rows) + ", 1 or " + std::to_string(heads) + ", " + std::to_string(words) +
+                          ")");
+  check.require_type(name, *buffer, type);
+  if (!check.ok()) return {};
+  return {static_cast<const T*>(buffer->untyped_data()), dims[0] == 1 ? 0 : dims[1] * words, dims[1] == 1 ? 0 : words};
+}
+
+void decode_dropout(Operands& operands, const Attributes& a, Problem& p, Checker& check) {
+  auto keys = operands.next("dropout_keys");
+  if (!keys) return;
+  Dims dims = keys->dimensions();
+  // The table of packed sequences has a row for each of them.
+  const int64_t rows = a.dropout_rows && !dims.empty() ? dims[0] : p.batch;
+  check.require(!a.dropout_rows || (p.q_segments && p.q_positions),
+                "jattn: dropout by rows needs segments and positions");
+  check.require(rows > 0 || p.batch == 0, "jattn: dropout_keys has no rows");
+  operands.step_back();
+  p.dropout_keys = decode_per_head<uint32_t>(operands, "dropout_keys", ffi::DataType::U32, rows, p.num_heads, 2, check);
+  p.dropout_rate = decode_per_head<float>(operands, "dropout_rate", ffi::DataType::F32, p.batch, 1, 1, check);
+  p.dropout_rows = a.dropout_rows;
+  p.num_dropout_rows = rows;
+}
+
 void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checker& check) {
   p.scale = a.scale, p.softcap = a.softcap;
   p.band_left = a.band_left, p.band_right = a.band_right, p.lower_right = a.lower_right;
@@ -183,6 +218,18 @@ void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checke
     p.q_segments = decode_indices(operands, "q_segments", {p.batch, p.q_len}, check);
     p.kv_segments = decode_indices(operands, "kv_segments", {p.batch, p.kv_len}, check);
   }
+  if (a.operands & kPositions) {
+    p.q_positions = decode_indices(operands, "q_positions", {p.batch, p.q_len}, check);
+    p.kv_positions = decode_indices(operands, "kv_positions", {p.batch, p.kv_len}, check);
+  }
+  if (a.operands & kSinks) {
+    p.sinks = decode_per_head<float>(operands, "sinks", ffi::DataType::F32, p.batch, p.num_heads, 1, check);
+  }
+  if (a.operands & kAlibiSlopes) {
+    p.alibi_slopes =
+        decode_per_head<float>(operands, "alibi_slopes", ffi::DataType::F32, p.batch, p.num_heads, 1, check);
+  }
+  if (a.operands & kDropout) decode_dropout(operands, a, p, check);
 }
 
 ffi::DataType lse_type(const Problem& p) { return p.dtype == DType::kF64 ? ffi::DataType::F64 : ffi::DataType::F32; }

@@ -26,7 +26,11 @@ enum OperandBit : int64_t {
   kMask = 2,
   kQLengths = 4,
   kKvLengths = 8,
-  kSegments = 16,  // two operands: q_segments, kv_segments
+  kSegments = 16,   // two operands: q_segments, kv_segments
+  kPositions = 32,  // two operands: q_positions, kv_positions
+  kSinks = 64,
+  kAlibiSlopes = 128,
+  kDropout = 256,  // two operands: dropout_keys, dropout_rate
 };
 
 ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,

@@ -23,7 +23,12 @@ struct Config {
   bool mask = false;  // dense bool mask, read by broadcast strides
   bool bias = false;  // dense bias, likewise
   bool softcap = false;
-  bool narrow_rows = false;  // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
+  bool positions = false;  // bands and slopes measure distances between positions[b, row], not between indices
+  bool sinks = false;
+  bool alibi = false;
+  bool dropout = false;
+  bool dropout_rows = false;  // the key of a row is looked up by its segment id, and positions are its coordinates
+  bool narrow_rows = false;   // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
   bool staged_bias =
       false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
   bool staged_mask = false;  // likewise of the mask

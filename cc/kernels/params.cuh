@@ -15,6 +15,21 @@ struct BroadcastArray {
   bool pairs;  // two neighbouring keys may be read by one aligned access of twice the element size
 };
 
+// A number (or pair of words) per batch entry and query head: element batch * stride_batch + head * stride_head.
+struct PerHeadFloat {
+  const float* data;
+  int32_t stride_batch, stride_head;
+};
+struct PerHeadWords {
+  const uint32_t* data;
+  int32_t stride_batch, stride_head;
+};
+
+// Which positions a tile of rows holds, padding rows included; an empty tile has low > high.
+struct PositionRange {
+  int32_t low, high;
+};
+
 // Which segment ids a tile of rows holds. Padding rows have negative ids and see nobody.
 struct SegmentRange {
   int32_t low;   // least id >= 0 (INT32_MAX if there is none); stored as -1 - low if the tile holds padding rows
@@ -23,17 +38,27 @@ struct SegmentRange {
 
 // The problem as forward and backward kernels read it.
 struct ProblemParams {
-  const void* q;                  // [B, T, N, D]
-  const void* k;                  // [B, S, K, D]
-  const void* v;                  // [B, S, K, Dv]
-  BroadcastArray bias;            // (B, N, T, S) broadcast; Config::bias_element
-  BroadcastArray mask;            // (B, N, T, S) broadcast; one byte each
-  const int32_t* q_lengths;       // [B] or null
-  const int32_t* kv_lengths;      // [B] or null
-  const int32_t* q_segments;      // [B, T] or null
-  const int32_t* kv_segments;     // [B, S] or null
-  const SegmentRange* q_ranges;   // [B, ceil(T / tile_q)], scratch filled by passes/segment_ranges.cuh
-  const SegmentRange* kv_ranges;  // [B, ceil(S / tile_kv)], likewise
+  const void* q;                            // [B, T, N, D]
+  const void* k;                            // [B, S, K, D]
+  const void* v;                            // [B, S, K, Dv]
+  BroadcastArray bias;                      // (B, N, T, S) broadcast; Config::bias_element
+  BroadcastArray mask;                      // (B, N, T, S) broadcast; one byte each
+  const int32_t* q_lengths;                 // [B] or null
+  const int32_t* kv_lengths;                // [B] or null
+  const int32_t* q_segments;                // [B, T] or null
+  const int32_t* kv_segments;               // [B, S] or null
+  const SegmentRange* q_ranges;             // [B, ceil(T / tile_q)], scratch filled by passes/segment_ranges.cuh
+  const SegmentRange* kv_ranges;            // [B, ceil(S / tile_kv)], likewise
+  const int32_t* q_positions;               // [B, T] or null; within [-2^29, 2^29]
+  const int32_t* kv_positions;              // [B, S] or null
+  const PositionRange* q_position_ranges;   // [B, ceil(T / tile_q)], scratch
+  const PositionRange* kv_position_ranges;  // [B, ceil(S / tile_kv)], scratch
+  PerHeadFloat sinks;                       // read only if Config::sinks; natural units
+  PerHeadFloat alibi_slopes;                // likewise Config::alibi
+  PerHeadWords dropout_keys;                // likewise Config::dropout; stride_batch of a table row if dropout_rows
+  const float* dropout_rate;                // [B] or [1]
+  int32_t dropout_rate_stride;              // 1 or 0
+  int32_t num_dropout_rows;                 // rows of the table if dropout_rows; ids are clamped to it
   int32_t batch, q_len, kv_len, num_heads, num_kv_heads, group_size, head_dim, head_dim_v;
   int32_t band_left, band_right;  // at most 2^29 in size: an unbounded side is 2^29
   bool lower_right;

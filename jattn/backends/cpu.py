@@ -25,7 +25,13 @@ class CpuBackend:
     """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
 
     name = "cpu"
-    understands = frozenset(FEATURES)
+    understands = frozenset(FEATURES) - {
+        "positions",
+        "sinks",
+        "alibi_slopes",
+        "dropout",
+        "dropout_rows",
+    }
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

@@ -29,7 +29,15 @@ class FlashBackend:
     """
 
     name = "flash"
-    understands = frozenset(FEATURES) - {"bias", "mask"}
+    understands = frozenset(FEATURES) - {
+        "bias",
+        "mask",
+        "positions",
+        "sinks",
+        "alibi_slopes",
+        "dropout",
+        "dropout_rows",
+    }
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

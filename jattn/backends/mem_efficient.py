@@ -29,7 +29,13 @@ class MemEfficientBackend:
     """Tensor-core kernels with every mask and bias form, float32 accumulation, any head dim up to 512."""
 
     name = "mem_efficient"
-    understands = frozenset(FEATURES)
+    understands = frozenset(FEATURES) - {
+        "positions",
+        "sinks",
+        "alibi_slopes",
+        "dropout",
+        "dropout_rows",
+    }
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

@@ -17,7 +17,13 @@ class ReferenceBackend:
     """Computes by the definition; memory grows with T * S."""
 
     name = "reference"
-    understands = frozenset(FEATURES)
+    understands = frozenset(FEATURES) - {
+        "positions",
+        "sinks",
+        "alibi_slopes",
+        "dropout",
+        "dropout_rows",
+    }
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

@@ -17,7 +17,13 @@ class XlaBackend:
     """Computes tile by tile with XLA's own operations."""
 
     name = "xla"
-    understands = frozenset(FEATURES)
+    understands = frozenset(FEATURES) - {
+        "positions",
+        "sinks",
+        "alibi_slopes",
+        "dropout",
+        "dropout_rows",
+    }
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

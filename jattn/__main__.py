@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 from importlib import metadata
@@ -90,9 +91,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         jax.ShapeDtypeStruct(scores_shape, jnp.bool_) if arguments.mask else None,
         needs_grad=arguments.grad,
         device=_device(arguments.device),
+        timed=arguments.time,
         **options,
     )
-    print(found)
+    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
     return 0 if found.chosen else 1
 
 
@@ -151,6 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--device", help="cpu, or cuda:9.0 for another machine's GPU (default: this machine)"
     )
+    explain.add_argument(
+        "--time", action="store_true", help="run each pass on random arrays, and a matrix product"
+    )
+    explain.add_argument("--json", action="store_true", help="print a dictionary")
     explain.set_defaults(run=_explain)
 
     cache = commands.add_parser("cache", help="the CUDA kernel cache on disk")

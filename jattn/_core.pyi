@@ -152,6 +152,7 @@ def cuda_scratch_bytes(
     head_dim_v: int,
     dtype: str,
     bias_shape: Sequence[int],
+    mask_shape: Sequence[int] = ...,
     segments: bool,
 ) -> int:
     """Returns the bytes of scratch a pass needs with these kernels (the plan's attribute, keys joined by ``;``).

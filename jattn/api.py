@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jattn import autodiff, config, device, dispatch
+from jattn import autodiff, config, dispatch, dropout
 from jattn.config import Options
-from jattn.device import Device
-from jattn.errors import Reason
 from jattn.jax_interface import unify
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
 from jattn.sharding import partition
-from jattn.spec import FLOAT_DTYPES, Operands, Spec
+from jattn.spec import FLOAT_DTYPES, Dropout, Operands, Spec
 
 _NAME = "jattn.dot_product_attention"
 
+_LARGEST_POSITION = 2**29  # so that the difference of two of them, and its double, fit in 32 bits
+
 Window = int | tuple[int | None, int | None] | None
-Shaped = Any  # an array, or anything with shape and dtype
 
 
 @overload
@@ -47,6 +46,15 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = ...,
     key_value_segment_ids: ArrayLike | None = ...,
     logits_soft_cap: float | None = ...,
+    query_positions: ArrayLike | None = ...,
+    key_value_positions: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: ArrayLike = ...,
+    dropout_key: jax.Array | None = ...,
+    dropout_seed: ArrayLike | None = ...,
+    dropout_offset: ArrayLike | None = ...,
+    broadcast_dropout: bool = ...,
     return_lse: Literal[False] = ...,
     compute_dtype: DTypeLike | None = ...,
 ) -> jax.Array: ...
@@ -72,6 +80,15 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = ...,
     key_value_segment_ids: ArrayLike | None = ...,
     logits_soft_cap: float | None = ...,
+    query_positions: ArrayLike | None = ...,
+    key_value_positions: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: ArrayLike = ...,
+    dropout_key: jax.Array | None = ...,
+    dropout_seed: ArrayLike | None = ...,
+    dropout_offset: ArrayLike | None = ...,
+    broadcast_dropout: bool = ...,
     return_lse: bool = ...,
     compute_dtype: DTypeLike | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -96,6 +113,15 @@ def dot_product_attention(
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
+    query_positions: ArrayLike | None = None,
+    key_value_positions: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: ArrayLike = 0.0,
+    dropout_key: jax.Array | None = None,
+    dropout_seed: ArrayLike | None = None,
+    dropout_offset: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
     return_lse: bool = False,
     compute_dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -132,6 +158,22 @@ def dot_product_attention(
         marks padding, which sees nothing and is never seen.
       query_segment_ids, key_value_segment_ids: (B, T) and (B, S), the same for cross-attention.
       logits_soft_cap: scores become ``cap * tanh(score / cap)``, before bias and masks.
+      query_positions, key_value_positions: (B, T) and (B, S) integers, both or neither: where the tokens stand, for
+        ``is_causal``, ``local_window_size`` and ``alibi_slopes``, in place of their indices. Clamped to +-2**29; not
+        together with lower-right alignment.
+      alibi_slopes: (N,), or broadcastable to (B, N), float: ``slope * |key position - query position|`` is taken off
+        the capped scores. Differentiable.
+      sinks: (N,), or broadcastable to (B, N), float: the score of one more key, without a value, in the softmax of each
+        row that sees a key; the logsumexp includes it. Differentiable.
+      dropout_rate: the probability of dropping a weight, 0 <= rate < 1; a number, or a traced scalar. Rounded to a
+        multiple of 1/65536. Kept weights are divided by 1 - rate; the logsumexp is that of all weights. No gradient
+        (the result is piecewise constant in it).
+      dropout_key: one JAX key; its seed is ``jattn.seed_from_key(dropout_key)``, its offset 0. The same key drops the
+        same pairs again: ``jattn.dropout_mask`` tells which. Under ``jax.vmap`` with one key all mapped elements
+        share a mask, as with ``jax.random``.
+      dropout_seed, dropout_offset: in place of a key, uint32 (2,), the lower word first, or Python ints; offset 0 if
+        None.
+      broadcast_dropout: one mask (T, S) serves all batch entries and heads.
       return_lse: also returns the logsumexp of the scores (B, T, N), natural logarithm, float32 (float64 for
         float64), -inf for a query that sees no key. Differentiable.
       compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too.
@@ -162,6 +204,15 @@ def dot_product_attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
         logits_soft_cap=logits_soft_cap,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        dropout_seed=dropout_seed,
+        dropout_offset=dropout_offset,
+        broadcast_dropout=broadcast_dropout,
         compute_dtype=compute_dtype,
     )
     if return_lse and return_residual:
@@ -174,6 +225,21 @@ def dot_product_attention(
     if return_residual:
         lse = jax.lax.stop_gradient(lse).astype(out.dtype)
     return out, lse
+
+
+def packed_attention(
+    query: Any, key: Any, value: Any, *, dropout_table: jax.Array | None = None, **keywords: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Computes ``dot_product_attention`` of packed sequences, with its ``return_lse=True``.
+
+    Args:
+      query, key, value: as for ``dot_product_attention``.
+      dropout_table: (sequences, 1 or N, 2) uint32, the Philox keys of each packed sequence and head. The key of a query
+        is that of its segment id, and the coordinates of a pair are positions: segment ids and positions must be
+        given, and ``dropout_rate``.
+      **keywords: of ``dot_product_attention``.
+    """
+    return _attention(_Call.parse(query, key, value, dropout_table=dropout_table, **keywords))
 
 
 def _attention(call: _Call) -> tuple[jax.Array, jax.Array]:
@@ -204,123 +270,6 @@ def _on_explicit_mesh(
     run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(cut.out, cut.lse))
     out, lse = run(*flat)
     return out, lse
-
-
-# ---- Asking without running
-# ------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What would run a call, and why nothing else.
-
-    Attributes:
-      chosen: name of the backend, or None if every candidate refuses.
-      reasons: backend -> its reasons for refusing; empty for one that could run the call but is not chosen.
-      spec: the problem.
-      device: the machine that the answer is for.
-      needs_grad: whether the answer is for a call that is differentiated.
-    """
-
-    chosen: str | None
-    reasons: dict[str, tuple[Reason, ...]]
-    spec: Spec
-    device: Device
-    needs_grad: bool
-
-    def __str__(self) -> str:
-        what = "forward and backward" if self.needs_grad else "forward"
-        lines = [f"attention on {self.device}, {what}", f"  {self.spec}", f"chosen: {self.chosen}"]
-        for backend, reasons in self.reasons.items():
-            lines.append(f"{backend}: {'would run' if not reasons else 'refuses'}")
-            lines.extend(f"  - {reason}" for reason in reasons)
-        return "\n".join(lines)
-
-
-def explain(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    bias: Shaped | None = None,
-    mask: Shaped | CausalBias | None = None,
-    *,
-    needs_grad: bool = False,
-    device: Device | None = None,
-    **options: Any,
-) -> Explanation:
-    """Says which backend would run a call of ``dot_product_attention``, and every reason of the others. Runs nothing.
-
-    Args:
-      query, key, value, bias, mask: arrays, or anything with ``shape`` and ``dtype``.
-      needs_grad: whether the call will be differentiated.
-      device: the machine to answer for; None: where the call would run here.
-      **options: the keyword arguments of ``dot_product_attention``; arrays may again be given as shapes.
-
-    Raises:
-      ValueError: the call is wrong.
-      TypeError: an option is not one of ``dot_product_attention``.
-    """
-    for name in ("return_lse", "return_residual"):
-        options.pop(name, None)
-    static = {name: value for name, value in options.items() if not hasattr(value, "shape")}
-    arrays = {name: _shape_of(value) for name, value in options.items() if hasattr(value, "shape")}
-    operands = [_shape_of(x) for x in (query, key, value, bias)]
-    found: list[_Call] = []
-
-    def parse(q: Any, k: Any, v: Any, b: Any, m: Any, named: dict[str, Any]) -> None:
-        found.append(
-            _Call.parse(q, k, v, b, m if m is not None else static_mask, **{**static, **named})
-        )
-
-    static_mask = mask if isinstance(mask, CausalBias) else None
-    shaped_mask = None if static_mask is not None else _shape_of(mask)
-    jax.eval_shape(parse, *operands, shaped_mask, arrays)
-    call = found[0]
-    where = device if device is not None else _expected(call.options)
-    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
-    chosen = decision.backend.name if decision.backend else None
-    return Explanation(chosen, dict(decision.refusals), call.spec, where, needs_grad)
-
-
-def select_backend(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    bias: Shaped | None = None,
-    mask: Shaped | CausalBias | None = None,
-    *,
-    needs_grad: bool = False,
-    device: Device | None = None,
-    **options: Any,
-) -> str:
-    """Returns the name of the backend that would run a call; arguments as for ``explain``.
-
-    Raises:
-      NoBackendError: none would.
-    """
-    found = explain(query, key, value, bias, mask, needs_grad=needs_grad, device=device, **options)
-    if found.chosen is None:
-        names = options.get("implementation")
-        implementation = _implementation(names)
-        chosen_options = dataclasses.replace(
-            config.current_options(), implementation=implementation
-        )
-        return dispatch.choose_or_raise(
-            found.spec, found.device, chosen_options, needs_grad=needs_grad
-        ).name
-    return found.chosen
-
-
-def _expected(options: Options) -> Device:
-    return device.expected(options.device)
-
-
-def _shape_of(x: Any) -> Any:
-    if x is None:
-        return None
-    if not hasattr(x, "shape"):
-        x = jnp.asarray(x)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 # ---- Arguments into records
@@ -355,6 +304,16 @@ class _Call:
         query_segment_ids: Any = None,
         key_value_segment_ids: Any = None,
         logits_soft_cap: float | None = None,
+        query_positions: Any = None,
+        key_value_positions: Any = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        dropout_rate: Any = 0.0,
+        dropout_key: Any = None,
+        dropout_seed: Any = None,
+        dropout_offset: Any = None,
+        broadcast_dropout: bool = False,
+        dropout_table: Any = None,
         compute_dtype: DTypeLike | None = None,
     ) -> _Call:
         q, k, v = (jnp.asarray(x) for x in (query, key, value))
@@ -371,6 +330,22 @@ class _Call:
         q_segments, kv_segments = _segments(
             segment_ids, query_segment_ids, key_value_segment_ids, q, k, lead
         )
+        slopes = _per_head("alibi_slopes", alibi_slopes, lead, q.shape[2])
+        q_positions, kv_positions = _positions(
+            query_positions, key_value_positions, q, k, lead, lower_right=band.lower_right
+        )
+        if band.unbounded and slopes is None and dropout_table is None:
+            q_positions = kv_positions = None  # nothing reads them
+        drawn = _dropout(
+            dropout_rate,
+            dropout_key,
+            dropout_seed,
+            dropout_offset,
+            broadcast_dropout,
+            dropout_table,
+            (q.shape[0], q.shape[2]),
+        )
+        keys, rate = (None, None) if drawn is None else drawn
         operands = Operands(
             q=q,
             k=k,
@@ -381,6 +356,12 @@ class _Call:
             kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, lead),
             q_segments=q_segments,
             kv_segments=kv_segments,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            sinks=_per_head("sinks", sinks, lead, q.shape[2]),
+            alibi_slopes=slopes,
+            dropout_keys=keys,
+            dropout_rate=rate,
         )
         spec = Spec(
             batch=q.shape[0],
@@ -397,6 +378,7 @@ class _Call:
                 q.shape[1],
                 k.shape[1],
                 has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
+                has_slopes=slopes is not None,
             ),
             bias=None if operands.bias is None else operands.bias.shape,
             bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
@@ -404,6 +386,12 @@ class _Call:
             q_lengths=operands.q_lengths is not None,
             kv_lengths=operands.kv_lengths is not None,
             segments=q_segments is not None,
+            positions=q_positions is not None,
+            sinks=_extents(operands.sinks),
+            alibi_slopes=_extents(slopes),
+            dropout=None
+            if (of_keys := _extents(keys)) is None
+            else Dropout(keys=of_keys, rows=dropout_table is not None),
         )
         options = dataclasses.replace(
             config.current_options(), implementation=_implementation(implementation)
@@ -550,6 +538,123 @@ def _segments(
         _index_array("query_segment_ids", of_queries, lead, q.shape[1]),
         _index_array("key_value_segment_ids", of_keys, lead, k.shape[1]),
     )
+
+
+def _positions(
+    of_queries: Any,
+    of_keys: Any,
+    q: jax.Array,
+    k: jax.Array,
+    lead: tuple[int, ...],
+    *,
+    lower_right: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if (of_queries is None) != (of_keys is None):
+        missing = "query_positions" if of_queries is None else "key_value_positions"
+        raise ValueError(
+            f"{_NAME}: {missing} is missing; positions are needed for queries and keys: pass both, or neither for"
+            " their indices"
+        )
+    if of_queries is None:
+        return None, None
+    if lower_right:
+        raise ValueError(
+            f"{_NAME}: query_positions and key_value_positions were given with lower-right alignment, but positions say"
+            " where a query sits by themselves: use causal_alignment='upper_left', and add S - T to query_positions"
+        )
+
+    def clamped(name: str, values: Any, length: int) -> jax.Array | None:
+        x = _index_array(name, values, lead, length)
+        return None if x is None else jnp.clip(x, -_LARGEST_POSITION, _LARGEST_POSITION)
+
+    return (
+        clamped("query_positions", of_queries, q.shape[1]),
+        clamped("key_value_positions", of_keys, k.shape[1]),
+    )
+
+
+def _per_head(name: str, values: Any, lead: tuple[int, ...], num_heads: int) -> jax.Array | None:
+    """Brings a float operand that broadcasts to (*lead, N) to (1 or B, 1 or N, 1) float32."""
+    if values is None:
+        return None
+    x = jnp.asarray(values)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}, must be a float type: cast it")
+    full = (*lead, num_heads)
+    shape = (1,) * (len(full) - x.ndim) + x.shape
+    if len(shape) != len(full) or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"{_NAME}: {name} has shape {x.shape}, must be ({num_heads},), one number per query head, or broadcast to"
+            f" (batch, heads) = {full}"
+        )
+    x = x.reshape(shape).astype(jnp.float32)
+    if all(size == 1 for size in shape[:-1]):
+        return x.reshape(1, shape[-1], 1)
+    return jnp.broadcast_to(x, (*lead, shape[-1])).reshape(math.prod(lead), shape[-1], 1)
+
+
+def _extents(x: jax.Array | None) -> tuple[int, int] | None:
+    """The extents over batch and heads of an operand that has one number, or a few, for each."""
+    return None if x is None else (x.shape[0], x.shape[1])
+
+
+def _dropout(
+    rate: Any,
+    key: Any,
+    seed: Any,
+    offset: Any,
+    broadcast: bool,
+    table: jax.Array | None,
+    extents: tuple[int, int],
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the Philox keys (1 or B, 1 or N, 2) and the rate (1, 1, 1), or None where nothing can be dropped.
+
+    ``table`` holds keys of packed sequences, (sequences, 1 or N, 2), in place of key, seed and offset.
+    """
+    if key is not None and seed is not None:
+        raise ValueError(
+            f"{_NAME}: dropout_key and dropout_seed were both given; give one of them: the seed of a key is"
+            " jattn.seed_from_key(key)"
+        )
+    if offset is not None and seed is None:
+        raise ValueError(
+            f"{_NAME}: dropout_offset was given without dropout_seed, to which it belongs: pass"
+            " dropout_seed=jattn.seed_from_key(key)"
+        )
+    if np.shape(rate) != ():
+        raise ValueError(f"{_NAME}: dropout_rate has shape {np.shape(rate)}, must be a scalar")
+    if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:
+        raise ValueError(
+            f"{_NAME}: dropout_rate is {rate}, must be at least 0 and below 1: to drop everything, multiply the result"
+            " by 0"
+        )
+    if isinstance(rate, int | float | np.generic) and rate == 0:
+        return None
+    if key is None and seed is None and table is None:
+        raise ValueError(
+            f"{_NAME}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or dropout_seed,"
+            " or dropout_rate=0.0"
+        )
+    # Piecewise constant in the rate: rounding to 1/65536 comes first.
+    rates = jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32)).reshape(1, 1, 1)
+    if table is not None:
+        return table, rates
+    words = dropout.words_of(f"{_NAME}: dropout_seed", seed) if key is None else _seed_of_key(key)
+    offset_words = dropout.words_of(f"{_NAME}: dropout_offset", 0 if offset is None else offset)
+    return dropout.keys(words, offset_words, *((1, 1) if broadcast else extents)), rates
+
+
+def _seed_of_key(key: Any) -> jax.Array:
+    key = jnp.asarray(key)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if (is_typed and key.shape != ()) or (
+        not is_typed and (key.ndim != 1 or key.dtype != jnp.uint32)
+    ):
+        raise ValueError(
+            f"{_NAME}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by jax.random.key"
+            " or jax.random.PRNGKey: pass one of them, or use jax.vmap"
+        )
+    return dropout.seed_from_key(key)
 
 
 def _band(

@@ -28,7 +28,7 @@ from jattn import blocked, counters, device, dispatch, reference
 from jattn.backends import Residuals, Wants
 from jattn.config import Options
 from jattn.jax_interface import Primitive, ad, batching, mlir, result_aval
-from jattn.reference import Tangents
+from jattn.reference import Gradients, Tangents
 from jattn.sharding import partition
 from jattn.spec import Operands, Spec
 
@@ -61,12 +61,12 @@ def attention(
 # -------------------------------------------------------------------------------------
 
 
-def _present(values: Sequence[Any], wants: Wants) -> dict[str, Any]:
-    """Pairs the values that are there with the names of the operands that ``wants`` marks."""
+def _present(values: Sequence[Any], wants: Wants) -> Tangents:
+    """Puts the values that are there under the names of the operands that ``wants`` marks."""
     names = [
-        name for name, wanted in zip(("q", "k", "v", "bias"), wants.flags(), strict=True) if wanted
+        name for name, wanted in zip(Tangents._fields, wants.all_flags(), strict=True) if wanted
     ]
-    return dict(zip(names, values, strict=True))
+    return Tangents(**dict(zip(names, values, strict=True)))
 
 
 def _split(arrays: Sequence[Any], spec: Spec) -> tuple[Operands[Any], Sequence[Any]]:
@@ -99,19 +99,42 @@ def _run_backward(
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
-    counters.count_call(backend.name, "backward")
-    grads = backend.backward(
-        spec, operands, _residuals(rest, has_dlse), wants, where, options.determinism
-    )
-    return _wanted_gradients(grads, spec, wants)
+    residuals = _residuals(rest, has_dlse)
+    grads: Gradients | None = None
+    if any(wants.flags()):
+        counters.count_call(backend.name, "backward")
+        grads = backend.backward(
+            spec.without_sinks(),
+            operands._replace(sinks=None),
+            residuals,
+            wants.of_backend(),
+            where,
+            options.determinism,
+        )
+    return _wanted_gradients(grads, spec, operands, residuals, wants)
 
 
-def _wanted_gradients(grads: reference.Gradients, spec: Spec, wants: Wants) -> list[jax.Array]:
-    dtypes = (spec.dtype, spec.dtype, spec.dtype, spec.bias_dtype)
+def _wanted_gradients(
+    grads: Gradients | None,
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    wants: Wants,
+) -> list[jax.Array]:
+    """Joins the gradients that a backend computed (None: none was asked for) with those of sinks and slopes."""
+    found: list[jax.Array | None] = [None] * 4 if grads is None else list(grads[:4])
+    found += [None, None]
+    if wants.sinks or wants.alibi_slopes:
+        r = residuals
+        delta = reference.row_delta(r.out, r.dout, r.dlse, jnp.dtype(spec.lse_dtype))
+        if wants.sinks and operands.sinks is not None:
+            found[4] = reference.sinks_gradient(operands.sinks, r.lse, delta)
+        if wants.alibi_slopes:
+            found[5] = blocked.slopes_gradient(spec, operands, r.lse, r.dout, delta)
     return [
-        g.astype(dtype)
-        for g, dtype, wanted in zip(grads, dtypes, wants.flags(), strict=True)
-        if wanted and g is not None
+        g.astype(x.dtype)
+        for g, x, wanted in zip(found, operands.differentiable(), wants.all_flags(), strict=True)
+        if wanted and g is not None and x is not None
     ]
 
 
@@ -121,9 +144,12 @@ def _blocked_backward(
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
     r = _residuals(rest, has_dlse)
-    return _wanted_gradients(
-        blocked.backward(spec, operands, r.out, r.lse, r.dout, r.dlse), spec, wants
+    grads = (
+        blocked.backward(spec, operands, r.out, r.lse, r.dout, r.dlse)
+        if any(wants.flags())
+        else None
     )
+    return _wanted_gradients(grads, spec, operands, r, wants)
 
 
 def _blocked_tangent(
@@ -131,8 +157,7 @@ def _blocked_tangent(
 ) -> list[jax.Array]:
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
-    absent = dict.fromkeys(("q", "k", "v", "bias"))
-    tangents = Tangents(**{**absent, **_present(rest[2:], wants)})
+    tangents = _present(rest[2:], wants)
     return list(blocked.tangent(spec, operands, rest[0], rest[1], tangents))
 
 
@@ -161,10 +186,9 @@ def _backward_shapes(
     *avals: Any, spec: Spec, options: Options, wants: Wants, has_dlse: bool
 ) -> list[Any]:
     operands, _ = _split(avals, spec)
-    primals = (operands.q, operands.k, operands.v, operands.bias)
     return [
         result_aval(operands.q, x.shape, x.dtype)
-        for x, wanted in zip(primals, wants.flags(), strict=True)
+        for x, wanted in zip(operands.differentiable(), wants.all_flags(), strict=True)
         if wanted and x is not None
     ]
 
@@ -196,14 +220,9 @@ def _forward_jvp(
     # Named inside the rule, because what a checkpointed block lacks later are the residuals of this rule.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     operand_tangents, _ = _split(tangents, spec)
-    differentiable = (
-        operand_tangents.q,
-        operand_tangents.k,
-        operand_tangents.v,
-        operand_tangents.bias,
-    )
+    differentiable = operand_tangents.differentiable()
     wants = Wants(*(t is not None and not isinstance(t, ad.Zero) for t in differentiable))
-    present = [t for t, wanted in zip(differentiable, wants.flags(), strict=True) if wanted]
+    present = [t for t, wanted in zip(differentiable, wants.all_flags(), strict=True) if wanted]
     moved = tangent_p.bind(*primals, out, lse, *present, spec=spec, options=options, wants=wants)
     return (out, lse), moved
 
@@ -216,7 +235,7 @@ def _tangent_transpose(
     dout, dlse = cotangents
     unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
     asked = iter(unknown)
-    still_wanted = Wants(*(wanted and next(asked) for wanted in wants.flags()))
+    still_wanted = Wants(*(wanted and next(asked) for wanted in wants.all_flags()))
     none_wanted: list[Any] = [None] * (len(arrays) - len(unknown))
     if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
         zeros = [
@@ -312,9 +331,12 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
         operands, _ = _split(arrays, spec)
         operand_dims, _ = _split(dims, spec)
+        has_rows = spec.dropout is not None and spec.dropout.rows
+        if has_rows and operand_dims.dropout_keys is not None:
+            return _one_by_one(primitive, arrays, dims, spec=spec, **params)
         batch = operands.q.shape[0 if operand_dims.q is None or operand_dims.q > 0 else 1]
-        # A dense bias or mask that is the same for the whole folded batch need not be repeated, unless its
-        # gradient is # wanted per mapped element.
+        # What is the same for the whole folded batch need not be repeated, unless its gradient is wanted per mapped
+        # element.
         shared = _shareable(arrays, dims, spec, primitive, params)
         folded = [
             x if i in shared else _fold(x, d, size, batch)
@@ -323,14 +345,44 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         new_spec = spec.for_operands(_split(folded, spec)[0])
         results = primitive.bind(*folded, spec=new_spec, **params)
         unfolded = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
-        if primitive is backward_p and params["wants"].bias:
-            # The folded bias had a full batch axis; per mapped element it may have had a broadcast one.
-            assert spec.bias is not None
-            reduce = functools.partial(reference.reduce_to_shape, shape=spec.bias)
-            unfolded[-1] = jax.vmap(reduce)(unfolded[-1])
+        if primitive is backward_p:
+            # A folded operand has a full batch axis; per mapped element it may have had a broadcast one.
+            wanted = [
+                name
+                for name, flag in zip(Tangents._fields, params["wants"].all_flags(), strict=True)
+                if flag
+            ]
+            for i, name in enumerate(wanted):
+                shape = _shape_of_operand(spec, name)
+                if shape is not None:
+                    reduce = functools.partial(reference.reduce_to_shape, shape=shape)
+                    unfolded[i] = jax.vmap(reduce)(unfolded[i])
         return unfolded, [0] * len(unfolded)
 
     return rule
+
+
+def _shape_of_operand(spec: Spec, name: str) -> tuple[int, ...] | None:
+    """The shape of an operand that may broadcast over the batch; None for the others."""
+    if name == "bias":
+        return spec.bias
+    extents = {"sinks": spec.sinks, "alibi_slopes": spec.alibi_slopes}.get(name)
+    return None if extents is None else (*extents, 1)
+
+
+def _one_by_one(
+    primitive: Primitive, arrays: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> Any:
+    """Runs the mapped elements in sequence: the table of keys of packed sequences has no batch axis to fold into."""
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True) if d is not None]
+
+    def one(some: list[Any]) -> Any:
+        rest = iter(some)
+        whole = [x if d is None else next(rest) for x, d in zip(arrays, dims, strict=True)]
+        return primitive.bind(*whole, **params)
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
 
 
 def _shareable(
@@ -340,15 +392,18 @@ def _shareable(
     primitive: Primitive,
     params: dict[str, Any],
 ) -> set[int]:
-    position = 3
+    """Positions of the operands that broadcast over the batch and are not mapped, and of a table of dropout keys."""
+    positions, _ = _split(range(len(arrays)), spec)
+    may_broadcast = ("bias", "mask", "sinks", "alibi_slopes", "dropout_keys", "dropout_rate")
     shared: set[int] = set()
-    for name in ("bias", "mask"):
-        if getattr(spec, name) is None:
+    for name in may_broadcast:
+        position = getattr(positions, name)
+        if position is None or dims[position] is not None:
             continue
-        wants_it = name == "bias" and primitive is not forward_p and params["wants"].bias
-        if dims[position] is None and arrays[position].shape[0] == 1 and not wants_it:
+        is_table = name == "dropout_keys" and spec.dropout is not None and spec.dropout.rows
+        wants_it = primitive is not forward_p and getattr(params["wants"], name, False)
+        if is_table or (arrays[position].shape[0] == 1 and not wants_it):
             shared.add(position)
-        position += 1
     return shared
 
 

@@ -16,15 +16,20 @@ from jax import lax
 from jattn.jax_interface import vary_like
 from jattn.reference import (
     Gradients,
+    Pairs,
     Tangents,
+    pairs,
     reduce_to_shape,
     row_delta,
     scores,
+    sink_probabilities,
     sum_over_keys,
     tile_backward,
+    tile_slope_gradient,
     tile_tangent,
+    with_sinks,
 )
-from jattn.spec import Operands, Spec, visibility
+from jattn.spec import Operands, Spec
 
 # Elements of one tile of scores over all heads of the batch: 4 MiB in float32.
 _TILE_ELEMENTS = 1 << 20
@@ -56,6 +61,10 @@ def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
 
+def _pad_tokens(x: jax.Array | None, size: int) -> jax.Array | None:
+    return None if x is None else _pad(x, 1, size)
+
+
 class _Tiles:
     """The padded operands of a problem, and the cutting of tiles out of them.
 
@@ -75,10 +84,10 @@ class _Tiles:
             v=_pad(operands.v, 1, columns),
             bias=self.pad_scores(operands.bias),
             mask=self.pad_scores(operands.mask),
-            q_segments=None if operands.q_segments is None else _pad(operands.q_segments, 1, rows),
-            kv_segments=None
-            if operands.kv_segments is None
-            else _pad(operands.kv_segments, 1, columns),
+            q_segments=_pad_tokens(operands.q_segments, rows),
+            kv_segments=_pad_tokens(operands.kv_segments, columns),
+            q_positions=_pad_tokens(operands.q_positions, rows),
+            kv_positions=_pad_tokens(operands.kv_positions, columns),
         )
 
     def pad_scores(self, x: jax.Array | None) -> jax.Array | None:
@@ -100,18 +109,18 @@ class _Tiles:
             return x
         return lax.dynamic_slice_in_dim(x, kv_tile * self.grid.tile_kv, self.grid.tile_kv, axis)
 
-    def cut(self, q_tile: jax.Array, kv_tile: jax.Array) -> tuple[Operands[jax.Array], jax.Array]:
-        """Returns the operands of one tile and the visibility of its pairs."""
-        full = self.operands
+    def cut(self, q_tile: jax.Array, kv_tile: jax.Array) -> tuple[Operands[jax.Array], Pairs]:
+        """Returns the operands of one tile and what its pairs are to each other."""
+        full, grid = self.operands, self.grid
 
         def scores_tile(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else self.columns_of(self.rows_of(x, q_tile, 2), kv_tile, 3)
 
         def keys_tile(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, kv_tile * self.grid.tile_kv, self.grid.tile_kv, 1)
+            return lax.dynamic_slice_in_dim(x, kv_tile * grid.tile_kv, grid.tile_kv, 1)
 
         def queries_tile(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, q_tile * self.grid.tile_q, self.grid.tile_q, 1)
+            return lax.dynamic_slice_in_dim(x, q_tile * grid.tile_q, grid.tile_q, 1)
 
         tile = full._replace(
             q=queries_tile(full.q),
@@ -121,10 +130,12 @@ class _Tiles:
             mask=scores_tile(full.mask),
             q_segments=None if full.q_segments is None else queries_tile(full.q_segments),
             kv_segments=None if full.kv_segments is None else keys_tile(full.kv_segments),
+            q_positions=None if full.q_positions is None else queries_tile(full.q_positions),
+            kv_positions=None if full.kv_positions is None else keys_tile(full.kv_positions),
         )
-        q_positions = q_tile * self.grid.tile_q + jnp.arange(self.grid.tile_q, dtype=jnp.int32)
-        kv_positions = kv_tile * self.grid.tile_kv + jnp.arange(self.grid.tile_kv, dtype=jnp.int32)
-        return tile, visibility(self.spec, tile, q_positions, kv_positions)
+        # Where there are several tiles their sizes are powers of two from _SMALLEST_TILE on: multiples of 16.
+        first_row, first_column = q_tile * grid.tile_q, kv_tile * grid.tile_kv
+        return tile, pairs(self.spec, tile, first_row, first_column, grid.tile_q, grid.tile_kv)
 
 
 def _is_empty(spec: Spec) -> bool:
@@ -148,21 +159,21 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
         def visit(
             carry: tuple[jax.Array, jax.Array, jax.Array], kv_tile: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
-            tile, visible = tiles.cut(q_tile, kv_tile)
+            tile, pair = tiles.cut(q_tile, kv_tile)
 
             def update() -> tuple[jax.Array, jax.Array, jax.Array]:
                 row_max, row_sum, acc = carry
-                s = jnp.where(visible, scores(spec, tile)[0], -jnp.inf)
+                s = jnp.where(pair.visible, scores(spec, tile, pair.distance)[0], -jnp.inf)
                 new_max = jnp.maximum(row_max, s.max(-1))
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
                 p = jnp.exp(s - shift[..., None])
                 rescale = jnp.exp(row_max - shift)
                 acc = acc * rescale.swapaxes(1, 2)[..., None] + sum_over_keys(
-                    spec, p, visible, tile.v
+                    spec, pair.drop(p), pair.visible, tile.v
                 )
                 return new_max, row_sum * rescale + p.sum(-1), acc
 
-            return lax.cond(visible.any(), update, lambda: carry), None
+            return lax.cond(pair.visible.any(), update, lambda: carry), None
 
         shape = (spec.batch, spec.num_heads, grid.tile_q)
         start = (
@@ -175,6 +186,7 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
         empty = row_sum == 0
         out = acc / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
         lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, row_sum)))
+        out, lse = with_sinks(operands.sinks, out, lse)
         return out.astype(spec.dtype), lse
 
     out, lse = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
@@ -211,11 +223,11 @@ def backward(
         def visit(
             inner: tuple[Carry, jax.Array], kv_tile: jax.Array
         ) -> tuple[tuple[Carry, jax.Array], None]:
-            tile, visible = tiles.cut(q_tile, kv_tile)
+            tile, pair = tiles.cut(q_tile, kv_tile)
 
             def update() -> tuple[Carry, jax.Array]:
                 (dk, dv, dbias), dq = inner
-                grads = tile_backward(spec, tile, visible, lse_tile, dout_tile, delta_tile)
+                grads = tile_backward(spec, tile, pair, lse_tile, dout_tile, delta_tile)
                 dk = _add_at(dk, grads.k, (0, kv_tile * grid.tile_kv, 0, 0))
                 dv = _add_at(dv, grads.v, (0, kv_tile * grid.tile_kv, 0, 0))
                 if dbias is not None and grads.bias is not None and tile.bias is not None:
@@ -228,7 +240,7 @@ def backward(
                     dbias = _add_at(dbias, reduce_to_shape(grads.bias, tile.bias.shape), corner)
                 return (dk, dv, dbias), dq + grads.q
 
-            return lax.cond(visible.any(), update, lambda: inner), None
+            return lax.cond(pair.visible.any(), update, lambda: inner), None
 
         dq = jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim), dtype)
         kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
@@ -251,6 +263,46 @@ def backward(
     )
 
 
+def slopes_gradient(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """Computes the gradient of the ALiBi slopes in their shape, tile by tile; shapes as in ``tile_backward``."""
+    assert operands.alibi_slopes is not None
+    dtype = jnp.dtype(spec.lse_dtype)
+    if _is_empty(spec):
+        return jnp.zeros(operands.alibi_slopes.shape, dtype)
+    tiles = _Tiles(spec, operands)
+    grid = tiles.grid
+    delta, lse = _pad(delta, 2, tiles.rows), _pad(lse, 2, tiles.rows)
+    dout = _pad(dout, 1, tiles.rows)
+
+    def rows(total: jax.Array, q_tile: jax.Array) -> tuple[jax.Array, None]:
+        lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
+        dout_tile = lax.dynamic_slice_in_dim(dout, q_tile * grid.tile_q, grid.tile_q, 1)
+
+        def visit(inner: jax.Array, kv_tile: jax.Array) -> tuple[jax.Array, None]:
+            tile, pair = tiles.cut(q_tile, kv_tile)
+
+            def update() -> jax.Array:
+                return inner + tile_slope_gradient(
+                    spec, tile, pair, lse_tile, dout_tile, delta_tile
+                )
+
+            return lax.cond(pair.visible.any(), update, lambda: inner), None
+
+        kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
+        return lax.scan(jax.checkpoint(visit), total, kv_tiles)[0], None
+
+    start = vary_like(jnp.zeros((spec.batch, spec.num_heads, 1), dtype), operands.flat())
+    q_tiles = jnp.arange(grid.num_q_tiles, dtype=jnp.int32)
+    total, _ = lax.scan(rows, start, q_tiles)
+    return reduce_to_shape(total, operands.alibi_slopes.shape)
+
+
 def tangent(
     spec: Spec,
     operands: Operands[jax.Array],
@@ -270,6 +322,7 @@ def tangent(
         k=None if tangents.k is None else _pad(tangents.k, 1, tiles.columns),
         v=None if tangents.v is None else _pad(tangents.v, 1, tiles.columns),
         bias=tiles.pad_scores(tangents.bias),
+        alibi_slopes=tangents.alibi_slopes,
     )
     lse_padded = _pad(lse, 2, tiles.rows)
 
@@ -282,7 +335,7 @@ def tangent(
         def visit(
             carry: tuple[jax.Array, jax.Array], kv_tile: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            tile, visible = tiles.cut(q_tile, kv_tile)
+            tile, pair = tiles.cut(q_tile, kv_tile)
 
             def update() -> tuple[jax.Array, jax.Array]:
                 tile_tangents = Tangents(
@@ -306,11 +359,12 @@ def tangent(
                         padded.bias,
                         lambda x: tiles.columns_of(tiles.rows_of(x, q_tile, 2), kv_tile, 3),
                     ),
+                    alibi_slopes=padded.alibi_slopes,
                 )
-                dout, dlse = tile_tangent(spec, tile, visible, lse_tile, tile_tangents)
+                dout, dlse = tile_tangent(spec, tile, pair, lse_tile, tile_tangents)
                 return carry[0] + dout, carry[1] + dlse
 
-            return lax.cond(visible.any(), update, lambda: carry), None
+            return lax.cond(pair.visible.any(), update, lambda: carry), None
 
         start = (
             jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim_v), dtype),
@@ -321,6 +375,8 @@ def tangent(
 
     dout, dlse = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
     dout, dlse = _join_rows(dout, 1)[:, : spec.q_len], _join_rows(dlse, 2)[:, :, : spec.q_len]
+    if operands.sinks is not None and tangents.sinks is not None:
+        dlse += sink_probabilities(operands.sinks, lse) * tangents.sinks
     dout -= dlse.swapaxes(1, 2)[..., None] * out.astype(dtype)
     return dout.astype(spec.dtype), dlse
 

@@ -5,6 +5,8 @@ A new JAX release that moves one of these fails in ``tests/cpu/test_jax_interfac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -21,9 +23,11 @@ __all__ = [
     "Primitive",
     "ad",
     "batching",
+    "equations",
     "manual_axes",
     "mlir",
     "result_aval",
+    "source_line",
     "unify",
     "vary_like",
 ]
@@ -70,3 +74,36 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: str) -> jax.core.Shape
         sharding=sharding,
         manual_axis_type=jax.sharding.ManualAxisType(varying=varying),
     )
+
+
+def equations(jaxpr: Any, repeats: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields every equation of a jaxpr and of those inside it, with how often it runs.
+
+    Loops of a known length count; of a ``while`` and of the branches of a ``cond`` each body counts once.
+    """
+    for equation in jaxpr.eqns:
+        yield equation, repeats
+        inner = repeats
+        if equation.primitive.name == "scan":
+            inner *= equation.params["length"]
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                body = getattr(part, "jaxpr", part)
+                if hasattr(body, "eqns"):
+                    yield from equations(body, inner)
+
+
+def source_line(equation: Any, skipped: tuple[Path, ...]) -> str:
+    """Where the user's program asked for an equation: "file:line (function)", or an empty string.
+
+    Args:
+      equation: of a jaxpr.
+      skipped: folders of libraries, whose frames are passed over; JAX's own always are.
+    """
+    folders = (Path(jax.__file__).parent, *skipped)
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        path = Path(frame.file_name)
+        if not any(folder in path.parents for folder in folders):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""

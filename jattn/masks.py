@@ -37,12 +37,15 @@ class Band:
         """Returns the band that lies in this one and in (left, right) of the same alignment."""
         return dataclasses.replace(self, left=min(self.left, left), right=min(self.right, right))
 
-    def canonical(self, q_len: int, kv_len: int, *, has_lengths: bool) -> Band:
+    def canonical(
+        self, q_len: int, kv_len: int, *, has_lengths: bool, has_slopes: bool = False
+    ) -> Band:
         """Returns the same band in its simplest form, so that equal problems compare equal.
 
-        With lengths per batch entry the alignment matters even where ``q_len == kv_len``.
+        With lengths per batch entry the alignment matters even where ``q_len == kv_len``; with ALiBi slopes even where
+        the band hides nothing, because they read the same distance.
         """
-        if self.unbounded or (not has_lengths and q_len == kv_len):
+        if (self.unbounded and not has_slopes) or (not has_lengths and q_len == kv_len):
             return dataclasses.replace(self, lower_right=False)
         return self
 

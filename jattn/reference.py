@@ -17,25 +17,100 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.spec import Operands, Spec, visibility
+from jattn import dropout
+from jattn.spec import Operands, Spec, distances, visibility
 
 
 class Gradients(NamedTuple):
-    """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation."""
+    """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation.
+
+    A backend computes those of q, k, v and bias; ``sinks`` and ``alibi_slopes`` join them in ``autodiff.py``.
+    """
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     bias: jax.Array | None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
 
 
 class Tangents(NamedTuple):
     """Directions of change of the differentiable operands; None where an operand does not change."""
 
-    q: jax.Array | None
-    k: jax.Array | None
-    v: jax.Array | None
-    bias: jax.Array | None
+    q: jax.Array | None = None
+    k: jax.Array | None = None
+    v: jax.Array | None = None
+    bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+
+
+class Pairs(NamedTuple):
+    """What the pairs of a tile are to each other.
+
+    Attributes:
+      visible: bool, broadcastable to (B, N, t, s).
+      distance: int32, broadcastable to (B, 1, t, s), |key's place - query's place|; None where no slope reads it.
+      kept: bool, broadcastable to (B, N, t, s), True where dropout keeps the pair; None without dropout.
+      kept_factor: (B or 1, 1, 1, 1), what kept weights are multiplied by; None without dropout.
+    """
+
+    visible: jax.Array
+    distance: jax.Array | None = None
+    kept: jax.Array | None = None
+    kept_factor: jax.Array | None = None
+
+    def drop(self, x: jax.Array) -> jax.Array:
+        """Multiplies by 0 where dropped and by the factor where kept, by selection."""
+        if self.kept is None or self.kept_factor is None:
+            return x
+        return jnp.where(self.kept, x * self.kept_factor, 0)
+
+
+def pairs(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    first_row: jax.Array | int,
+    first_column: jax.Array | int,
+    num_rows: int,
+    num_columns: int,
+) -> Pairs:
+    """Describes the pairs of a tile.
+
+    Args:
+      spec: the whole problem.
+      tile: its operands; masks, segment ids and positions cut to the tile.
+      first_row, first_column: where the tile lies in the scores; multiples of 16.
+      num_rows, num_columns: its size.
+    """
+    rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
+    columns = first_column + jnp.arange(num_columns, dtype=jnp.int32)
+    found = Pairs(visibility(spec, tile, rows, columns))
+    if spec.alibi_slopes is not None:
+        found = found._replace(distance=jnp.abs(distances(spec, tile, rows, columns)))
+    if spec.dropout is None or tile.dropout_keys is None or tile.dropout_rate is None:
+        return found
+    if spec.dropout.rows:
+        assert tile.q_positions is not None
+        assert tile.kv_positions is not None
+        assert tile.q_segments is not None
+        table = tile.dropout_keys
+        keys = table[jnp.clip(tile.q_segments, 0, table.shape[0] - 1)]  # (B, t, N or 1, 2)
+        bits = dropout.bits_at(
+            keys.swapaxes(1, 2)[:, :, :, None],
+            tile.q_positions[:, None, :, None],
+            tile.kv_positions[:, None, None, :],
+        )
+    else:
+        bits = dropout.bits_of_block(
+            tile.dropout_keys, first_row, first_column, num_rows, num_columns
+        )
+    rate = tile.dropout_rate[..., None]
+    return found._replace(
+        kept=bits >= dropout.threshold(rate),
+        kept_factor=dropout.kept_factor(rate, _accumulator(spec)),
+    )
 
 
 def _accumulator(spec: Spec) -> jnp.dtype:
@@ -130,7 +205,9 @@ def sum_over_queries(
     )
 
 
-def scores(spec: Spec, tile: Operands[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+def scores(
+    spec: Spec, tile: Operands[jax.Array], distance: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scores of a tile before masking, and d(score)/d(scaled product) if there is a softcap (else None
     = 1).
     """
@@ -141,6 +218,8 @@ def scores(spec: Spec, tile: Operands[jax.Array]) -> tuple[jax.Array, jax.Array 
         s, slope = spec.softcap * t, 1 - t * t
     if tile.bias is not None:
         s = s + tile.bias.astype(s.dtype)
+    if tile.alibi_slopes is not None and distance is not None:
+        s = s - tile.alibi_slopes[..., None].astype(s.dtype) * distance.astype(s.dtype)
     return s, slope
 
 
@@ -155,7 +234,7 @@ def probabilities(s: jax.Array, visible: jax.Array, lse: jax.Array) -> jax.Array
 def tile_backward(
     spec: Spec,
     tile: Operands[jax.Array],
-    visible: jax.Array,
+    pair: Pairs,
     lse: jax.Array,
     dout: jax.Array,
     delta: jax.Array,
@@ -164,15 +243,16 @@ def tile_backward(
 
     Shapes: lse and delta (B, N, t), dout (B, t, N, Dv); delta = rowsum(dout * out) - dlse.
     """
-    s, slope = scores(spec, tile)
+    visible = pair.visible
+    s, slope = scores(spec, tile, pair.distance)
     p = probabilities(s, visible, lse)
-    dp = _pair_products(spec, dout, tile.v)
+    dp = pair.drop(_pair_products(spec, dout, tile.v))
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0)
     dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
     return Gradients(
         q=spec.scale * sum_over_keys(spec, dqk, visible, tile.k),
         k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),
-        v=sum_over_queries(spec, p, visible, dout),
+        v=sum_over_queries(spec, pair.drop(p), visible, dout),
         bias=ds if tile.bias is not None else None,
     )
 
@@ -180,15 +260,16 @@ def tile_backward(
 def tile_tangent(
     spec: Spec,
     tile: Operands[jax.Array],
-    visible: jax.Array,
+    pair: Pairs,
     lse: jax.Array,
     tangents: Tangents,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what one tile adds to the tangents of (out, lse), short of the term ``-dlse * out``.
+    """Returns what one tile adds to the tangents of (out, lse), short of the sinks' part and of ``-dlse * out``.
 
     Shapes: (B, t, N, Dv) and (B, N, t).
     """
-    s, slope = scores(spec, tile)
+    visible = pair.visible
+    s, slope = scores(spec, tile, pair.distance)
     p = probabilities(s, visible, lse)
     ds = jnp.zeros_like(s)
     if tangents.q is not None:
@@ -199,11 +280,59 @@ def tile_tangent(
         ds *= slope
     if tangents.bias is not None:
         ds += tangents.bias.astype(s.dtype)
+    if tangents.alibi_slopes is not None and pair.distance is not None:
+        ds -= tangents.alibi_slopes[..., None].astype(s.dtype) * pair.distance.astype(s.dtype)
     weights = jnp.where(visible, p * ds, 0)
-    dout = sum_over_keys(spec, weights, visible, tile.v)
+    dout = sum_over_keys(spec, pair.drop(weights), visible, tile.v)
     if tangents.v is not None:
-        dout += sum_over_keys(spec, p, visible, tangents.v)
+        dout += sum_over_keys(spec, pair.drop(p), visible, tangents.v)
     return dout, weights.sum(-1)
+
+
+def with_sinks(
+    sinks: jax.Array | None, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds a key without value to the softmax of every row that sees a key.
+
+    Shapes: sinks (B or 1, N or 1, 1), out (B, t, N, Dv), lse (B, N, t).
+    """
+    if sinks is None:
+        return out, lse
+    sees_a_key = lse != -jnp.inf
+    joint = jnp.logaddexp(lse, sinks.astype(lse.dtype))
+    share = jnp.exp(jnp.where(sees_a_key, lse - joint, 0))
+    return out * share.swapaxes(1, 2)[..., None], jnp.where(sees_a_key, joint, lse)
+
+
+def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:
+    """exp(sink - lse), the weight of the sink in each row, 0 in rows that see no key: (B, N, t)."""
+    sees_a_key = lse != -jnp.inf
+    shifted = sinks.astype(lse.dtype) - jnp.where(sees_a_key, lse, 0)
+    return jnp.where(sees_a_key, jnp.exp(jnp.where(sees_a_key, shifted, 0)), 0)
+
+
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns the gradient of the sinks in their shape: minus the sum of weight * delta over the rows."""
+    sees_a_key = lse != -jnp.inf
+    terms = jnp.where(sees_a_key, sink_probabilities(sinks, lse) * delta, 0)
+    return -reduce_to_shape(terms, sinks.shape)
+
+
+def tile_slope_gradient(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    pair: Pairs,
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """Returns what one tile adds to the gradient of the ALiBi slopes, (B, N, 1); arguments as ``tile_backward``."""
+    assert pair.distance is not None
+    s, _ = scores(spec, tile, pair.distance)
+    p = probabilities(s, pair.visible, lse)
+    dp = pair.drop(_pair_products(spec, dout, tile.v))
+    ds = jnp.where(pair.visible, p * (dp - delta[..., None]), 0)
+    return -(ds * pair.distance.astype(s.dtype)).sum((-2, -1))[..., None]
 
 
 def row_delta(
@@ -224,10 +353,8 @@ def reduce_to_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.sum(axes, keepdims=True) if axes else x
 
 
-def _whole(spec: Spec, operands: Operands[jax.Array]) -> jax.Array:
-    q_positions = jnp.arange(spec.q_len, dtype=jnp.int32)
-    kv_positions = jnp.arange(spec.kv_len, dtype=jnp.int32)
-    return visibility(spec, operands, q_positions, kv_positions)
+def _whole(spec: Spec, operands: Operands[jax.Array]) -> Pairs:
+    return pairs(spec, operands, 0, 0, spec.q_len, spec.kv_len)
 
 
 def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -236,16 +363,18 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
     Returns:
       out (B, T, N, Dv) in the dtype of the problem; lse (B, N, T), natural logarithm, -inf where no key is visible.
     """
-    visible = _whole(spec, operands)
-    s = jnp.where(visible, scores(spec, operands)[0], -jnp.inf)
+    pair = _whole(spec, operands)
+    visible = pair.visible
+    s = jnp.where(visible, scores(spec, operands, pair.distance)[0], -jnp.inf)
     row_max = s.max(-1, initial=-jnp.inf)
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)
     p = jnp.exp(s - shift[..., None])
     row_sum = p.sum(-1)
     empty = row_sum == 0
-    out = sum_over_keys(spec, p, visible, operands.v)
+    out = sum_over_keys(spec, pair.drop(p), visible, operands.v)
     out = out / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
     lse = jnp.where(empty, -jnp.inf, shift + jnp.log(jnp.where(empty, 1, row_sum)))
+    out, lse = with_sinks(operands.sinks, out, lse)
     return out.astype(spec.dtype), lse
 
 
@@ -258,11 +387,10 @@ def backward(
     dlse: jax.Array | None,
 ) -> Gradients:
     """Computes the gradients of ``forward`` from its results and their cotangents, each in the shape of its
-    operand.
+    operand; those of sinks and slopes are not among them.
     """
-    visible = _whole(spec, operands)
     delta = row_delta(out, dout, dlse, _accumulator(spec))
-    grads = tile_backward(spec, operands, visible, lse, dout, delta)
+    grads = tile_backward(spec, operands, _whole(spec, operands), lse, dout, delta)
     if spec.bias is None or grads.bias is None:
         return grads
     return grads._replace(bias=reduce_to_shape(grads.bias, spec.bias))
@@ -277,5 +405,7 @@ def tangent(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the directional derivative of ``forward`` along ``tangents``, given its results."""
     dout, dlse = tile_tangent(spec, operands, _whole(spec, operands), lse, tangents)
+    if operands.sinks is not None and tangents.sinks is not None:
+        dlse += sink_probabilities(operands.sinks, lse) * tangents.sinks
     dout -= dlse.swapaxes(1, 2)[..., None] * out.astype(dout.dtype)
     return dout.astype(spec.dtype), dlse

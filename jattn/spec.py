@@ -16,6 +16,8 @@ from jattn.masks import UNBOUNDED_BAND, Band
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+_LARGEST_DISTANCE = 2**31 - 1
+
 # Features a backend must say it understands; dispatch refuses a problem that uses another one.
 FEATURES = (
     "bias",
@@ -155,6 +157,10 @@ class Spec:
             ),
         )
 
+    def without_sinks(self) -> Spec:
+        """The problem that a backend's backward pass gets: lse and out know the sinks already."""
+        return dataclasses.replace(self, sinks=None)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the four arrays that results and gradients share."""
         return {
@@ -221,6 +227,10 @@ class Operands(NamedTuple, Generic[A]):
     dropout_keys: A | None = None
     dropout_rate: A | None = None
 
+    def differentiable(self) -> tuple[A | None, ...]:
+        """q, k, v, bias, sinks, alibi_slopes: the operands that have gradients, in the order of ``Wants``."""
+        return (self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
+
     def flat(self) -> tuple[A, ...]:
         """The arrays that are there, in order."""
         return tuple(x for x in self if x is not None)
@@ -262,35 +272,50 @@ class Operands(NamedTuple, Generic[A]):
         return 3 + sum(present) + 2 * (spec.segments + spec.positions + (spec.dropout is not None))
 
 
-def visibility(
-    spec: Spec,
-    operands: Operands[jax.Array],
-    q_positions: jax.Array,
-    kv_positions: jax.Array,
+def distances(
+    spec: Spec, operands: Operands[jax.Array], rows: jax.Array, columns: jax.Array
 ) -> jax.Array:
-    """Says which keys each query sees, for a block of positions.
+    """Says how far to the right of its query each key is, for bands and slopes.
 
     Args:
       spec: the problem.
-      operands: its arrays; the dense mask and the segment ids must already be cut to the block.
-      q_positions: (t,) int32, raw query indices of the block.
-      kv_positions: (s,) int32, raw key indices of the block.
+      operands: its arrays; positions must already be cut to the block.
+      rows: (t,) int32, the query indices of the block.
+      columns: (s,) int32, the key indices of the block.
+
+    Returns:
+      int32, broadcastable to (B, 1, t, s).
+    """
+    if operands.q_positions is not None and operands.kv_positions is not None:
+        return operands.kv_positions[:, None, None, :] - operands.q_positions[:, None, :, None]
+    q_lengths, kv_lengths = clamped_lengths(spec, operands)
+    offset = kv_lengths - q_lengths if spec.band.lower_right else 0
+    return columns[None, None, None, :] - rows[None, None, :, None] - offset
+
+
+def visibility(
+    spec: Spec, operands: Operands[jax.Array], rows: jax.Array, columns: jax.Array
+) -> jax.Array:
+    """Says which keys each query sees, for a block of rows and columns of the scores.
+
+    Args:
+      spec: the problem.
+      operands: its arrays; dense mask, segment ids and positions must already be cut to the block.
+      rows: (t,) int32, the query indices of the block.
+      columns: (s,) int32, the key indices of the block.
 
     Returns:
       bool, broadcastable to (B, N, t, s).
     """
-    rows = q_positions[None, None, :, None]
-    columns = kv_positions[None, None, None, :]
     q_lengths, kv_lengths = clamped_lengths(spec, operands)
-    visible = (rows < q_lengths) & (columns < kv_lengths)
+    visible = (rows[None, None, :, None] < q_lengths) & (columns[None, None, None, :] < kv_lengths)
     if not spec.band.unbounded:
-        offset = kv_lengths - q_lengths if spec.band.lower_right else 0
-        distance = columns - rows - offset
+        distance = distances(spec, operands, rows, columns)
         # A limit beyond any distance there can be is no limit; this keeps the comparison within int32.
-        if spec.band.left < spec.q_len + spec.kv_len:
-            visible &= distance >= -spec.band.left
-        if spec.band.right < spec.q_len + spec.kv_len:
-            visible &= distance <= max(spec.band.right, -(2**31) + 1)
+        if spec.band.left < _LARGEST_DISTANCE:
+            visible &= distance >= min(-spec.band.left, _LARGEST_DISTANCE)
+        if spec.band.right < _LARGEST_DISTANCE:
+            visible &= distance <= max(spec.band.right, -_LARGEST_DISTANCE)
     if operands.q_segments is not None and operands.kv_segments is not None:
         q_ids = operands.q_segments[:, None, :, None]
         visible &= (q_ids == operands.kv_segments[:, None, None, :]) & (q_ids >= 0)

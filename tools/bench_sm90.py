@@ -14,18 +14,40 @@ import argparse
 import ctypes
 import json
 import math
-import random
 import re
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-LOG2E = 1.4426950408889634
+from sm90_bench import (
+    PROBLEM_MEMBERS,
+    Case,
+    Data,
+    Driver,
+    Kernel,
+    Params,
+    check_apart,
+    check_here,
+    clocks,
+    current_stream,
+    device_words,
+    differing,
+    fits,
+    geometric_mean_line,
+    in_random_rounds,
+    make_data,
+    problem_values,
+    runs_timed,
+    struct_printer,
+    visibility,
+)
+
+OWN_MEMBERS = ("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads")
+
+FLAGS = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
 
 
 # ---- variants -------------------------------------------------------------------------------------------------------
@@ -46,7 +68,7 @@ class Variant:
     lengths: int = 0
     segments: int = 0
     softcap: int = 0
-    schedule: int = 0
+    schedule: int = 2
     loop_order: int = 0
     chain_items: int = 0
     scale_first: int = 0
@@ -56,8 +78,7 @@ class Variant:
     section_waves: float = 0  # items of one section over multiprocessors; 0: one key/value head
 
     def config(self) -> dict[str, str]:
-        """Returns the members of Config as device code."""
-        flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
+        """Returns the members of Config as device code, in its order."""
         values = {
             "element": "Element::k" + self.element.upper(),
             "head_dim": str(self.head_dim),
@@ -69,7 +90,7 @@ class Variant:
             "schedule": str(self.schedule),
             "loop_order": str(self.loop_order),
         }
-        values |= {flag: "true" if getattr(self, flag) else "false" for flag in flags}
+        values |= {flag: "true" if getattr(self, flag) else "false" for flag in FLAGS}
         order = (
             "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap "
             "schedule loop_order chain_items scale_first q_in_registers integer_max"
@@ -78,7 +99,6 @@ class Variant:
 
     def cubin(self) -> str:
         """Returns the file name: equal for variants that differ in the order of items only."""
-        flags = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
         shape = f"{self.element}_d{self.head_dim}x{self.head_dim_v or self.head_dim}_tile{self.tile_q}x{self.tile_kv}"
         tags = [
             shape,
@@ -86,16 +106,16 @@ class Variant:
             f"schedule{self.schedule}",
             f"order{self.loop_order}",
         ]
-        tags += [flag for flag in flags if getattr(self, flag)]
+        tags += [flag for flag in FLAGS if getattr(self, flag)]
         return "_".join([*tags, *([self.compiler] if self.compiler != "nvcc" else [])])
 
 
 def variants() -> list[Variant]:
-    """Returns the variants of a standard run."""
+    """Returns the variants of a standard run: "kept" is what the planner picks."""
     found: list[Variant] = []
     for band in (0, 1):
         mask = "band" if band else "full"
-        base = Variant("", band=band, section_waves=1.0 if band else 0.0, schedule=2)
+        base = Variant("", band=band, section_waves=1.0 if band else 0.0)
 
         def add(tag: str, base: Variant = base, mask: str = mask, **members: Any) -> None:
             variant = replace(base, **members)
@@ -105,22 +125,40 @@ def variants() -> list[Variant]:
             found.append(replace(variant, name=f"{width}_{mask}_{tag}"))
 
         d64: dict[str, Any] = {"head_dim": 64, "tile_q": 192, "stages": 4, "integer_max": 1}
+        chained: dict[str, Any] = {**d64, "loop_order": 1, "chain_items": 1}
         best: dict[str, Any] = {"q_in_registers": 1, "integer_max": 1}
         series: dict[str, Any] = {"loop_order": 2, "tile_q": 192, "integer_max": 1}
-        add("kept", **d64, loop_order=1, chain_items=1)
+        add("kept", **chained)
         add("mid", **d64)
+        add("q128", **(chained | {"tile_q": 128}))
+        add("q128_mid", **(d64 | {"tile_q": 128, "q_in_registers": 1}))
+        add("q128_regs", **(chained | {"tile_q": 128, "q_in_registers": 1}))
+        add("q128_kv64", **(chained | {"tile_q": 128, "tile_kv": 64, "stages": 6}))
+        add("kv96", **(chained | {"tile_kv": 96, "stages": 5}))
+        add("kv64", **(chained | {"tile_kv": 64, "stages": 6}))
         add("kept", **best)
+        add("stages3", **best, stages=3)
+        add("last", **best, loop_order=1)
+        add("last_kv112", **best, loop_order=1, tile_kv=112)
+        add("last_chain", **best, loop_order=1, chain_items=1)
+        add("kv160", integer_max=1, tile_kv=160)
+        add("kv176", integer_max=1, tile_kv=176)
+        add("q192_kv64", head_dim=128, tile_q=192, tile_kv=64, stages=3, integer_max=1)
         add("series", **series)
+        add("series_stages3", **(series | {"stages": 3, "tile_kv": 96}))
         add("kept", head_dim=256, tile_kv=64)
-        add("kv80", head_dim=256, tile_kv=80)
         add("kept", head_dim=96, **series)
         add("kept", head_dim=192, tile_kv=96)
         add("kept", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
+            add("kept_half", **best, section_waves=0.5)
+            add("kept_2waves", **best, section_waves=2.0)
             add("kept_4waves", **best, section_waves=4.0)
+            add("kept_half", **chained, section_waves=0.5)
+            add("kept_2waves", **chained, section_waves=2.0)
             add("kept_4waves", head_dim=256, tile_kv=64, section_waves=4.0)
     # For the checks: other types and features.
-    checked = Variant("", band=1, lengths=1, schedule=2)
+    checked = Variant("", band=1, lengths=1)
     found.append(replace(checked, name="check_f16", element="f16"))
     found.append(replace(checked, name="check_d256", head_dim=256, tile_kv=64))
     nvrtc = Variant("check_nvrtc96", head_dim=96, band=1, schedule=2, compiler="nvrtc")
@@ -169,6 +207,7 @@ jattn_kernel(const __grid_constant__ jattn::sm90::ForwardParams params) {{
 }}
 """
 
+
 FACTS = """\
 #include <cstddef>
 #include <cstdio>
@@ -198,22 +237,20 @@ def config_text(variant: Variant) -> str:
     return ", ".join(f".{key} = {value}" for key, value in variant.config().items())
 
 
-def write_units(folder: Path) -> None:
-    """Writes one translation unit per variant and facts.cc, which prints their sizes as JSON."""
+def write_units(folder: Path, chosen: list[Variant]) -> None:
+    """Writes one translation unit per variant and facts.cc, which prints sizes and layouts as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    cubins = {variant.cubin(): variant for variant in variants()}
+    cubins = {variant.cubin(): variant for variant in chosen}
     for name, variant in cubins.items():
         text = UNIT.format(config=config_text(variant))
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-    structs = ""
-    for label, mirror in (("params", Params), ("problem", Problem)):
-        cpp = "sm90::ForwardParams" if mirror is Params else "ProblemParams"
-        names = [name for name, _ in mirror._fields_ if name != "tail"]
-        offsets = "".join(f', \\"{name}\\": %zu' for name in names)
-        values = "".join(f", offsetof({cpp}, {name})" for name in names)
-        structs += f'  std::printf("\\"{label}\\": {{\\"size\\": %zu{offsets}}},\\n", sizeof({cpp}){values});\n'
+    for path in folder.glob("*.cu"):
+        if path.stem not in cubins:
+            for stale in folder.glob(path.stem + ".*"):
+                stale.unlink()
+    structs = struct_printer({"sm90::ForwardParams": (*OWN_MEMBERS, *PROBLEM_MEMBERS)})
     prints = [
         f'  print("{name}", Config{{{config_text(variant)}}}, "{"," if i + 1 < len(cubins) else ""}");'
         for i, (name, variant) in enumerate(cubins.items())
@@ -221,277 +258,79 @@ def write_units(folder: Path) -> None:
     (folder / "facts.cc").write_text(FACTS.format(structs=structs, prints="\n".join(prints)))
 
 
-# ---- driver ---------------------------------------------------------------------------------------------------------
-
-
-class TensorMap(ctypes.Structure):
-    """Mirror of jattn::sm90::TensorMap."""
-
-    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
-
-
-class BroadcastArray(ctypes.Structure):
-    """Mirror of jattn::BroadcastArray."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("strides", ctypes.c_int64 * 4),
-        ("pairs", ctypes.c_bool),
-    ]
-
-
-POINTERS = "q k v".split()
-INDICES = "q_lengths kv_lengths q_segments kv_segments q_ranges kv_ranges".split()
-EXTENTS = "batch q_len kv_len num_heads num_kv_heads group_size head_dim head_dim_v band_left band_right".split()
-
-
-class Problem(ctypes.Structure):
-    """Mirror of jattn::ProblemParams."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("bias", BroadcastArray),
-        ("mask", BroadcastArray),
-        *((name, ctypes.c_void_p) for name in INDICES),
-        *((name, ctypes.c_int32) for name in EXTENTS),
-        ("lower_right", ctypes.c_bool),
-        ("scale_first", ctypes.c_bool),
-        *((name, ctypes.c_float) for name in "scale scale_log2 softcap_in softcap_log2".split()),
-        ("copy_bytes", ctypes.c_int32),
-        ("copy_bytes_v", ctypes.c_int32),
-    ]
-
-
-class Params(ctypes.Structure):
-    """Mirror of jattn::sm90::ForwardParams; facts.json says whether the layouts agree."""
-
-    _fields_ = [
-        ("q", TensorMap),
-        ("k", TensorMap),
-        ("v", TensorMap),
-        ("out", TensorMap),
-        ("problem", Problem),
-        ("lse", ctypes.c_void_p),
-        ("next_item", ctypes.c_void_p),
-        ("tiles", ctypes.c_int32),
-        ("items", ctypes.c_int32),
-        ("section_heads", ctypes.c_int32),
-        ("tail", ctypes.c_byte * 52),  # the C++ struct is aligned to 64 bytes
-    ]
-
-
-def check_layout(facts: dict[str, Any]) -> None:
-    """Raises RuntimeError if the mirror differs from what the host compiler saw."""
-    for mirror, offsets in ((Params, facts["params"]), (Problem, facts["problem"])):
-        for name, _ in mirror._fields_:
-            if name != "tail" and getattr(mirror, name).offset != offsets[name]:
-                here, there = getattr(mirror, name).offset, offsets[name]
-                raise RuntimeError(f"{mirror.__name__}.{name} is at {here}, in C++ at {there}")
-        if ctypes.sizeof(mirror) != offsets["size"]:
-            raise RuntimeError(
-                f"{mirror.__name__} has {ctypes.sizeof(mirror)} bytes, in C++ {offsets['size']}"
-            )
-
-
-class Driver:
-    """The few functions of libcuda that a launch needs."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a driver function and raises RuntimeError on failure."""
-        status = getattr(self.library, name)(*arguments)
-        if status:
-            text = ctypes.c_char_p()
-            self.library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {status} {text.value!r}")
-
-    def load(self, cubin: Path, shared_bytes: int) -> ctypes.c_void_p:
-        """Returns the kernel of a cubin, allowed the shared memory it needs."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin.read_bytes())
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, b"jattn_kernel")
-        max_dynamic_shared = 8
-        self.call("cuFuncSetAttribute", function, max_dynamic_shared, shared_bytes)
-        return function
-
-    def tensor_map(self, tensor: Any, rows: int) -> TensorMap:
-        """Describes a (B, S, N, D) tensor by axes (D, S, N, B) and boxes of 64 x rows."""
-        batch, length, heads, width = tensor.shape
-        item = tensor.element_size()
-        strides = [tensor.stride(axis) * item for axis in (1, 2, 0)]
-        memory = (ctypes.c_byte * 256)()
-        aligned = (ctypes.addressof(memory) + 63) // 64 * 64
-        data_type = 9 if "bfloat16" in str(tensor.dtype) else 6
-        swizzle_128b, l2_256b = 3, 3
-        self.call(
-            "cuTensorMapEncodeTiled",
-            ctypes.c_void_p(aligned),
-            data_type,
-            4,
-            ctypes.c_void_p(tensor.data_ptr()),
-            (ctypes.c_uint64 * 4)(width, length, heads, batch),
-            (ctypes.c_uint64 * 3)(*strides),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
-            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-            0,
-            swizzle_128b,
-            l2_256b,
-            0,
-        )
-        result = TensorMap()
-        ctypes.memmove(ctypes.addressof(result), aligned, ctypes.sizeof(TensorMap))
-        return result
-
-
-# ---- problems -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention problem. left, right None: unbounded."""
-
-    name: str
-    batch: int
-    q_len: int
-    kv_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int = 0
-    left: int | None = None
-    right: int | None = None
-    lower_right: bool = False
-    lengths: tuple[tuple[int, int], ...] = ()  # (query, key) per batch entry
-    segments: str = ""  # "", "documents", "shuffled"
-    scale: float | None = None
-    softcap: float = 0.0
-    element: str = "bf16"
-
-    @property
-    def width_v(self) -> int:
-        """Returns the head dim of v."""
-        return self.head_dim_v or self.head_dim
-
-    @property
-    def has_band(self) -> bool:
-        """Returns whether a limit of the band is set."""
-        return self.left is not None or self.right is not None
-
-    def flops(self) -> float:
-        """Returns the work of the forward pass, visible pairs only."""
-        if self.left is not None and self.right == 0:
-            pairs = sum(min(t + 1, self.left + 1) for t in range(self.q_len))
-        elif self.right == 0:
-            pairs = self.q_len * self.kv_len / 2
-        else:
-            pairs = self.q_len * self.kv_len
-        return 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.width_v)
+# ---- launching ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Data:
-    """The tensors of a case."""
+class Loaded:
+    """A variant on the device."""
 
-    case: Case
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    counter: Any
-    extra: dict[str, Any] = field(default_factory=dict)
+    variant: Variant
+    kernel: Kernel
+    layout: dict[str, Any]
 
 
-def make_data(torch: Any, case: Case, seed: int, poison: bool) -> Data:
-    """Draws inputs; with `poison`, fills with NaN whatever must not be read and all results."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    dtype = torch.bfloat16 if case.element == "bf16" else torch.float16
-
-    def draw(*shape: int) -> Any:
-        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
-
-    data = Data(
-        case,
-        draw(case.batch, case.q_len, case.heads, case.head_dim),
-        draw(case.batch, case.kv_len, case.kv_heads, case.head_dim),
-        draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
-        torch.full(
-            (case.batch, case.q_len, case.heads, case.width_v), math.nan, device="cuda", dtype=dtype
-        ),
-        torch.full((case.batch, case.heads, case.q_len), math.nan, device="cuda"),
-        torch.full((1,), -(2**30), device="cuda", dtype=torch.int32),
-    )
-    if case.lengths:
-        q_lengths, kv_lengths = zip(*case.lengths, strict=True)
-        data.extra["q_lengths"] = torch.tensor(q_lengths, device="cuda", dtype=torch.int32)
-        data.extra["kv_lengths"] = torch.tensor(kv_lengths, device="cuda", dtype=torch.int32)
-        if poison:
-            for b in range(case.batch):
-                data.q[b, max(q_lengths[b], 0) :] = math.nan
-                data.k[b, max(kv_lengths[b], 0) :] = math.nan
-                data.v[b, max(kv_lengths[b], 0) :] = math.nan
-    if case.segments:
-        host = random.Random(seed)
-        for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
-            rows = []
-            for _ in range(case.batch):
-                if case.segments == "documents":
-                    ids, current = [], 0
-                    while len(ids) < length:
-                        ids += [current] * host.randint(1, max(2, length // 3))
-                        current += 1
-                    padded = length - length // 7
-                    rows.append([i if j < padded else -1 for j, i in enumerate(ids[:length])])
-                else:
-                    rows.append([host.choice((-5, 0, 3, 3, 7)) for _ in range(length)])
-            data.extra[name] = torch.tensor(rows, device="cuda", dtype=torch.int32)
-        if case.q_len == case.kv_len and case.segments == "documents":
-            data.extra["q_segments"] = data.extra["kv_segments"].clone()
-        if poison:
-            data.q[data.extra["q_segments"] < 0] = math.nan
-            data.k[data.extra["kv_segments"] < 0] = math.nan
-            data.v[data.extra["kv_segments"] < 0] = math.nan
-    return data
+def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
+    """Returns how many query heads share a section."""
+    if not variant.section_waves:
+        return case.group
+    tiles = -(-case.q_len // variant.tile_q)
+    kv_heads = max(1, round(variant.section_waves * num_sms / tiles / case.group))
+    return min(case.batch * case.heads, kv_heads * case.group)
 
 
-def visibility(torch: Any, data: Data) -> Any:
-    """Returns the (B, 1, T, S) mask of visible pairs, by the definition in core/problem.h."""
+def add_results(torch: Any, data: Data) -> None:
+    """Gives a case results full of NaN and the counter of items."""
     case = data.case
-    t = torch.arange(case.q_len, device="cuda")[None, :, None]
-    j = torch.arange(case.kv_len, device="cuda")[None, None, :]
-    ones = torch.ones(case.batch, 1, 1, device="cuda", dtype=torch.int64)
-    q_lengths = (
-        data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None]
-        if case.lengths
-        else ones * case.q_len
+    shape = (case.batch, case.q_len, case.heads, case.width_v)
+    data.out = torch.full(shape, math.nan, device="cuda", dtype=data.q.dtype)
+    data.lse = torch.full((case.batch, case.heads, case.q_len), math.nan, device="cuda")
+    data.extra["counter"] = torch.full((1,), -(2**30), device="cuda", dtype=torch.int32)
+
+
+def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:
+    """Returns a function that launches a variant on a case's data."""
+    variant, case = loaded.variant, data.case
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = -(-case.q_len // variant.tile_q)
+    items = case.batch * case.heads * tiles
+    keep: list[Any] = [data]
+    params = Params(
+        loaded.layout,
+        {
+            "q": driver.tensor_map(data.q, variant.tile_q),
+            "k": driver.tensor_map(data.k, variant.tile_kv),
+            "v": driver.tensor_map(data.v, variant.tile_kv),
+            "out": driver.tensor_map(data.out, 64),
+            "lse": data.lse.data_ptr(),
+            "next_item": data.pointer("counter"),
+            "tiles": tiles,
+            "items": items,
+            "section_heads": section_heads(variant, case, num_sms),
+        }
+        | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )
-    kv_lengths = (
-        data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None]
-        if case.lengths
-        else ones * case.kv_len
-    )
-    visible = (t < q_lengths) & (j < kv_lengths)
-    offset = (kv_lengths - q_lengths) if case.lower_right else 0 * ones
-    if case.left is not None:
-        visible &= t + offset - case.left <= j
-    if case.right is not None:
-        visible &= j <= t + offset + case.right
-    if case.segments:
-        q_ids, kv_ids = data.extra["q_segments"][:, :, None], data.extra["kv_segments"][:, None, :]
-        visible &= (q_ids == kv_ids) & (q_ids >= 0)
-    return visible[:, None]
+    grid = items if variant.schedule == 0 else min(items, num_sms)
+    stream = current_stream(torch)
+    counter = ctypes.c_uint64(data.extra["counter"].data_ptr())
+
+    def launch(keep: list[Any] = keep) -> None:
+        if variant.schedule == 2:
+            driver.call("cuMemsetD8Async", counter, ctypes.c_ubyte(0), ctypes.c_size_t(4), stream)
+        driver.launch(loaded.kernel, grid, params, stream)
+
+    return launch
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
 
 
 def reference(torch: Any, data: Data) -> tuple[Any, Any]:
     """Computes (out, lse) in float64 with unreadable inputs taken as 0."""
     case = data.case
     q, k, v = (torch.nan_to_num(x.double()).transpose(1, 2) for x in (data.q, data.k, data.v))
-    group = case.heads // case.kv_heads
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scale = case.scale if case.scale is not None else case.head_dim**-0.5
-    s = scale * q @ k.transpose(-1, -2)
+    k, v = (x.repeat_interleave(case.group, 1) for x in (k, v))
+    s = case.true_scale * q @ k.transpose(-1, -2)
     if case.softcap:
         s = case.softcap * torch.tanh(s / case.softcap)
     s = torch.where(visibility(torch, data), s, -math.inf)
@@ -504,137 +343,17 @@ def reference(torch: Any, data: Data) -> tuple[Any, Any]:
     return (p @ v).transpose(1, 2), lse
 
 
-def segment_ranges(torch: Any, ids: Any, tile: int) -> Any:
-    """Returns the SegmentRange records (B, tiles, 2) of a (B, length) array of ids."""
-    batch, length = ids.shape
-    tiles = -(-length // tile)
-    top = 2**31 - 1
-    padding = torch.zeros(batch, tiles * tile, device="cuda", dtype=torch.bool)
-    low = torch.full((batch, tiles * tile), top, device="cuda", dtype=torch.int32)
-    high = torch.full((batch, tiles * tile), -1, device="cuda", dtype=torch.int32)
-    padding[:, :length] = ids < 0
-    low[:, :length] = torch.where(ids < 0, top, ids)
-    high[:, :length] = torch.where(ids < 0, -1, ids)
-    shape = (batch, tiles, tile)
-    least = low.view(shape).amin(-1)
-    least = torch.where(padding.view(shape).any(-1), -1 - least, least)
-    return torch.stack([least, high.view(shape).amax(-1)], -1).contiguous()
-
-
-# ---- launching ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Loaded:
-    """A variant on the device."""
-
-    variant: Variant
-    function: ctypes.c_void_p
-    threads: int
-    shared_bytes: int
-
-
-def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
-    """Returns how many query heads share a section."""
-    group = case.heads // case.kv_heads
-    if not variant.section_waves:
-        return group
-    tiles = -(-case.q_len // variant.tile_q)
-    kv_heads = max(1, round(variant.section_waves * num_sms / tiles / group))
-    return min(case.batch * case.heads, kv_heads * group)
-
-
-def fits(variant: Variant, case: Case) -> bool:
-    """Returns whether a variant computes a case."""
-    return (
-        case.head_dim <= variant.head_dim
-        and case.width_v <= (variant.head_dim_v or variant.head_dim)
-        and case.element == variant.element
-        and bool(variant.band) >= case.has_band
-        and bool(variant.lengths) >= bool(case.lengths)
-        and bool(variant.segments) == bool(case.segments)
-        and bool(variant.softcap) == bool(case.softcap)
-        and (variant.scale_first == 1 or case.scale is None or case.scale > 0)
-    )
-
-
-def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:
-    """Returns a function that launches a variant on a case's data."""
-    variant, case = loaded.variant, data.case
-    extra = data.extra
-
-    def pointer(name: str) -> int | None:
-        return extra[name].data_ptr() if name in extra else None
-
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    scale = case.scale if case.scale is not None else case.head_dim**-0.5
-    tiles = -(-case.q_len // variant.tile_q)
-    unbounded = 2**29
-    problem = Problem(
-        **{name: pointer(name) for name in INDICES},
-        batch=case.batch,
-        q_len=case.q_len,
-        kv_len=case.kv_len,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        group_size=case.heads // case.kv_heads,
-        head_dim=case.head_dim,
-        head_dim_v=case.width_v,
-        band_left=unbounded if case.left is None else case.left,
-        band_right=unbounded if case.right is None else case.right,
-        lower_right=case.lower_right,
-        scale=scale,
-        scale_log2=scale * LOG2E,
-    )
-    if case.softcap:
-        problem.softcap_in, problem.softcap_log2 = scale / case.softcap, case.softcap * LOG2E
-    keep: list[Any] = []
+def poison(data: Data) -> None:
+    """Fills with NaN what must not be read."""
+    case = data.case
+    for b, (q_length, kv_length) in enumerate(case.lengths):
+        data.q[b, max(q_length, 0) :] = math.nan
+        data.k[b, max(kv_length, 0) :] = math.nan
+        data.v[b, max(kv_length, 0) :] = math.nan
     if case.segments:
-        keep += [
-            segment_ranges(torch, extra["q_segments"], variant.tile_q),
-            segment_ranges(torch, extra["kv_segments"], variant.tile_kv),
-        ]
-        problem.q_ranges, problem.kv_ranges = keep[0].data_ptr(), keep[1].data_ptr()
-    params = Params(
-        driver.tensor_map(data.q, variant.tile_q),
-        driver.tensor_map(data.k, variant.tile_kv),
-        driver.tensor_map(data.v, variant.tile_kv),
-        driver.tensor_map(data.out, 64),
-        problem,
-        lse=data.lse.data_ptr(),
-        next_item=data.counter.data_ptr(),
-        tiles=tiles,
-        items=case.batch * case.heads * tiles,
-        section_heads=section_heads(variant, case, num_sms),
-    )
-    keep.append(params)
-    grid = params.items if variant.schedule == 0 else min(params.items, num_sms)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    counter = ctypes.c_uint64(data.counter.data_ptr())
-
-    def launch(keep: list[Any] = keep) -> None:
-        if variant.schedule == 2:
-            driver.call("cuMemsetD8Async", counter, ctypes.c_ubyte(0), ctypes.c_size_t(4), stream)
-        driver.call(
-            "cuLaunchKernel",
-            loaded.function,
-            grid,
-            1,
-            1,
-            loaded.threads,
-            1,
-            1,
-            loaded.shared_bytes,
-            stream,
-            arguments,
-            None,
-        )
-
-    return launch
-
-
-# ---- checking -------------------------------------------------------------------------------------------------------
+        data.q[data.extra["q_segments"] < 0] = math.nan
+        data.k[data.extra["kv_segments"] < 0] = math.nan
+        data.v[data.extra["kv_segments"] < 0] = math.nan
 
 
 def check_cases(variant: Variant) -> list[Case]:
@@ -656,6 +375,7 @@ def check_cases(variant: Variant) -> list[Case]:
         causal = replace(base, name="causal", right=0)
         cases += [
             causal,
+            replace(base, name="narrow window", left=20, right=0, q_len=900, kv_len=900),
             replace(causal, name="causal square", q_len=777, kv_len=777),
             replace(causal, name="causal small", q_len=300, kv_len=300),
             replace(causal, name="lower right", lower_right=True),
@@ -686,15 +406,16 @@ def check_cases(variant: Variant) -> list[Case]:
     return [case for case in cases if fits(variant, case)]
 
 
-def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
-    """Runs the check cases of a variant; returns one line per failure."""
+def check(torch: Any, driver: Driver, loaded: Loaded, repeats: int) -> list[str]:
+    """Runs the check cases of a variant, each 1 + repeats times; returns one line per failure."""
     failures = []
     for number, case in enumerate(check_cases(loaded.variant)):
-        data = make_data(torch, case, number, poison=True)
+        data = make_data(torch, case, number)
+        poison(data)
+        add_results(torch, data)
         launch = launcher(torch, driver, loaded, data)
         launch()
         torch.cuda.synchronize()
-        first = data.out.clone()
         want, want_lse = reference(torch, data)
         p_rounding = 2**-8 if case.element == "bf16" else 2**-11
         error = (data.out.double() - want).abs()
@@ -710,10 +431,8 @@ def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
             problems.append("lse is -inf in other rows than it should be")
         if not bool((lse_error <= 1e-3).all()):
             problems.append(f"lse off by {lse_error.nan_to_num(math.inf).max().item():.3g}")
-        launch()
-        torch.cuda.synchronize()
-        if not torch.equal(first, data.out):
-            problems.append("two runs differ")
+        counts = differing(torch, launch, {"out": data.out, "lse": data.lse}, repeats)
+        problems += [f"{name}: {n} of {repeats} runs differ" for name, n in counts.items() if n]
         failures += [f"{loaded.variant.name}, {case.name}: {problem}" for problem in problems]
     return failures
 
@@ -751,7 +470,9 @@ def timing_cases() -> list[Case]:
     d96 = Case("d96 full 8192", 2, 8192, 8192, 21, 21, 96)
     d192 = Case("d192 full 8192", 2, 8192, 8192, 11, 11, 192)
     mla = Case("d192v128 full 8192", 2, 8192, 8192, 16, 16, 192, 128)
-    cases += [gqa, replace(gqa, name="d128 gqa full 8192", right=None), window]
+    narrow = replace(window, name="d128 window128 16384", left=127)
+    cases += [gqa, replace(gqa, name="d128 gqa full 8192", right=None), window, narrow]
+    cases.append(replace(narrow, name="d64 window128 16384", heads=32, kv_heads=32, head_dim=64))
     for case in (d96, d192, mla):
         cases += [case, replace(case, name=case.name.replace("full", "causal"), right=0)]
     return cases
@@ -801,62 +522,21 @@ def time_case(
     torch: Any, driver: Driver, kernels: list[Loaded], case: Case, rounds: int, seed: int
 ) -> dict[str, list[float]]:
     """Returns milliseconds per round of every contender; ours under two names each."""
-    data = make_data(torch, case, 0, poison=False)
+    data = make_data(torch, case, 0)
+    add_results(torch, data)
     contenders: dict[str, Callable[[], Any]] = dict(rivals(torch, data))
     for loaded in kernels:
         if fits(loaded.variant, case) and runs_timed(loaded.variant, case):
             launch = launcher(torch, driver, loaded, data)
             contenders[loaded.variant.name] = launch
             contenders[loaded.variant.name + "'"] = launch
-    milliseconds: dict[str, list[float]] = {name: [] for name in contenders}
-    estimate = case.flops() / 550e12 * 1e3
-    launches = max(3, math.ceil(4.0 / estimate))
-    order = list(contenders)
-    shuffler = random.Random(seed)
-    for name in order:
-        contenders[name]()
-    for _ in range(rounds):
-        shuffler.shuffle(order)
-        for name in order:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            contenders[name]()
-            start.record()
-            for _ in range(launches):
-                contenders[name]()
-            end.record()
-            torch.cuda.synchronize()
-            milliseconds[name].append(start.elapsed_time(end) / launches)
-    return milliseconds
-
-
-def runs_timed(variant: Variant, case: Case) -> bool:
-    """Returns whether a variant is meant for a timed case: its own head dims and mask."""
-    return (
-        variant.head_dim == case.head_dim
-        and (variant.head_dim_v or variant.head_dim) == case.width_v
-        and bool(variant.band) == case.has_band
-        and not variant.scale_first
-        and not variant.name.startswith("check")
-    )
-
-
-def clocks() -> str:
-    """Returns what the card says of its clock, power and heat."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=clocks.sm,power.draw,temperature.gpu",
-        "--format=csv,noheader",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return "clocks unknown"
-    return done.stdout.strip().splitlines()[0]
+    calls = max(3, math.ceil(4.0 / (case.forward_flops() / 550e12 * 1e3)))
+    return in_random_rounds(torch, contenders, calls, rounds, seed)
 
 
 def report(case: Case, milliseconds: dict[str, list[float]]) -> dict[str, Any]:
     """Prints one case as a table; returns it as a record."""
-    flops = case.flops()
+    flops = case.forward_flops()
     median = {name: statistics.median(times) for name, times in milliseconds.items()}
     speed = {name: flops / time / 1e9 for name, time in median.items()}
     cudnn = speed.get("torch cudnn")
@@ -892,10 +572,9 @@ def summarize(records: list[dict[str, Any]]) -> None:
         value = (speed[best] + speed[best + "'"]) / 2
         ratio = value / speed["torch cudnn"]
         ratios.append(ratio)
-        width, mask, length = re.match(
-            r"d(\d+)(?:v\d+)? (?:gqa )?(\w+) (\d+)", record["case"]
-        ).groups()
-        table = FA3_OVER_CUDNN.get((int(width), mask == "causal", int(length)))
+        found = re.match(r"d(\d+)(?:v\d+)? (?:gqa )?(\w+) (\d+)", record["case"])
+        key = (int(found[1]), found[2] == "causal", int(found[3])) if found else None
+        table = FA3_OVER_CUDNN.get(key) if key else None
         bar = value / speed["fa3"] if "fa3" in speed else ratio / table if table else None
         if bar:
             bars.append(bar)
@@ -905,90 +584,17 @@ def summarize(records: list[dict[str, Any]]) -> None:
         )
     for label, values in (("cudnn", ratios), ("fa3", bars)):
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            print(
-                f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases"
-            )
+            print(geometric_mean_line(label, values))
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-def load_all(driver: Driver, folder: Path, facts: dict[str, Any], names: list[str]) -> list[Loaded]:
-    """Loads the named variants."""
-    found = []
-    for variant in variants():
-        if variant.name in names:
-            fact = facts["variants"][variant.cubin()]
-            path = folder / f"{variant.cubin()}.cubin"
-            function = driver.load(path, fact["shared_bytes"])
-            found.append(Loaded(variant, function, fact["threads"], fact["shared_bytes"]))
-    return found
-
-
-def check_here(folder: Path, facts: dict[str, Any], names: list[str]) -> None:
-    """Checks the named variants in this process, one line each on standard output."""
-    import torch
-
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    driver = Driver()
-    for loaded in load_all(driver, folder, facts, names):
-        print(f"begin {loaded.variant.name}", flush=True)
-        for line in check(torch, driver, loaded):
-            print(f"wrong {line}", flush=True)
-        print(f"end {loaded.variant.name}", flush=True)
-
-
-def check_apart(folder: Path, names: list[str]) -> list[str]:
-    """Checks the named variants in child processes; returns those that are right.
-
-    A kernel that faults or hangs takes its process with it; the rest are then checked in a fresh one.
-    """
-    right: list[str] = []
-    waiting = list(names)
-    seconds_without_news = 60.0
-    while waiting:
-        log = folder / "check.log"
-        with log.open("w") as stream:
-            command = [
-                sys.executable,
-                __file__,
-                "--folder",
-                str(folder),
-                "--check-here",
-                ",".join(waiting),
-            ]
-            child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-            size, since = 0, time.monotonic()
-            while child.poll() is None and time.monotonic() - since < seconds_without_news:
-                time.sleep(0.2)
-                if log.stat().st_size != size:
-                    size, since = log.stat().st_size, time.monotonic()
-            hangs = child.poll() is None
-            if hangs:
-                child.kill()
-                child.wait()
-        begun, ended, wrong, other = [], [], [], []
-        for line in log.read_text().splitlines():
-            word, _, rest = line.partition(" ")
-            {"begin": begun, "end": ended, "wrong": wrong}.get(word, other).append(
-                rest if word else line
-            )
-        for name in ended:
-            mistakes = [line for line in wrong if line.startswith(name + ",")]
-            print(f"{name:34s}{'wrong' if mistakes else 'right'}")
-            for line in mistakes:
-                print("  " + line)
-            right += [] if mistakes else [name]
-        waiting = [name for name in waiting if name not in begun]
-        if begun != ended or child.returncode != 0:
-            what = "hangs" if hangs else f"ends its process ({child.returncode})"
-            print(f"{begun[-1] if begun else 'loading'} {what}: " + " | ".join(other[-3:])[-600:])
-            if not begun:
-                break
-    sys.stdout.flush()
-    return right
+def load(driver: Driver, folder: Path, facts: dict[str, Any], variant: Variant) -> Loaded:
+    """Loads a variant."""
+    name = variant.cubin()
+    kernel = driver.load(folder / f"{name}.cubin", facts["variants"][name])
+    return Loaded(variant, kernel, facts["sm90::ForwardParams"])
 
 
 def main() -> int:
@@ -1003,9 +609,6 @@ def main() -> int:
         "--write-units", action="store_true", help="write sources into the folder and stop"
     )
     parser.add_argument(
-        "--check-layout", action="store_true", help="compare Params with facts.json and stop"
-    )
-    parser.add_argument(
         "--check-here", default="", help="check these variants in this process and stop"
     )
     parser.add_argument(
@@ -1016,39 +619,48 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of each check after the first (%(default)s)"
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--json", type=Path, help="write all times here")
     arguments = parser.parse_args()
     folder = arguments.folder
     if arguments.write_units:
-        write_units(folder)
+        write_units(folder, [v for v in variants() if re.search(arguments.variants, v.name)])
         return 0
     facts = json.loads((folder / "facts.json").read_text())
-    check_layout(facts)
-    if arguments.check_layout:
-        print("layouts agree")
-        return 0
+    by_name = {variant.name: variant for variant in variants()}
     if arguments.check_here:
-        check_here(folder, facts, arguments.check_here.split(","))
+        import torch
+
+        torch.zeros(1, device="cuda")
+        driver = Driver()
+        check_here(
+            arguments.check_here.split(","),
+            lambda name: check(
+                torch, driver, load(driver, folder, facts, by_name[name]), arguments.repeat
+            ),
+        )
         return 0
 
-    wanted = [variant for variant in variants() if re.search(arguments.variants, variant.name)]
-    names = [variant.name for variant in wanted if variant.cubin() in facts["variants"]]
-    for variant in wanted:
-        if variant.name not in names:
-            print(f"{variant.name:34s}not built")
-    right = names if arguments.no_check else check_apart(folder, names)
+    names = []
+    for name, variant in by_name.items():
+        if re.search(arguments.variants, name):
+            if (folder / f"{variant.cubin()}.cubin").exists():
+                names.append(name)
+            else:
+                print(f"{name:34s}not built")
+    right = names if arguments.no_check else check_apart(__file__, folder, names, arguments.repeat)
     records = []
     if not arguments.no_time:
         import torch
 
-        torch.cuda.init()
         torch.zeros(1, device="cuda")
-        version = torch.backends.cudnn.version()
-        print(torch.cuda.get_device_name(0), "torch", torch.__version__, "cudnn", version, clocks())
+        print(device_words(torch))
         driver = Driver()
-        kernels = load_all(driver, folder, facts, right)
+        kernels = [load(driver, folder, facts, by_name[name]) for name in right]
         for case in timing_cases():
             if re.search(arguments.cases, case.name):
                 times = time_case(torch, driver, kernels, case, arguments.rounds, arguments.seed)

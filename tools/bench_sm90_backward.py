@@ -12,21 +12,41 @@ a small multiple of what a plain implementation with 16-bit probabilities and sc
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
-import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-LOG2E = 1.4426950408889634
+from sm90_bench import (
+    PROBLEM_MEMBERS,
+    Case,
+    Data,
+    Driver,
+    Kernel,
+    Params,
+    check_apart,
+    check_here,
+    clocks,
+    current_stream,
+    device_words,
+    differing,
+    fits,
+    geometric_mean_line,
+    in_random_rounds,
+    make_data,
+    milliseconds_per_call,
+    problem_values,
+    runs_timed,
+    struct_printer,
+    visibility,
+)
+
 STATISTICS_ROWS = 128
 
 FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
@@ -247,10 +267,30 @@ int main() {{
 """
 
 
-def write_units(folder: Path) -> None:
+# Members of the parameter structs that launches fill in; the rest is zero.
+STRUCTS = {
+    "sm90::BackwardParams": (
+        *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
+        *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
+        *("wants_dk", "wants_dv", "heads_zeroed", "zero_ahead", "zero_floats"),
+        *PROBLEM_MEMBERS,
+    ),
+    "sm90::PrepareParams": (
+        *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
+        *("dq_accumulator", "heads_zeroed", "zeroed_rows", "rows_padded", "accumulator_width"),
+        *("q_len", "num_heads", "head_dim_v", "kv_heads"),
+    ),
+    "sm90::CastParams": (
+        *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
+        "scale",
+    ),
+}
+
+
+def write_units(folder: Path, chosen: list[Variant]) -> None:
     """Writes one translation unit per kernel and facts.cc, which prints their sizes as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    units = {unit.name: unit for variant in variants() for unit in variant.units().values()}
+    units = {unit.name: unit for variant in chosen for unit in variant.units().values()}
     for name, unit in units.items():
         header, params, entry, shape = UNITS[unit.family]
         text = SOURCE.format(
@@ -263,12 +303,7 @@ def write_units(folder: Path) -> None:
         if path.stem not in units:
             for old in folder.glob(path.stem + ".*"):
                 old.unlink()
-    structs = ""
-    for mirror, cpp in MIRRORS.items():
-        names = [name for name, _ in mirror._fields_ if name != "tail"]
-        offsets = "".join(f', \\"{name}\\": %zu' for name in names)
-        values = "".join(f", offsetof({cpp}, {name})" for name in names)
-        structs += f'  std::printf("\\"{cpp}\\": {{\\"size\\": %zu{offsets}}},\\n", sizeof({cpp}){values});\n'
+    structs = struct_printer(STRUCTS)
     prints = ""
     for i, (name, unit) in enumerate(units.items()):
         shape = UNITS[unit.family][3]
@@ -281,306 +316,163 @@ def write_units(folder: Path) -> None:
     (folder / "facts.cc").write_text(FACTS.format(structs=structs, prints=prints))
 
 
-# ---- driver ---------------------------------------------------------------------------------------------------------
-
-
-class TensorMap(ctypes.Structure):
-    """Mirror of jattn::sm90::TensorMap."""
-
-    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
-
-
-class BroadcastArray(ctypes.Structure):
-    """Mirror of jattn::BroadcastArray."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("strides", ctypes.c_int64 * 4),
-        ("pairs", ctypes.c_bool),
-    ]
-
-
-POINTERS = "q k v".split()
-INDICES = "q_lengths kv_lengths q_segments kv_segments q_ranges kv_ranges".split()
-EXTENTS = "batch q_len kv_len num_heads num_kv_heads group_size head_dim head_dim_v band_left band_right".split()
-MAPS = "q k v dout dq dk dv".split()
-
-
-class Problem(ctypes.Structure):
-    """Mirror of jattn::ProblemParams."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("bias", BroadcastArray),
-        ("mask", BroadcastArray),
-        *((name, ctypes.c_void_p) for name in INDICES),
-        *((name, ctypes.c_int32) for name in EXTENTS),
-        ("lower_right", ctypes.c_bool),
-        ("scale_first", ctypes.c_bool),
-        *((name, ctypes.c_float) for name in "scale scale_log2 softcap_in softcap_log2".split()),
-        ("copy_bytes", ctypes.c_int32),
-        ("copy_bytes_v", ctypes.c_int32),
-    ]
-
-
-class Backward(ctypes.Structure):
-    """Mirror of jattn::sm90::BackwardParams; facts.json says whether the layouts agree."""
-
-    _fields_ = [
-        *((name, TensorMap) for name in MAPS),
-        ("problem", Problem),
-        *((name, ctypes.c_void_p) for name in "lse_log2 delta row_flags dq_accumulator".split()),
-        ("rows_padded", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in "tiles section_heads rotation".split()),
-        ("wants_dk", ctypes.c_bool),
-        ("wants_dv", ctypes.c_bool),
-        ("heads_zeroed", ctypes.c_void_p),
-        ("zero_ahead", ctypes.c_int32),
-        ("zero_floats", ctypes.c_int32),
-        ("tail", ctypes.c_byte * 64),  # the C++ struct is aligned to 64 bytes
-    ]
-
-
-class Prepare(ctypes.Structure):
-    """Mirror of jattn::sm90::PrepareParams."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in "out dout lse dlse q_lengths lse_log2 delta row_flags dq_accumulator heads_zeroed".split()
-        ),
-        *((name, ctypes.c_int64) for name in "zeroed_rows rows_padded".split()),
-        *(
-            (name, ctypes.c_int32)
-            for name in "accumulator_width q_len num_heads head_dim_v kv_heads".split()
-        ),
-        ("tail", ctypes.c_byte * 8),
-    ]
-
-
-class Cast(ctypes.Structure):
-    """Mirror of jattn::sm90::CastParams."""
-
-    _fields_ = [
-        ("dq", TensorMap),
-        ("dq_accumulator", ctypes.c_void_p),
-        ("q_lengths", ctypes.c_void_p),
-        ("rows_padded", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in "tiles q_len num_heads".split()),
-        ("scale", ctypes.c_float),
-        ("tail", ctypes.c_byte * 64),
-    ]
-
-
-MIRRORS = {
-    Backward: "sm90::BackwardParams",
-    Prepare: "sm90::PrepareParams",
-    Cast: "sm90::CastParams",
-    Problem: "ProblemParams",
-}
-
-
-def check_layout(facts: dict[str, Any]) -> None:
-    """Raises RuntimeError if a mirror differs from what the host compiler saw."""
-    for mirror, cpp in MIRRORS.items():
-        for name, _ in mirror._fields_:
-            if name != "tail" and getattr(mirror, name).offset != facts[cpp][name]:
-                raise RuntimeError(
-                    f"{cpp}.{name} is at {facts[cpp][name]}, here {getattr(mirror, name).offset}"
-                )
-        if ctypes.sizeof(mirror) < facts[cpp]["size"]:
-            raise RuntimeError(
-                f"{cpp} has {facts[cpp]['size']} bytes, here {ctypes.sizeof(mirror)}"
-            )
-
-
-class Driver:
-    """The few functions of libcuda that a launch needs."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls a driver function and raises RuntimeError on failure."""
-        status = getattr(self.library, name)(*arguments)
-        if status:
-            text = ctypes.c_char_p()
-            self.library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {status} {text.value!r}")
-
-    def load(self, cubin: Path, shared_bytes: int) -> ctypes.c_void_p:
-        """Returns the kernel of a cubin, allowed the shared memory it needs."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), cubin.read_bytes())
-        self.call("cuModuleGetFunction", ctypes.byref(function), module, b"jattn_kernel")
-        max_dynamic_shared = 8
-        self.call("cuFuncSetAttribute", function, max_dynamic_shared, shared_bytes)
-        return function
-
-    def tensor_map(self, tensor: Any, rows: int) -> TensorMap:
-        """Describes a (B, S, N, D) tensor by axes (D, S, N, B) and boxes of 64 x rows."""
-        batch, length, heads, width = tensor.shape
-        strides = [tensor.stride(axis) * tensor.element_size() for axis in (1, 2, 0)]
-        memory = (ctypes.c_byte * 256)()
-        aligned = (ctypes.addressof(memory) + 63) // 64 * 64
-        data_type = 9 if "bfloat16" in str(tensor.dtype) else 6
-        swizzle_128b, l2_256b = 3, 3
-        self.call(
-            "cuTensorMapEncodeTiled",
-            ctypes.c_void_p(aligned),
-            data_type,
-            4,
-            ctypes.c_void_p(tensor.data_ptr()),
-            (ctypes.c_uint64 * 4)(width, length, heads, batch),
-            (ctypes.c_uint64 * 3)(*strides),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
-            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-            0,
-            swizzle_128b,
-            l2_256b,
-            0,
-        )
-        result = TensorMap()
-        ctypes.memmove(ctypes.addressof(result), aligned, ctypes.sizeof(TensorMap))
-        return result
-
-
-# ---- problems -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention problem. left, right None: unbounded."""
-
-    name: str
-    batch: int
-    q_len: int
-    kv_len: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int = 0
-    left: int | None = None
-    right: int | None = None
-    lower_right: bool = False
-    lengths: tuple[tuple[int, int], ...] = ()  # (query, key) per batch entry
-    segments: str = ""  # "", "documents", "shuffled"
-    scale: float | None = None
-    softcap: float = 0.0
-    dlse: bool = False
-    element: str = "bf16"
-
-    @property
-    def width_v(self) -> int:
-        """Returns the head dim of v."""
-        return self.head_dim_v or self.head_dim
-
-    @property
-    def true_scale(self) -> float:
-        """Returns the factor of q.k."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
-
-    @property
-    def has_band(self) -> bool:
-        """Returns whether a limit of the band is set."""
-        return self.left is not None or self.right is not None
-
-    def flops(self) -> float:
-        """Returns the work of the backward pass, visible pairs only."""
-        if self.left is not None and self.right == 0:
-            pairs = sum(min(t + 1, self.left + 1) for t in range(self.q_len))
-        elif self.right == 0:
-            pairs = self.q_len * self.kv_len / 2
-        else:
-            pairs = self.q_len * self.kv_len
-        return self.batch * self.heads * pairs * (6.0 * self.head_dim + 4.0 * self.width_v)
+# ---- launching ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Data:
-    """The tensors of a case."""
+class Loaded:
+    """A variant on the device: its kernels by role."""
 
-    case: Case
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    out: Any = None
-    lse: Any = None
-    dlse: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    variant: Variant
+    kernels: dict[str, Kernel]
+    layouts: dict[str, Any]  # of the structs
 
 
-def make_data(torch: Any, case: Case, seed: int) -> Data:
-    """Draws inputs."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    dtype = torch.bfloat16 if case.element == "bf16" else torch.float16
+def section_heads(variant: Variant, case: Case) -> int:
+    """Returns how many key/value heads share a section, by the bytes of what their blocks read."""
+    if not variant.section_mib:
+        return 1
+    head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
+    return min(case.batch * case.kv_heads, max(1, int(variant.section_mib * 2**20 / head_bytes)))
 
-    def draw(*shape: int) -> Any:
-        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
-    data = Data(
-        case,
-        draw(case.batch, case.q_len, case.heads, case.head_dim),
-        draw(case.batch, case.kv_len, case.kv_heads, case.head_dim),
-        draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
-        draw(case.batch, case.q_len, case.heads, case.width_v),
+@dataclass
+class Pass:
+    """A backward pass ready to be launched, whole or by role."""
+
+    results: dict[str, Any]
+    steps: dict[str, Callable[[], None]]
+
+    def __call__(self) -> None:
+        for step in self.steps.values():
+            step()
+
+
+def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass:
+    """Allocates results and scratch (filled with NaN) and composes the launches."""
+    variant, case = loaded.variant, data.case
+    width = variant.head_dim
+    rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
+    flat_heads = case.batch * case.heads
+    results = {
+        name: torch.full_like(x, math.nan)
+        for name, x in (("dq", data.q), ("dk", data.k), ("dv", data.v))
+    }
+    statistics_shape = (2, flat_heads, rows_padded)
+    scratch = torch.full(statistics_shape, math.nan, device="cuda", dtype=torch.float32)
+    row_flags = torch.full(
+        (flat_heads, rows_padded // STATISTICS_ROWS), 7, device="cuda", dtype=torch.uint8
     )
-    if case.dlse:
-        data.dlse = torch.randn(
-            case.batch, case.heads, case.q_len, device="cuda", generator=generator
+    accumulator = None
+    if not variant.two_kernels:
+        accumulator = torch.full(
+            (flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32
         )
-    if case.lengths:
-        q_lengths, kv_lengths = zip(*case.lengths, strict=True)
-        data.extra["q_lengths"] = torch.tensor(q_lengths, device="cuda", dtype=torch.int32)
-        data.extra["kv_lengths"] = torch.tensor(kv_lengths, device="cuda", dtype=torch.int32)
-    if case.segments:
-        host = random.Random(seed)
-        for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
-            rows = []
-            for _ in range(case.batch):
-                if case.segments == "documents":
-                    ids: list[int] = []
-                    current = 0
-                    while len(ids) < length:
-                        ids += [current] * host.randint(1, max(2, length // 3))
-                        current += 1
-                    padded = length - length // 7
-                    rows.append([i if j < padded else -1 for j, i in enumerate(ids[:length])])
-                else:
-                    rows.append([host.choice((-5, 0, 3, 3, 7)) for _ in range(length)])
-            data.extra[name] = torch.tensor(rows, device="cuda", dtype=torch.int32)
-        if case.q_len == case.kv_len and case.segments == "documents":
-            data.extra["q_segments"] = data.extra["kv_segments"].clone()
-    return data
+
+    counters = torch.full((case.batch * case.kv_heads,), 9, device="cuda", dtype=torch.int32)
+    keep: list[Any] = [scratch, row_flags, accumulator, counters]
+    group = case.group
+    kv_tiles = -(-case.kv_len // variant.tile_kv)
+    kv_heads_of_section = section_heads(variant, case)
+    all_kv_heads = case.batch * case.kv_heads
+    ahead = all_kv_heads
+    if variant.zero_ahead:
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        ahead = min(all_kv_heads, max(kv_heads_of_section, -(-2 * num_sms // kv_tiles)))
+
+    def backward_params(
+        tile_q: int, tile_kv: int, tiles: int, heads_of_section: int
+    ) -> dict[str, Any]:
+        return problem_values(torch, data, tile_q, tile_kv, keep) | {
+            "q": driver.tensor_map(data.q, tile_q),
+            "k": driver.tensor_map(data.k, tile_kv),
+            "v": driver.tensor_map(data.v, tile_kv),
+            "dout": driver.tensor_map(data.dout, tile_q),
+            "dq": driver.tensor_map(results["dq"], 64),
+            "dk": driver.tensor_map(results["dk"], 64),
+            "dv": driver.tensor_map(results["dv"], 64),
+            "lse_log2": scratch[0].data_ptr(),
+            "delta": scratch[1].data_ptr(),
+            "row_flags": row_flags.data_ptr(),
+            "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
+            "rows_padded": rows_padded,
+            "tiles": tiles,
+            "section_heads": heads_of_section,
+            "rotation": variant.rotation,
+            "wants_dk": True,
+            "wants_dv": True,
+            "heads_zeroed": counters.data_ptr() if variant.zero_ahead else None,
+            "zero_ahead": ahead,
+            "zero_floats": -(-group * rows_padded * width // kv_tiles // 4) * 4,
+        }
+
+    launches: dict[str, tuple[str, dict[str, Any], int]] = {}
+    launches["prepare"] = (
+        "sm90::PrepareParams",
+        {
+            "out": data.out.data_ptr(),
+            "dout": data.dout.data_ptr(),
+            "lse": data.lse.data_ptr(),
+            "dlse": data.dlse.data_ptr() if data.dlse is not None else None,
+            "q_lengths": data.pointer("q_lengths"),
+            "lse_log2": scratch[0].data_ptr(),
+            "delta": scratch[1].data_ptr(),
+            "row_flags": row_flags.data_ptr(),
+            "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
+            "heads_zeroed": counters.data_ptr(),
+            "zeroed_rows": ahead * group * rows_padded,
+            "rows_padded": rows_padded,
+            "accumulator_width": width,
+            "q_len": case.q_len,
+            "num_heads": case.heads,
+            "head_dim_v": case.width_v,
+            "kv_heads": all_kv_heads,
+        },
+        flat_heads * rows_padded // STATISTICS_ROWS,
+    )
+    launches["keys"] = (
+        "sm90::BackwardParams",
+        backward_params(variant.tile_q, variant.tile_kv, kv_tiles, kv_heads_of_section),
+        case.batch * case.kv_heads * kv_tiles,
+    )
+    if variant.two_kernels:
+        tiles = -(-case.q_len // 128)
+        launches["dq"] = (
+            "sm90::BackwardParams",
+            backward_params(128, variant.dq_tile_kv, tiles, kv_heads_of_section * group),
+            flat_heads * tiles,
+        )
+    else:
+        tiles = -(-case.q_len // variant.tile_q)
+        launches["cast"] = (
+            "sm90::CastParams",
+            {
+                "dq": driver.tensor_map(results["dq"], variant.tile_q),
+                "dq_accumulator": accumulator.data_ptr(),
+                "q_lengths": data.pointer("q_lengths"),
+                "rows_padded": rows_padded,
+                "tiles": tiles,
+                "q_len": case.q_len,
+                "num_heads": case.heads,
+                "scale": float(case.true_scale),
+            },
+            flat_heads * tiles,
+        )
+    stream = current_stream(torch)
+
+    def launcher(role: str) -> Callable[[], None]:
+        struct, values, grid = launches[role]
+        params = Params(loaded.layouts[struct], values)
+
+        def launch(keep: Any = (keep, data)) -> None:
+            driver.launch(loaded.kernels[role], grid, params, stream)
+
+        return launch
+
+    return Pass(results, {role: launcher(role) for role in launches})
 
 
-def visibility(torch: Any, data: Data) -> Any:
-    """Returns the (B, 1, T, S) mask of visible pairs, by the definition in core/problem.h."""
-    case = data.case
-    t = torch.arange(case.q_len, device="cuda")[None, :, None]
-    j = torch.arange(case.kv_len, device="cuda")[None, None, :]
-    ones = torch.ones(case.batch, 1, 1, device="cuda", dtype=torch.int64)
-    q_lengths = (
-        data.extra["q_lengths"].clamp(0, case.q_len)[:, None, None]
-        if case.lengths
-        else ones * case.q_len
-    )
-    kv_lengths = (
-        data.extra["kv_lengths"].clamp(0, case.kv_len)[:, None, None]
-        if case.lengths
-        else ones * case.kv_len
-    )
-    visible = (t < q_lengths) & (j < kv_lengths)
-    offset = (kv_lengths - q_lengths) if case.lower_right else 0 * ones
-    if case.left is not None:
-        visible &= t + offset - case.left <= j
-    if case.right is not None:
-        visible &= j <= t + offset + case.right
-    if case.segments:
-        q_ids, kv_ids = data.extra["q_segments"][:, :, None], data.extra["kv_segments"][:, None, :]
-        visible &= (q_ids == kv_ids) & (q_ids >= 0)
-    return visible[:, None]
+# ---- checking -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -597,7 +489,7 @@ def reference(torch: Any, data: Data) -> Reference:
     case = data.case
     dtype = data.q.dtype
     q, k, v, dout = (x.double().transpose(1, 2) for x in (data.q, data.k, data.v, data.dout))
-    group = case.heads // case.kv_heads
+    group = case.group
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = case.true_scale * q @ k.transpose(-1, -2)
     slope = torch.ones((), device="cuda", dtype=torch.float64)
@@ -648,249 +540,6 @@ def poison(torch: Any, data: Data, empty: Any) -> None:
     if case.segments:
         data.k[data.extra["kv_segments"] < 0] = math.nan
         data.v[data.extra["kv_segments"] < 0] = math.nan
-
-
-def segment_ranges(torch: Any, ids: Any, tile: int) -> Any:
-    """Returns the SegmentRange records (B, tiles, 2) of a (B, length) array of ids."""
-    batch, length = ids.shape
-    tiles = -(-length // tile)
-    top = 2**31 - 1
-    padding = torch.zeros(batch, tiles * tile, device="cuda", dtype=torch.bool)
-    low = torch.full((batch, tiles * tile), top, device="cuda", dtype=torch.int32)
-    high = torch.full((batch, tiles * tile), -1, device="cuda", dtype=torch.int32)
-    padding[:, :length] = ids < 0
-    low[:, :length] = torch.where(ids < 0, top, ids)
-    high[:, :length] = torch.where(ids < 0, -1, ids)
-    shape = (batch, tiles, tile)
-    least = low.view(shape).amin(-1)
-    least = torch.where(padding.view(shape).any(-1), -1 - least, least)
-    return torch.stack([least, high.view(shape).amax(-1)], -1).contiguous()
-
-
-# ---- launching ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Kernel:
-    """A kernel on the device."""
-
-    function: ctypes.c_void_p
-    threads: int
-    shared_bytes: int
-
-
-@dataclass
-class Loaded:
-    """A variant on the device: its kernels by role."""
-
-    variant: Variant
-    kernels: dict[str, Kernel]
-
-
-def section_heads(variant: Variant, case: Case) -> int:
-    """Returns how many key/value heads share a section, by the bytes of what their blocks read."""
-    if not variant.section_mib:
-        return 1
-    group = case.heads // case.kv_heads
-    head_bytes = (case.q_len * group + case.kv_len) * (case.head_dim + case.width_v) * 2
-    return min(case.batch * case.kv_heads, max(1, int(variant.section_mib * 2**20 / head_bytes)))
-
-
-def fits(variant: Variant, case: Case) -> bool:
-    """Returns whether a variant computes a case."""
-    return (
-        case.head_dim <= variant.head_dim
-        and case.width_v <= (variant.head_dim_v or variant.head_dim)
-        and case.element == variant.element
-        and bool(variant.band) >= case.has_band
-        and bool(variant.lengths) >= bool(case.lengths)
-        and bool(variant.segments) == bool(case.segments)
-        and bool(variant.softcap) == bool(case.softcap)
-        and (variant.scale_first == 1 or case.scale is None or case.scale > 0)
-    )
-
-
-@dataclass
-class Pass:
-    """A backward pass ready to be launched, whole or by role."""
-
-    results: dict[str, Any]
-    steps: dict[str, Callable[[], None]]
-
-    def __call__(self) -> None:
-        for step in self.steps.values():
-            step()
-
-
-def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass:
-    """Allocates results and scratch (filled with NaN) and composes the launches."""
-    variant, case, extra = loaded.variant, data.case, data.extra
-    width = variant.head_dim
-    rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
-    flat_heads = case.batch * case.heads
-    results = {
-        name: torch.full_like(x, math.nan)
-        for name, x in (("dq", data.q), ("dk", data.k), ("dv", data.v))
-    }
-    statistics_shape = (2, flat_heads, rows_padded)
-    scratch = torch.full(statistics_shape, math.nan, device="cuda", dtype=torch.float32)
-    row_flags = torch.full(
-        (flat_heads, rows_padded // STATISTICS_ROWS), 7, device="cuda", dtype=torch.uint8
-    )
-    accumulator = None
-    if not variant.two_kernels:
-        accumulator = torch.full(
-            (flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32
-        )
-
-    def pointer(name: str) -> int | None:
-        return extra[name].data_ptr() if name in extra else None
-
-    scale = case.true_scale
-    unbounded = 2**29
-    problem = Problem(
-        **{name: pointer(name) for name in INDICES},
-        batch=case.batch,
-        q_len=case.q_len,
-        kv_len=case.kv_len,
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        group_size=case.heads // case.kv_heads,
-        head_dim=case.head_dim,
-        head_dim_v=case.width_v,
-        band_left=unbounded if case.left is None else case.left,
-        band_right=unbounded if case.right is None else case.right,
-        lower_right=case.lower_right,
-        scale=scale,
-        scale_log2=scale * LOG2E,
-    )
-    if case.softcap:
-        problem.softcap_in, problem.softcap_log2 = scale / case.softcap, case.softcap * LOG2E
-    counters = torch.full((case.batch * case.kv_heads,), 9, device="cuda", dtype=torch.int32)
-    keep: list[Any] = [scratch, row_flags, accumulator, counters]
-    group = case.heads // case.kv_heads
-    kv_tiles = -(-case.kv_len // variant.tile_kv)
-    kv_heads_of_section = section_heads(variant, case)
-    all_kv_heads = case.batch * case.kv_heads
-    ahead = all_kv_heads
-    if variant.zero_ahead:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        ahead = min(all_kv_heads, max(kv_heads_of_section, -(-2 * num_sms // kv_tiles)))
-
-    def backward_params(tile_q: int, tile_kv: int, tiles: int, heads_of_section: int) -> Backward:
-        own = Problem()
-        ctypes.memmove(ctypes.addressof(own), ctypes.addressof(problem), ctypes.sizeof(Problem))
-        if case.segments:
-            ranges = [
-                segment_ranges(torch, extra["q_segments"], tile_q),
-                segment_ranges(torch, extra["kv_segments"], tile_kv),
-            ]
-            keep.extend(ranges)
-            own.q_ranges, own.kv_ranges = ranges[0].data_ptr(), ranges[1].data_ptr()
-        return Backward(
-            q=driver.tensor_map(data.q, tile_q),
-            k=driver.tensor_map(data.k, tile_kv),
-            v=driver.tensor_map(data.v, tile_kv),
-            dout=driver.tensor_map(data.dout, tile_q),
-            dq=driver.tensor_map(results["dq"], 64),
-            dk=driver.tensor_map(results["dk"], 64),
-            dv=driver.tensor_map(results["dv"], 64),
-            problem=own,
-            lse_log2=scratch[0].data_ptr(),
-            delta=scratch[1].data_ptr(),
-            row_flags=row_flags.data_ptr(),
-            dq_accumulator=accumulator.data_ptr() if accumulator is not None else None,
-            rows_padded=rows_padded,
-            tiles=tiles,
-            section_heads=heads_of_section,
-            rotation=variant.rotation,
-            wants_dk=True,
-            wants_dv=True,
-            heads_zeroed=counters.data_ptr() if variant.zero_ahead else None,
-            zero_ahead=ahead,
-            zero_floats=-(-group * rows_padded * width // kv_tiles // 4) * 4,
-        )
-
-    launches: dict[str, tuple[Any, int]] = {}
-    launches["prepare"] = (
-        Prepare(
-            out=data.out.data_ptr(),
-            dout=data.dout.data_ptr(),
-            lse=data.lse.data_ptr(),
-            dlse=data.dlse.data_ptr() if data.dlse is not None else None,
-            q_lengths=pointer("q_lengths"),
-            lse_log2=scratch[0].data_ptr(),
-            delta=scratch[1].data_ptr(),
-            row_flags=row_flags.data_ptr(),
-            dq_accumulator=accumulator.data_ptr() if accumulator is not None else None,
-            heads_zeroed=counters.data_ptr(),
-            zeroed_rows=ahead * group * rows_padded,
-            rows_padded=rows_padded,
-            accumulator_width=width,
-            q_len=case.q_len,
-            num_heads=case.heads,
-            head_dim_v=case.width_v,
-            kv_heads=all_kv_heads,
-        ),
-        flat_heads * rows_padded // STATISTICS_ROWS,
-    )
-    launches["keys"] = (
-        backward_params(variant.tile_q, variant.tile_kv, kv_tiles, kv_heads_of_section),
-        case.batch * case.kv_heads * kv_tiles,
-    )
-    if variant.two_kernels:
-        tiles = -(-case.q_len // 128)
-        launches["dq"] = (
-            backward_params(128, variant.dq_tile_kv, tiles, kv_heads_of_section * group),
-            flat_heads * tiles,
-        )
-    else:
-        tiles = -(-case.q_len // variant.tile_q)
-        launches["cast"] = (
-            Cast(
-                dq=driver.tensor_map(results["dq"], variant.tile_q),
-                dq_accumulator=accumulator.data_ptr(),
-                q_lengths=pointer("q_lengths"),
-                rows_padded=rows_padded,
-                tiles=tiles,
-                q_len=case.q_len,
-                num_heads=case.heads,
-                scale=scale,
-            ),
-            flat_heads * tiles,
-        )
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-
-    def launcher(role: str) -> Callable[[], None]:
-        kernel = loaded.kernels[role]
-        params, grid = launches[role]
-        memory = (ctypes.c_byte * (ctypes.sizeof(params) + 64))()  # tensor maps lie on 64 bytes
-        aligned = (ctypes.addressof(memory) + 63) // 64 * 64
-        ctypes.memmove(aligned, ctypes.addressof(params), ctypes.sizeof(params))
-        arguments = (ctypes.c_void_p * 1)(aligned)
-
-        def launch(keep: Any = (memory, keep, data)) -> None:
-            driver.call(
-                "cuLaunchKernel",
-                kernel.function,
-                grid,
-                1,
-                1,
-                kernel.threads,
-                1,
-                1,
-                kernel.shared_bytes,
-                stream,
-                arguments,
-                None,
-            )
-
-        return launch
-
-    return Pass(results, {role: launcher(role) for role in launches})
-
-
-# ---- checking -------------------------------------------------------------------------------------------------------
 
 
 def check_cases(variant: Variant) -> list[Case]:
@@ -960,8 +609,8 @@ def compare(torch: Any, got: Any, want: Any, plain_error: Any) -> str:
     return ""
 
 
-def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
-    """Runs the check cases of a variant; returns one line per failure."""
+def check(torch: Any, driver: Driver, loaded: Loaded, repeats: int) -> list[str]:
+    """Runs the check cases of a variant, each 1 + repeats times; returns one line per failure."""
     failures = []
     for number, case in enumerate(check_cases(loaded.variant)):
         data = make_data(torch, case, number)
@@ -970,7 +619,6 @@ def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
         run = prepare_pass(torch, driver, loaded, data)
         run()
         torch.cuda.synchronize()
-        first = {name: x.clone() for name, x in run.results.items()}
         problems = []
         for name, got in run.results.items():
             what = compare(torch, got, want.exact[name], want.plain_errors[name])
@@ -982,14 +630,15 @@ def check(torch: Any, driver: Driver, loaded: Loaded) -> list[str]:
         for name in ("dk", "dv"):
             if not bool((run.results[name][unread] == 0).all()):
                 problems.append(f"{name} of a key that nobody sees is not 0")
-        run()
-        torch.cuda.synchronize()
         stable = ("dq", "dk", "dv") if loaded.variant.two_kernels else ("dk", "dv")
+        counts = differing(torch, run, run.results, repeats)
         problems += [
-            f"{name}: two runs differ"
-            for name in stable
-            if not torch.equal(first[name], run.results[name])
+            f"{name}: {counts[name]} of {repeats} runs differ" for name in stable if counts[name]
         ]
+        # The order of the sums of dq differs from run to run; the last run is as good as the first.
+        what = compare(torch, run.results["dq"], want.exact["dq"], want.plain_errors["dq"])
+        if what:
+            problems.append(f"dq of the last run {what}")
         failures += [f"{loaded.variant.name}, {case.name}: {problem}" for problem in problems]
     return failures
 
@@ -1087,67 +736,23 @@ def time_case(
         if fits(loaded.variant, case) and runs_timed(loaded.variant, case):
             passes[loaded.variant.name] = prepare_pass(torch, driver, loaded, data)
     contenders |= passes
-    estimate = case.flops() / 500e12 * 1e3
-    launches = max(2, math.ceil(6.0 / estimate))
-
-    def measure(function: Callable[[], Any], count: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        function()
-        start.record()
-        for _ in range(count):
-            function()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / count
-
-    milliseconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
-    shuffler = random.Random(seed)
-    for name in order:
-        contenders[name]()
-    for _ in range(rounds):
-        shuffler.shuffle(order)
-        for name in order:
-            milliseconds[name].append(measure(contenders[name], launches))
+    calls = max(2, math.ceil(6.0 / (case.backward_flops() / 500e12 * 1e3)))
+    milliseconds = in_random_rounds(torch, contenders, calls, rounds, seed)
     parts = {}
     for name, run in passes.items():
         run()
         parts[name] = " ".join(
-            f"{role} {measure(step, launches):.3f}" for role, step in run.steps.items()
+            f"{role} {milliseconds_per_call(torch, step, calls):.3f}"
+            for role, step in run.steps.items()
         )
     return milliseconds, parts
-
-
-def runs_timed(variant: Variant, case: Case) -> bool:
-    """Returns whether a variant is meant for a timed case: its own head dims and mask."""
-    return (
-        variant.head_dim == case.head_dim
-        and (variant.head_dim_v or variant.head_dim) == case.width_v
-        and bool(variant.band) == case.has_band
-        and not variant.scale_first
-        and not variant.name.startswith("check")
-    )
-
-
-def clocks() -> str:
-    """Returns what the card says of its clock, power and heat."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=clocks.sm,power.draw,temperature.gpu",
-        "--format=csv,noheader",
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return "clocks unknown"
-    return done.stdout.strip().splitlines()[0]
 
 
 def report(
     case: Case, milliseconds: dict[str, list[float]], parts: dict[str, str]
 ) -> dict[str, Any]:
     """Prints one case as a table; returns it as a record."""
-    flops = case.flops()
+    flops = case.backward_flops()
     median = {name: statistics.median(times) for name, times in milliseconds.items()}
     speed = {name: flops / time_ms / 1e9 for name, time_ms in median.items()}
     cudnn = speed.get("torch cudnn")
@@ -1191,10 +796,7 @@ def summarize(records: list[dict[str, Any]]) -> None:
         print(f"  {record['case']:26s}{best:26s}{speed[best]:7.1f}  {ratio:5.2f}x cudnn  {tail}")
     for label, values in (("cudnn", ratios), ("fa3", bars)):
         if values:
-            mean = math.exp(sum(map(math.log, values)) / len(values))
-            print(
-                f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases"
-            )
+            print(geometric_mean_line(label, values))
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
@@ -1216,84 +818,9 @@ def load_all(driver: Driver, folder: Path, facts: dict[str, Any], names: list[st
             print(f"{variant.name} is not built: {missing[0]}")
             continue
         for role, unit in variant.units().items():
-            fact = facts["units"][unit.name]
-            function = driver.load(folder / f"{unit.name}.cubin", fact["shared_bytes"])
-            kernels[role] = Kernel(function, fact["threads"], fact["shared_bytes"])
-        found.append(Loaded(variant, kernels))
+            kernels[role] = driver.load(folder / f"{unit.name}.cubin", facts["units"][unit.name])
+        found.append(Loaded(variant, kernels, {name: facts[name] for name in STRUCTS}))
     return found
-
-
-def check_here(folder: Path, facts: dict[str, Any], names: list[str]) -> None:
-    """Checks the named variants in this process, one line each on standard output."""
-    import torch
-
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    driver = Driver()
-    for loaded in load_all(driver, folder, facts, names):
-        print(f"begin {loaded.variant.name}", flush=True)
-        for line in check(torch, driver, loaded):
-            print(f"wrong {line}", flush=True)
-        print(f"end {loaded.variant.name}", flush=True)
-
-
-def check_apart(folder: Path, names: list[str]) -> list[str]:
-    """Checks the named variants in child processes; returns those that are right.
-
-    A kernel that faults or hangs takes its process with it; the rest are then checked in a fresh one.
-    """
-    right: list[str] = []
-    waiting = list(names)
-    seconds_without_news = 20.0
-    while waiting:
-        log = folder / "check.log"
-        with log.open("w") as stream:
-            command = [
-                sys.executable,
-                __file__,
-                "--folder",
-                str(folder),
-                "--check-here",
-                ",".join(waiting),
-            ]
-            child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-            size, since = -1, time.monotonic()
-            patience = 60.0  # the first news come after the start of torch
-            while child.poll() is None and time.monotonic() - since < patience:
-                time.sleep(0.1)
-                if log.stat().st_size != size:
-                    patience = seconds_without_news if size > 0 else patience
-                    size, since = log.stat().st_size, time.monotonic()
-            hangs = child.poll() is None
-            if hangs:
-                child.kill()
-                child.wait()
-        begun: list[str] = []
-        ended: list[str] = []
-        wrong: list[str] = []
-        other: list[str] = []
-        for line in log.read_text().splitlines():
-            word, _, rest = line.partition(" ")
-            {"begin": begun, "end": ended, "wrong": wrong}.get(word, other).append(
-                rest if word in ("begin", "end", "wrong") else line
-            )
-        for name in ended:
-            mistakes = [line for line in wrong if line.startswith(name + ",")]
-            print(f"{name:34s}{'wrong' if mistakes else 'right'}")
-            for line in mistakes:
-                print("  " + line)
-            right += [] if mistakes else [name]
-        waiting = [name for name in waiting if name not in begun]
-        if begun != ended or child.returncode != 0:
-            what = "hangs" if hangs else f"ends its process ({child.returncode})"
-            print(f"{begun[-1] if begun else 'loading'} {what}: " + " | ".join(other[-4:])[-800:])
-            for line in wrong:
-                if begun and line.startswith(begun[-1] + ","):
-                    print("  " + line)
-            if not begun:
-                break
-    sys.stdout.flush()
-    return right
 
 
 def main() -> int:
@@ -1306,9 +833,6 @@ def main() -> int:
     )
     parser.add_argument(
         "--write-units", action="store_true", help="write sources into the folder and stop"
-    )
-    parser.add_argument(
-        "--check-layout", action="store_true", help="compare the mirrors with facts.json and stop"
     )
     parser.add_argument(
         "--check-here", default="", help="check these variants in this process and stop"
@@ -1324,6 +848,9 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=140.0, help="begin no further timed case after this time"
     )
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of each check after the first (%(default)s)"
+    )
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument(
@@ -1334,27 +861,29 @@ def main() -> int:
     folder = arguments.folder
     started = time.monotonic()
     if arguments.write_units:
-        write_units(folder)
+        write_units(folder, [v for v in variants() if re.search(arguments.variants, v.name)])
         return 0
     facts = json.loads((folder / "facts.json").read_text())
-    check_layout(facts)
-    if arguments.check_layout:
-        print("layouts agree")
-        return 0
     if arguments.check_here:
-        check_here(folder, facts, arguments.check_here.split(","))
+        import torch
+
+        torch.zeros(1, device="cuda")
+        driver = Driver()
+        loaded = {
+            kernel.variant.name: kernel
+            for kernel in load_all(driver, folder, facts, arguments.check_here.split(","))
+        }
+        check_here(list(loaded), lambda name: check(torch, driver, loaded[name], arguments.repeat))
         return 0
 
     names = [variant.name for variant in variants() if re.search(arguments.variants, variant.name)]
-    right = names if arguments.no_check else check_apart(folder, names)
+    right = names if arguments.no_check else check_apart(__file__, folder, names, arguments.repeat)
     records = []
     if not arguments.no_time:
         import torch
 
-        torch.cuda.init()
         torch.zeros(1, device="cuda")
-        version = torch.backends.cudnn.version()
-        print(torch.cuda.get_device_name(0), "torch", torch.__version__, "cudnn", version, clocks())
+        print(device_words(torch))
         driver = Driver()
         kernels = load_all(driver, folder, facts, names if arguments.time_wrong else right)
         for case in timing_cases():

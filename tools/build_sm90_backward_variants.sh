@@ -1,18 +1,27 @@
 #!/usr/bin/env bash
 # Compiles the kernels that tools/bench_sm90_backward.py names into build/sm90_backward (cubins, facts.json). No GPU needed.
 # Fails on compiler messages that mean serialised products (C75xx, C76xx) and on spills.
+# VARIANTS=EXPRESSION: only those that match.
+# SLEEPS=1: with random sleeps at every barrier (spills are then allowed), to be run with --no-time --repeat 1000.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-build/sm90_backward}
 jobs=${JOBS:-2}
-python3 tools/bench_sm90_backward.py --folder "$folder" --write-units
+export faults='C7[56][0-9][0-9]|[1-9][0-9]* bytes spill'
+if [ -n "${SLEEPS:-}" ]; then
+  faults='C7[56][0-9][0-9]'
+  mkdir -p "$folder/include/base"
+  sed 's/= false/= true/' cc/kernels/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
+  export includes="-I$folder/include"
+fi
+python3 tools/bench_sm90_backward.py --folder "$folder" --write-units --variants "${VARIANTS:-}"
 
 compile() {
   local unit=$1 cubin=${1%.cu}.cubin log=${1%.cu}.log
   [ -f "$cubin" ] && [ -z "$(find "$unit" cc/kernels/{sm90/backward*,sm90/wgmma*,sm90/tma.cuh,base,attn} -newer "$cubin" -print -quit)" ] && return
-  nvcc -cubin -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -Icc/kernels -o "$cubin" "$unit" >"$log" 2>&1 ||
+  nvcc -cubin -std=c++20 ${includes:-} -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -Icc/kernels -o "$cubin" "$unit" >"$log" 2>&1 ||
     { cat "$log"; rm -f "$cubin"; return 1; }
-  if grep -E 'C7[56][0-9][0-9]|[1-9][0-9]* bytes spill' "$log"; then
+  if grep -E "$faults" "$log"; then
     echo "in $unit"
     return 1
   fi
@@ -22,6 +31,5 @@ status=0
 printf '%s\0' "$folder"/*.cu | xargs -0 -P "$jobs" -I{} bash -c 'compile {}' || status=1
 g++ -std=c++20 -Icc/kernels -o "$folder/facts" "$folder/facts.cc"
 "$folder/facts" >"$folder/facts.json"
-python3 tools/bench_sm90_backward.py --folder "$folder" --check-layout
 echo "$(find "$folder" -name '*.cubin' | wc -l) cubins, $(du -sh "$folder" | cut -f1), in $folder"
 exit $status

@@ -59,8 +59,10 @@ constexpr Member kMembers[] = {
     {"narrow_rows", &Config::narrow_rows},
     {"staged_bias", &Config::staged_bias},
     {"staged_mask", &Config::staged_mask},
+    {"row_bias", &Config::row_bias},
     {"shared_scores", &Config::shared_scores},
     {"grad_slices", &Config::grad_slices, {1, 8, 1}},
+    {"tf32_chain", &Config::tf32_chain, {1, 4, 1}},
     {"schedule", &Config::schedule, {0, 2, 1}},
     {"loop_order", &Config::loop_order, {0, 2, 1}},
     {"chain_items", &Config::chain_items},
@@ -69,6 +71,9 @@ constexpr Member kMembers[] = {
     {"integer_max", &Config::integer_max},
     {"ds_in_registers", &Config::ds_in_registers},
     {"bulk_reduce", &Config::bulk_reduce},
+    {"partial_results", &Config::partial_results},
+    {"key_splits", &Config::key_splits, {1, 256, 1}},
+    {"stores_ds", &Config::stores_ds},
 };
 
 struct AnyValue {

@@ -4,6 +4,7 @@
 
 #include "cpu/backward_products.h"
 #include "cpu/bias_gradient.h"
+#include "cpu/dropout.h"
 
 namespace jattn::cpu {
 namespace {
@@ -165,6 +166,7 @@ class BackwardPass {
     Acc *s, *dp;  // become P, and dS including the scale
     Acc *bias, *slope, *visible;
     Acc* column_sums;  // [group][kTile]
+    uint16_t* dropout_bits;
   };
 
   // The tile of keys that a task owns.
@@ -173,6 +175,7 @@ class BackwardPass {
     Sequence sequence;
     KeyRange keys;
     uint64_t not_finite;
+    Bits<Acc> coordinate[kTile];  // of the keys, where there are slopes
   };
 
   // One tile of queries that sees some of the keys.
@@ -200,15 +203,26 @@ class BackwardPass {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     const int64_t first_key = task.kv_tile * kTile;
-    KeyTile key_tile{task, sequence, {first_key, max_of(0, min_of(kTile, sequence.kv_length - first_key))}, 0};
+    KeyTile key_tile{task, sequence, {first_key, max_of(0, min_of(kTile, sequence.kv_length - first_key))}, 0, {}};
     const KeyRange keys = key_tile.keys;
+    const Dropout dropout(problem_, sequence);
+    if (problem_.alibi_slopes.data != nullptr) {
+      for (int64_t i = 0; i < keys.count; ++i) {
+        key_tile.coordinate[i] = static_cast<Bits<Acc>>(sequence.key_coordinate(keys.first + i));
+      }
+    }
 
     Workspace workspace(Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-                        Workspace::bytes<Acc>(group_ * kTile));
+                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile));
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
-    const Tiles tiles{take_tile(), take_tile(), take_tile(),
-                      take_tile(), take_tile(), workspace.take<Acc>(group_ * kTile)};
+    const Tiles tiles{take_tile(),
+                      take_tile(),
+                      take_tile(),
+                      take_tile(),
+                      take_tile(),
+                      workspace.take<Acc>(group_ * kTile),
+                      workspace.take<uint16_t>(kTile * kTile)};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
 
     key_tile.not_finite = products.set_keys_and_values(keys.count, kv_rows(problem_.k, task, problem_.head_dim),
@@ -232,7 +246,7 @@ class BackwardPass {
         convoy_.announce(index, steps_before);
         // All heads of another task may add to the same tile of dbias.
         const int64_t turn = dbias_.needs_order() ? (chunk.end - tile) * group_ : steps_before + 1;
-        add_step(key_tile, step, tiles, products, [&] { convoy_.wait(index, turn); });
+        add_step(key_tile, step, dropout, tiles, products, [&] { convoy_.wait(index, turn); });
       }
     }
     if (dbias_.sums_over_queries()) {
@@ -251,9 +265,9 @@ class BackwardPass {
   // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
   // anything that other tasks add to.
   template <typename TakeTurn>
-  void add_step(const KeyTile& key_tile, const Step& step, const Tiles& tiles, Products& products,
-                const TakeTurn& take_turn) {
-    const auto& [task, sequence, keys, bad_keys] = key_tile;
+  void add_step(const KeyTile& key_tile, const Step& step, const Dropout& dropout, const Tiles& tiles,
+                Products& products, const TakeTurn& take_turn) {
+    const auto& [task, sequence, keys, bad_keys, key_coordinate] = key_tile;
     const auto& [tile, rows, covered] = step;
     const Acc* lse = lse_ + tile.first_lse;
     const uint64_t bad_queries = not_finite_[tile.index];
@@ -262,12 +276,8 @@ class BackwardPass {
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 
-    if (problem_.bias.data != nullptr) load_bias(problem_, sequence, rows, keys, tiles.bias);
-    if (has_score_rule(problem_)) {
-      apply_score_rule<kTile, Acc>(scale_, static_cast<Acc>(problem_.softcap),
-                                   problem_.bias.data != nullptr ? tiles.bias : nullptr, rows.count, kTile, tiles.s,
-                                   tiles.slope);
-    }
+    if (has_score_rule(problem_)) add_score_rule(key_tile, step, tiles);
+    if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.dropout_bits);
 
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
     bool has_empty_row = false;
@@ -280,10 +290,15 @@ class BackwardPass {
       }
     }
     const RowValues row_values{lse, delta_ + tile.first_lse};
+    const auto differentiate = [&](auto... flags) {
+      differentiate_softmax<flags()...>(rows.count, row_values, is_masked ? tiles.visible : nullptr, dropout, tiles);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
     if (has_score_rule(problem_)) {
-      differentiate_softmax<true>(rows.count, row_values, is_masked ? tiles.visible : nullptr, tiles);
+      dropout.is_active() ? differentiate(kYes, kYes) : differentiate(kYes, kNo);
     } else {
-      differentiate_softmax<false>(rows.count, row_values, is_masked ? tiles.visible : nullptr, tiles);
+      dropout.is_active() ? differentiate(kNo, kYes) : differentiate(kNo, kNo);
     }
 
     Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
@@ -326,24 +341,53 @@ class BackwardPass {
     const Acc *lse, *delta;
   };
 
-  // s becomes P = exp(s - lse) and dp becomes dS = P * (dp - delta); both exactly 0 where nothing is visible.
-  // Without a score rule s still lacks the scale, and dS gets it here; with one, scale_ds follows.
-  template <bool kHasScoreRule>
-  void differentiate_softmax(int64_t queries, RowValues row_values, const Acc* visible, const Tiles& tiles) const {
+  void add_score_rule(const KeyTile& key_tile, const Step& step, const Tiles& tiles) const {
+    const Sequence& sequence = key_tile.sequence;
+    const QueryRows& rows = step.rows;
+    const bool has_bias = problem_.bias.data != nullptr;
+    if (has_bias) load_bias(problem_, sequence, rows, key_tile.keys, tiles.bias);
+    ScoreRule<Acc> rule{scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, nullptr};
+    Bits<Acc> query_coordinate[kTile];
+    Acc slope[kTile];
+    const TileDistances<Acc> distances{query_coordinate, key_tile.coordinate, slope};
+    if (problem_.alibi_slopes.data != nullptr) {
+      for (int64_t row = 0; row < rows.count; ++row) {
+        query_coordinate[row] = static_cast<Bits<Acc>>(sequence.query_coordinate(rows.query[row]));
+      }
+      const Acc slope_of_head = alibi_slope(problem_, sequence.batch, step.tile.head);
+      for (Acc& of_key : slope) of_key = slope_of_head;
+      rule.distances = &distances;
+    }
+    apply_score_rule<kTile, Acc>(rule, rows.count, kTile, tiles.s, tiles.slope);
+  }
+
+  // s becomes P = exp(s - lse), as dv takes it, and dp becomes dS = P * (dp - delta); both exactly 0 where nothing is
+  // visible. With dropout the first P, and dp, are 0 where a pair is dropped and divided by the share that is kept
+  // elsewhere. Without a score rule s still lacks the scale, and dS gets it here; with one, scale_ds follows.
+  template <bool kHasScoreRule, bool kDrops>
+  void differentiate_softmax(int64_t queries, RowValues row_values, const Acc* visible, const Dropout& dropout,
+                             const Tiles& tiles) const {
+    const int32_t threshold = dropout.threshold;
+    const Acc factor = 1 / dropout.kept_share<Acc>();
     for (int64_t row = 0; row < queries; ++row) {
       const Acc lse = row_values.lse[row], delta = row_values.delta[row];
       for (int64_t i = row * kTile; i < (row + 1) * kTile; i += kWidth<Acc>) {
-        Vec<Acc> s = load(tiles.s + i);
+        Vec<Acc> s = load(tiles.s + i), dp = load(tiles.dp + i);
         if (!kHasScoreRule) s = rounded(s * scale_);
-        Vec<Acc> p = exp2<Acc>((s - lse) * static_cast<Acc>(kLog2E));
-        Vec<Acc> ds = p * (load(tiles.dp + i) - delta);
+        Vec<Acc> p = exp2<Acc>((s - lse) * static_cast<Acc>(kLog2E)), kept_p = p;
+        if constexpr (kDrops) {
+          const Vec<Bits<Acc>> bits = widen_bits<Acc>(tiles.dropout_bits + i);
+          kept_p = where_kept<Acc>(bits, threshold, p * factor);
+          dp = where_kept<Acc>(bits, threshold, dp * factor);
+        }
+        Vec<Acc> ds = p * (dp - delta);
         if (!kHasScoreRule) ds *= scale_;
         if (visible != nullptr) {
           const Vec<Acc> is_visible = load(visible + i);
-          p = is_visible != 0 ? p : Vec<Acc>{};
+          kept_p = is_visible != 0 ? kept_p : Vec<Acc>{};
           ds = is_visible != 0 ? ds : Vec<Acc>{};
         }
-        store(tiles.s + i, p);
+        store(tiles.s + i, kept_p);
         store(tiles.dp + i, ds);
       }
     }

@@ -1,6 +1,7 @@
 // The forward pass: FlashAttention's loop over tiles of keys with an online softmax.
 #pragma once
 
+#include "cpu/dropout.h"
 #include "cpu/forward_products.h"
 #include "cpu/online_softmax.h"
 #include "cpu/scores.h"
@@ -65,11 +66,15 @@ class ForwardPass {
     SoftmaxState<Acc, kPanel> softmax;
     int64_t lanes;
     Acc* out;  // [head_dim_v][kPanel]: not yet normalised
+    // Of the rows, where there are slopes.
+    Bits<Acc> coordinate[kPanel];
+    Acc slope[kPanel];
   };
 
   // [key][query lane] each, except by_query, which is [query][key].
   struct Tiles {
     Acc *scores, *visible, *bias, *by_query;
+    uint32_t* dropout_bits;  // [key / 2][query lane]
   };
 
   template <typename T>
@@ -147,12 +152,13 @@ class ForwardPass {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
-                        5 * Workspace::bytes<Acc>(kTile * kTile) + 2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
+                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
+                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
                         3 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&](int64_t row_len = kTile) { return workspace.take<Acc>(kTile * row_len); };
     Acc* const scores[] = {take_tile(), take_tile()};
-    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile()};
+    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile(), workspace.take<uint32_t>(kTile / 2 * kPanel)};
     const KvTile own_tiles[] = {{take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0},
                                 {take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0}};
 
@@ -164,6 +170,8 @@ class ForwardPass {
       panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
     }
     panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
+    if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
+    const Dropout dropout(problem_, sequence);
     products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1, [&](int64_t i) {
       return static_cast<const Element*>(problem_.q) +
              query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
@@ -174,17 +182,20 @@ class ForwardPass {
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
-    if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
+    if (step.keys.count > 0) products.start_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
+    products.finish();
     for (int i = 1; step.keys.count > 0; i ^= 1) {
       const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
-      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
-      if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
+      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them; and the matrix
+      // unit works on them, and on the values of the tile before, while the vector units do the softmax of this one.
+      if (next.keys.count > 0) products.start_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
       tiles.scores = scores[i ^ 1];
-      add_step(task, sequence, step, tiles, products, panel);
+      add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }
+    products.finish();
     if (plan_.num_splits == 1) {
-      finish(task, panel, tiles.by_query);
+      finish(task, dropout, panel, tiles.by_query);
     } else {
       save_partial(task, panel, tiles.by_query);
       milestones_.count(num_groups());
@@ -220,8 +231,8 @@ class ForwardPass {
   }
 
   // From the dot products of a tile to what it adds to the output.
-  void add_step(const Task& task, const Sequence& sequence, const Step& step, const Tiles& tiles, Products& products,
-                Panel& panel) const {
+  void add_step(const Task& task, const Sequence& sequence, const Step& step, const Dropout& dropout,
+                const Tiles& tiles, Products& products, Panel& panel) const {
     const KeyRange keys = step.keys;
     const uint64_t not_finite = step.kv_tile.not_finite;
     const bool is_masked = step.covered == Coverage::kPartial || not_finite != 0;
@@ -232,14 +243,35 @@ class ForwardPass {
       hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
     }
     products.start_probabilities(keys.count);
-    const bool rescales =
-        update_softmax<Acc, kPanel>(keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E), tiles.scores,
-                                    panel.softmax, [&](int64_t key, int64_t lane, Vec<Acc> even, Vec<Acc> odd) {
-                                      products.take_probabilities(key, lane, even, odd);
-                                    });
+    const auto update = [&](auto stores, const auto& drop) {
+      return update_softmax<stores(), Acc, kPanel>(
+          keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E), tiles.scores, panel.softmax,
+          [&](int64_t key, int64_t lane, Vec<Acc>& even, Vec<Acc>& odd) {
+            drop(key, lane, even, odd);
+            products.take_probabilities(key, lane, even, odd);
+            products.advance();
+          });
+    };
+    const auto drop_nothing = [](int64_t, int64_t, const Vec<Acc>&, const Vec<Acc>&) {};
+    constexpr std::true_type kStores;
+    bool rescales;
+    if (dropout.is_active()) {
+      dropout.draw_for_lanes<kPanel>(panel.rows, keys, tiles.dropout_bits);
+      rescales = update(kStores, [&](int64_t key, int64_t lane, Vec<Acc>& even, Vec<Acc>& odd) {
+        const Vec<Bits<Acc>> bits = widen_bits<Acc>(tiles.dropout_bits + key / 2 * kPanel + lane);
+        even = where_kept<Acc>(bits & 0xffff, dropout.threshold, even);
+        odd = where_kept<Acc>((bits >> 16) & 0xffff, dropout.threshold, odd);
+      });
+    } else if (not_finite != 0) {
+      rescales = update(kStores, drop_nothing);
+    } else {
+      rescales = update(std::bool_constant<Products::kReadsScores>(), drop_nothing);
+    }
+    products.finish();
     if (rescales) rescale(panel);
-    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
+    products.start_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
     if (not_finite != 0) {
+      products.finish();
       add_where_visible(not_finite, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
                         tiles, panel);
     }
@@ -251,8 +283,23 @@ class ForwardPass {
       load_bias(problem_, sequence, panel.rows, keys, tiles.by_query);
       transpose(tiles.by_query, kTile, kPanel, kTile, tiles.bias, kPanel);
     }
-    apply_score_rule<kPanel, Acc>(scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr,
-                                  keys.count, panel.lanes, tiles.scores, nullptr);
+    ScoreRule<Acc> rule{scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, nullptr};
+    Bits<Acc> key_coordinate[kTile];
+    const TileDistances<Acc> distances{key_coordinate, panel.coordinate, panel.slope};
+    if (problem_.alibi_slopes.data != nullptr) {
+      for (int64_t i = 0; i < keys.count; ++i) {
+        key_coordinate[i] = static_cast<Bits<Acc>>(sequence.key_coordinate(keys.first + i));
+      }
+      rule.distances = &distances;
+    }
+    apply_score_rule<kPanel, Acc>(rule, keys.count, panel.lanes, tiles.scores, nullptr);
+  }
+
+  void set_slopes(const Sequence& sequence, Panel& panel) const {
+    for (int64_t lane = 0; lane < panel.rows.count; ++lane) {
+      panel.coordinate[lane] = static_cast<Bits<Acc>>(sequence.query_coordinate(panel.rows.query[lane]));
+      panel.slope[lane] = alibi_slope(problem_, sequence.batch, panel.rows.head[lane]);
+    }
   }
 
   static void hide(const Acc* visible, int64_t keys, int64_t lanes, Acc* scores) {
@@ -289,17 +336,21 @@ class ForwardPass {
     }
   }
 
-  void finish(const Task& task, const Panel& panel, Acc* rows) const {
+  void finish(const Task& task, const Dropout& dropout, const Panel& panel, Acc* rows) const {
+    Acc divisor[kPanel];
     for (int64_t row = 0; row < panel.rows.count; ++row) {
-      lse_[lse_index(task.batch, panel.rows.query[row], panel.rows.head[row])] =
-          log_sum(panel.softmax.row_max[row], panel.softmax.row_sum[row]);
+      const int64_t query = panel.rows.query[row], head = panel.rows.head[row];
+      const RowTotal total =
+          total_of_row(task.batch, head, panel.softmax.row_max[row], panel.softmax.row_sum[row], dropout);
+      lse_[lse_index(task.batch, query, head)] = total.lse;
+      divisor[row] = total.divisor;
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
       Element* to = out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
       if (panel.softmax.row_sum[row] == 0) {
         clear(to, count);
       } else {
-        divide_row(rows + row * kTile, count, panel.softmax.row_sum[row], to);
+        divide_row(rows + row * kTile, count, divisor[row], to);
       }
     });
   }
@@ -314,12 +365,36 @@ class ForwardPass {
     }
   }
 
-  // The natural logarithm of sum * exp(row_max), rounded as the backward pass rounds its scores.
-  Acc log_sum(Acc row_max, Acc sum) const {
-    if (sum == 0) return -static_cast<Acc>(__builtin_inf());
-    const Acc logarithm = sizeof(Acc) == 4 ? static_cast<Acc>(__builtin_logf(static_cast<float>(sum)))
-                                           : static_cast<Acc>(__builtin_log(static_cast<double>(sum)));
-    return rounded(row_max * score_unit_) + logarithm;
+  struct RowTotal {
+    Acc lse;
+    Acc divisor;  // of the output
+  };
+
+  // Of a row with this maximum of scores and sum of exp(score - maximum). Without a visible key the sum is 0 and the
+  // divisor is not read.
+  RowTotal total_of_row(int64_t batch, int64_t head, Acc row_max, Acc sum, const Dropout& dropout) const {
+    if (sum == 0) return {-static_cast<Acc>(__builtin_inf()), 1};
+    // Rounded as the backward pass rounds its scores.
+    const Acc unit_max = rounded(row_max * score_unit_);
+    RowTotal total{unit_max + log_of(sum), sum};
+    if (problem_.sinks.data != nullptr) {
+      const Acc sink = problem_.sinks.data[batch * problem_.sinks.stride_batch + head * problem_.sinks.stride_head];
+      // exp overflows for a sink far above all scores: the output then is 0, as it should be.
+      total.divisor += exp_of(sink - unit_max);
+      total.lse =
+          sink <= unit_max ? unit_max + log_of(total.divisor) : sink + log_of(1 + sum * exp_of(unit_max - sink));
+    }
+    total.divisor *= dropout.kept_share<Acc>();
+    return total;
+  }
+
+  static Acc log_of(Acc value) {
+    return sizeof(Acc) == 4 ? static_cast<Acc>(__builtin_logf(static_cast<float>(value)))
+                            : static_cast<Acc>(__builtin_log(static_cast<double>(value)));
+  }
+  static Acc exp_of(Acc value) {
+    return sizeof(Acc) == 4 ? static_cast<Acc>(__builtin_expf(static_cast<float>(value)))
+                            : static_cast<Acc>(__builtin_exp(static_cast<double>(value)));
   }
 
   void save_partial(const Task& task, const Panel& panel, Acc* rows) const {
@@ -360,12 +435,14 @@ class ForwardPass {
       }
       const int64_t query = row % problem_.q_len, head = row / problem_.q_len % problem_.num_heads;
       const int64_t batch = row / problem_.q_len / problem_.num_heads;
-      lse_[row] = log_sum(row_max, sum);
+      const Sequence sequence(problem_, batch);
+      const RowTotal total = total_of_row(batch, head, row_max, sum, Dropout(problem_, sequence));
+      lse_[row] = total.lse;
       Element* out = out_ + query_row(batch, query, head) * problem_.head_dim_v;
       if (sum == 0) {
         clear(out, problem_.head_dim_v);
       } else {
-        divide_row(merged, problem_.head_dim_v, sum, out);
+        divide_row(merged, problem_.head_dim_v, total.divisor, out);
       }
     }
   }

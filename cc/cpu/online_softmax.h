@@ -28,9 +28,11 @@ struct SoftmaxState {
 // Turns scores[key * kLanes + lane] into probabilities exp2((score - row_max) * log2_unit) and updates the state.
 // The difference is taken before the product, so that equal scores give exactly 1 however large they are. A NaN score
 // never becomes the maximum but is a NaN probability, and so reaches row_sum and the output.
-// Calls take(key, lane, p of key, p of key + 1) for every second key; beyond the last key p is 0.
+// Calls take(key, lane, p of key, p of key + 1) for every second key; beyond the last key p is 0. It may change p
+// after it has entered row_sum and before it is stored, if kStores: products that take p otherwise leave the scores as
+// they are.
 // Returns whether any lane must be rescaled.
-template <typename Acc, int64_t kLanes, typename Take>
+template <bool kStores, typename Acc, int64_t kLanes, typename Take>
 inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scores, SoftmaxState<Acc, kLanes>& state,
                            const Take& take) {
   constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
@@ -61,22 +63,28 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
       shift[v] = row_max[v] == kMinusInfinity ? Vec<Acc>{} : row_max[v];
       sum[v] = Vec<Acc>{};
     }
+    const auto place = [&](int64_t key, int v) { return scores + key * kLanes + lane + v * kWidth<Acc>; };
     const auto exponentiate = [&](int64_t key, int v) {
-      Acc* place = scores + key * kLanes + lane + v * kWidth<Acc>;
-      const Vec<Acc> p = exp2_of_at_most<kSlackLog2>((load(place) - shift[v]) * log2_unit);
-      store(place, p);
+      const Vec<Acc> p = exp2_of_at_most<kSlackLog2>((load(place(key, v)) - shift[v]) * log2_unit);
       sum[v] += p;
       return p;
     };
     int64_t key = 0;
     for (; key + 2 <= keys; key += 2) {
       for (int v = 0; v < kVectors; ++v) {
-        const Vec<Acc> even = exponentiate(key, v), odd = exponentiate(key + 1, v);
+        Vec<Acc> even = exponentiate(key, v), odd = exponentiate(key + 1, v);
         take(key, lane + v * kWidth<Acc>, even, odd);
+        if (!kStores) continue;
+        store(place(key, v), even);
+        store(place(key + 1, v), odd);
       }
     }
     if (key < keys) {
-      for (int v = 0; v < kVectors; ++v) take(key, lane + v * kWidth<Acc>, exponentiate(key, v), Vec<Acc>{});
+      for (int v = 0; v < kVectors; ++v) {
+        Vec<Acc> even = exponentiate(key, v), odd{};
+        take(key, lane + v * kWidth<Acc>, even, odd);
+        if (kStores) store(place(key, v), even);
+      }
     }
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * kWidth<Acc>;

@@ -1,4 +1,4 @@
-// From dot products to scores: scale, softcap, bias.
+// From dot products to scores: scale, softcap, bias, slopes over distances.
 #pragma once
 
 #include "core/problem.h"
@@ -53,24 +53,53 @@ inline void load_bias(const Problem& problem, const Sequence& sequence, const Qu
   }
 }
 
-inline bool has_score_rule(const Problem& problem) { return problem.softcap > 0 || problem.bias.data != nullptr; }
+inline bool has_score_rule(const Problem& problem) {
+  return problem.softcap > 0 || problem.bias.data != nullptr || problem.alibi_slopes.data != nullptr;
+}
 
-// scores = softcap(dot * scale) + bias over a tile of `rows` x `columns`. bias, or softcap, may be absent (null, 0).
-// With `slope` not null it receives the derivative of the softcap.
+inline float alibi_slope(const Problem& problem, int64_t batch, int64_t head) {
+  return problem.alibi_slopes.data[batch * problem.alibi_slopes.stride_batch + head * problem.alibi_slopes.stride_head];
+}
+
+// Where the rows and columns of a tile of scores stand, and the slope of each column.
+template <typename Acc>
+struct TileDistances {
+  const Bits<Acc>*row, *column;
+  const Acc* slope;
+};
+
+// What turns dot products into scores beside the scale. Null, or 0: absent.
+template <typename Acc>
+struct ScoreRule {
+  Acc scale, softcap;
+  const Acc* bias;
+  const TileDistances<Acc>* distances;
+};
+
+// scores = softcap(dot * scale) + bias - slope * |distance| over a tile of `rows` x `columns`. With `softcap_slope` not
+// null it receives the derivative of the softcap.
 template <int64_t kStride, typename Acc>
-inline void apply_score_rule(Acc scale, Acc softcap, const Acc* bias, int64_t rows, int64_t columns, Acc* scores,
-                             Acc* slope) {
-  const Acc inverse_softcap = softcap > 0 ? 1 / softcap : 0;
+inline void apply_score_rule(const ScoreRule<Acc>& rule, int64_t rows, int64_t columns, Acc* scores,
+                             Acc* softcap_slope) {
+  const Acc scale = rule.scale, softcap = rule.softcap, inverse_softcap = softcap > 0 ? 1 / softcap : 0;
+  const Acc* const bias = rule.bias;
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = row * kStride; column < row * kStride + columns; column += kWidth<Acc>) {
-      Vec<Acc> score = rounded(load(scores + column) * scale);
+    for (int64_t column = 0; column < columns; column += kWidth<Acc>) {
+      const int64_t at = row * kStride + column;
+      Vec<Acc> score = rounded(load(scores + at) * scale);
       if (softcap > 0) {
         const Vec<Acc> ratio = tanh<Acc>(score * inverse_softcap);
         score = rounded(ratio * softcap);
-        if (slope != nullptr) store(slope + column, 1 - ratio * ratio);
+        if (softcap_slope != nullptr) store(softcap_slope + at, 1 - ratio * ratio);
       }
-      if (bias != nullptr) score += load(bias + column);
-      store(scores + column, score);
+      if (bias != nullptr) score += load(bias + at);
+      if (rule.distances != nullptr) {
+        const TileDistances<Acc>& distances = *rule.distances;
+        const Vec<Bits<Acc>> difference = distances.row[row] - load(distances.column + column);
+        const Vec<Bits<Acc>> distance = difference < 0 ? -difference : difference;
+        score -= rounded(load(distances.slope + column) * __builtin_convertvector(distance, Vec<Acc>));
+      }
+      store(scores + at, score);
     }
   }
 }

@@ -12,8 +12,8 @@
 namespace jattn::cuda {
 namespace {
 
-constexpr int64_t kMaxLength = int64_t{1} << 28;  // band arithmetic in kernels is 32-bit
-constexpr int64_t kUnboundedBand = int64_t{1} << 29;
+constexpr int64_t kMaxLength = int64_t{1} << 28;      // band arithmetic in kernels is 32-bit
+constexpr int64_t kUnboundedBand = int64_t{1} << 30;  // beyond any difference of positions
 constexpr int64_t kMaxHeads = int64_t{1} << 30;
 constexpr int64_t kMaxRowBytes = int64_t{1} << 24;  // row * bytes of a tile stays in 32 bits
 
@@ -72,6 +72,29 @@ void check_feature(const Kernel& kernel, const char* name, bool wanted, bool com
                 ", but kernel ", kernel.text, compiled ? " was" : " was not", " made for it");
 }
 
+struct Tiles {
+  int32_t queries, keys;  // of one head
+};
+
+Tiles tiles_of(const Problem& problem, const Config& config) {
+  return {static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q)),
+          static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv))};
+}
+
+// Scratch for one kind of ranges, for all tiles of either axis.
+template <class Range>
+int64_t ranges_bytes(const Problem& problem, const Config& config) {
+  const Tiles tiles = tiles_of(problem, config);
+  return round_up(problem.batch * (int64_t{tiles.queries} + tiles.keys) * int64_t{sizeof(Range)}, kScratchAlignment);
+}
+
+// One warp per tile.
+void launch_by_tiles(const Kernel& kernel, int threads, const Problem& problem, const Tiles& tiles, const void* params,
+                     CUstream stream) {
+  const int64_t warps = problem.batch * (int64_t{tiles.queries} + tiles.keys);
+  launch(kernel, {.grid = {.x = ceil_div(warps, threads / 32)}, .num_threads = threads}, params, stream);
+}
+
 }  // namespace
 
 const Kernel* find_family(const Plan& plan, std::string_view family) {
@@ -111,11 +134,12 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   check_feature(kernel, "bias", problem.bias.data != nullptr, config.bias, false);
   check_feature(kernel, "softcap", problem.softcap > 0, config.softcap, false);
   check_feature(kernel, "positions", problem.q_positions != nullptr, config.positions, false);
-  // A backward kernel needs no sinks: they are in lse.
+  // A backward kernel needs no sinks: they are in lse, and its problem has none.
   check_feature(kernel, "sinks", problem.sinks.data != nullptr, config.sinks, false);
   check_feature(kernel, "ALiBi slopes", problem.alibi_slopes.data != nullptr, config.alibi, false);
   check_feature(kernel, "dropout", problem.dropout_keys.data != nullptr, config.dropout, false);
   check_feature(kernel, "dropout by rows", problem.dropout_rows, config.dropout_rows, false);
+  JATTN_REQUIRE(!problem.dropout_rows || problem.num_dropout_rows > 0, "the table of dropout keys has no rows");
   if (config.bias) {
     JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text,
                   " has another bias type");
@@ -169,32 +193,56 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   return params;
 }
 
-int64_t segment_ranges_bytes(const Problem& problem, const Config& config) {
-  if (!config.segments) return 0;
-  const int64_t tiles = ceil_div(problem.q_len, config.tile_q) + ceil_div(problem.kv_len, config.tile_kv);
-  return round_up(problem.batch * tiles * int64_t{sizeof(SegmentRange)}, kScratchAlignment);
+int64_t tile_ranges_bytes(const Problem& problem, const Config& config) {
+  return (config.segments ? ranges_bytes<SegmentRange>(problem, config) : 0) +
+         (has_position_band(config) ? ranges_bytes<PositionRange>(problem, config) : 0);
 }
 
-void launch_segment_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
-                           ProblemParams& params, CUstream stream) {
-  if (!config.segments) return;
-  const Kernel& kernel = require_family(plan, "segment_ranges");
-  SegmentRangesParams ranges{};
-  ranges.segments[0] = problem.q_segments;
-  ranges.segments[1] = problem.kv_segments;
-  ranges.length[0] = params.q_len;
-  ranges.length[1] = params.kv_len;
-  ranges.tile[0] = config.tile_q;
-  ranges.tile[1] = config.tile_kv;
-  ranges.batch = params.batch;
-  for (int side : {0, 1}) ranges.tiles[side] = static_cast<int32_t>(ceil_div(ranges.length[side], ranges.tile[side]));
-  ranges.ranges[0] = static_cast<SegmentRange*>(scratch);
-  ranges.ranges[1] = ranges.ranges[0] + problem.batch * ranges.tiles[0];
-  params.q_ranges = ranges.ranges[0];
-  params.kv_ranges = ranges.ranges[1];
-  const int threads = segment_ranges_threads(kernel.config());
-  const int64_t warps = problem.batch * (int64_t{ranges.tiles[0]} + ranges.tiles[1]);
-  launch(kernel, {.grid = {.x = ceil_div(warps, threads / 32)}, .num_threads = threads}, &ranges, stream);
+void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
+                        ProblemParams& params, CUstream stream) {
+  const Tiles tiles = tiles_of(problem, config);
+  unsigned char* free = static_cast<unsigned char*>(scratch);
+  if (config.segments) {
+    const Kernel& kernel = require_family(plan, "segment_ranges");
+    SegmentRangesParams ranges{};
+    ranges.segments[0] = problem.q_segments;
+    ranges.segments[1] = problem.kv_segments;
+    ranges.length[0] = params.q_len;
+    ranges.length[1] = params.kv_len;
+    ranges.tile[0] = config.tile_q;
+    ranges.tile[1] = config.tile_kv;
+    ranges.tiles[0] = tiles.queries;
+    ranges.tiles[1] = tiles.keys;
+    ranges.batch = params.batch;
+    ranges.ranges[0] = reinterpret_cast<SegmentRange*>(free);
+    ranges.ranges[1] = ranges.ranges[0] + problem.batch * tiles.queries;
+    params.q_ranges = ranges.ranges[0];
+    params.kv_ranges = ranges.ranges[1];
+    launch_by_tiles(kernel, segment_ranges_threads(kernel.config()), problem, tiles, &ranges, stream);
+    free += ranges_bytes<SegmentRange>(problem, config);
+  }
+  if (has_position_band(config)) {
+    const Kernel& kernel = require_family(plan, "position_ranges");
+    PositionRangesParams ranges{};
+    ranges.positions[0] = problem.q_positions;
+    ranges.positions[1] = problem.kv_positions;
+    ranges.segments[0] = problem.q_segments;
+    ranges.segments[1] = problem.kv_segments;
+    ranges.lengths[0] = problem.q_lengths;
+    ranges.lengths[1] = problem.kv_lengths;
+    ranges.extent[0] = params.q_len;
+    ranges.extent[1] = params.kv_len;
+    ranges.tile[0] = config.tile_q;
+    ranges.tile[1] = config.tile_kv;
+    ranges.tiles[0] = tiles.queries;
+    ranges.tiles[1] = tiles.keys;
+    ranges.batch = params.batch;
+    ranges.ranges[0] = reinterpret_cast<PositionRange*>(free);
+    ranges.ranges[1] = ranges.ranges[0] + problem.batch * tiles.queries;
+    params.q_position_ranges = ranges.ranges[0];
+    params.kv_position_ranges = ranges.ranges[1];
+    launch_by_tiles(kernel, position_ranges_threads(kernel.config()), problem, tiles, &ranges, stream);
+  }
 }
 
 int32_t section_heads(const Problem& problem, const Config& config) {

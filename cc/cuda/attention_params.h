@@ -16,14 +16,14 @@ const Kernel* find_family(const Plan& plan, std::string_view family);
 // The same, an error if the plan has none.
 const Kernel& require_family(const Plan& plan, std::string_view family);
 
-// Checks that the variant can run the problem (extents, features, alignment) and fills everything but the segment
-// ranges.
+// Checks that the variant can run the problem (extents, features, alignment) and fills everything but the ranges
+// of tiles.
 ProblemParams problem_params(const Problem& problem, const Kernel& kernel);
 
-// Segment ranges for one kernel's tiles, carved from scratch. No bytes without segments.
-int64_t segment_ranges_bytes(const Problem& problem, const Config& config);
-void launch_segment_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
-                           ProblemParams& params, CUstream stream);
+// Ranges of segments and, for a band, of positions for one kernel's tiles, carved from scratch. No bytes without them.
+int64_t tile_ranges_bytes(const Problem& problem, const Config& config);
+void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
+                        ProblemParams& params, CUstream stream);
 
 // Heads whose tiles are scheduled together (kernels/attn/schedule.cuh): those of a key/value head, at least four where
 // the tiles of a head differ in work.

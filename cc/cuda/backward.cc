@@ -94,7 +94,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   }
   const auto take_ranges = [&](const Kernel* kernel) -> void* {
     if (kernel == nullptr) return nullptr;
-    return carver.take<unsigned char>(segment_ranges_bytes(problem, kernel->config()));
+    return carver.take<unsigned char>(tile_ranges_bytes(problem, kernel->config()));
   };
   scratch.key_ranges = take_ranges(kernels.fused != nullptr ? kernels.fused : kernels.dkv);
   scratch.query_ranges = take_ranges(kernels.dq);
@@ -151,7 +151,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
                  bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_segment_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
+  launch_tile_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = 1;
   launch(kernel,
@@ -191,7 +191,7 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
                const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_segment_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
+  launch_tile_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.section_heads = section_heads(problem, config);
   launch(kernel,
@@ -207,7 +207,7 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
   const DbiasShape shape = dbias_shape(problem, config);
   DbiasParams params{};
   params.backward = backward_params(problem, buffers, kernel, scratch);
-  launch_segment_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
+  launch_tile_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
   params.dbias = buffers.dbias;
   params.partials = scratch.partials;
   params.bias_elements = shape.elements();

@@ -6,7 +6,9 @@
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/launch.h"
+#include "cuda/mask_tiles.h"
 #include "cuda/tile_map.h"
+#include "kernels/passes/shape.cuh"
 #include "kernels/sm90/backward_params.cuh"
 #include "kernels/sm90/backward_shape.cuh"
 
@@ -18,6 +20,7 @@ struct Kernels {
   const Kernel* fused;
   const Kernel* dkv;
   const Kernel* dq;
+  const Kernel* dbias;
 
   // The one that owns keys.
   const Kernel* keys() const { return fused != nullptr ? fused : dkv; }
@@ -25,8 +28,68 @@ struct Kernels {
 
 Kernels find_kernels(const Plan& plan) {
   return {find_family(plan, "sm90_backward"), find_family(plan, "sm90_backward_dkv"),
-          find_family(plan, "sm90_backward_dq")};
+          find_family(plan, "sm90_backward_dq"), find_family(plan, "sm90_backward_dbias")};
 }
+
+bool stores_ds(const Kernels& kernels) {
+  return kernels.keys() != nullptr && kernels.keys()->config().stores_ds;
+}
+
+// Rows of the packed mask are the axis that the kernel owns.
+MaskTiling mask_tiling(const Config& config, bool owns_keys) {
+  return owns_keys ? MaskTiling{MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q}
+                   : MaskTiling{MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
+}
+
+// Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
+constexpr int64_t kWantedDbiasBlocks = 264;
+
+// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
+struct DbiasShape {
+  int64_t batch, heads, queries, keys;
+  int64_t tiles_query, tiles_key, splits;
+
+  int64_t elements() const { return batch * heads * queries * keys; }
+  int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
+};
+
+DbiasShape dbias_shape(const Problem& problem, const Config& config) {
+  const BroadcastTensor& bias = problem.bias;
+  DbiasShape shape{};
+  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
+  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
+  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
+  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
+  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
+  shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
+  shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
+  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) *
+                        (q_tiles / shape.tiles_query) * (kv_tiles / shape.tiles_key);
+  shape.splits = std::clamp<int64_t>(ceil_div(kWantedDbiasBlocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
+  return shape;
+}
+
+// How the fused kernel's gradients of the scores become dbias (Config::stores_ds): stored in place where every pair has a
+// bias of its own; else stored for some heads at a time and added up over the batch entries that share the bias.
+struct DsParts {
+  bool in_place;
+  int64_t kv_heads;  // of one launch
+  int64_t heads;     // query heads of one launch
+  int64_t area;      // pairs of a head
+
+  DsParts(const Problem& problem)
+      : in_place((problem.bias.stride_batch != 0 || problem.batch == 1) &&
+                 (problem.bias.stride_head != 0 || problem.num_heads == 1)),
+        // No more scratch than the bias itself takes, if a key/value head does with that.
+        kv_heads(in_place ? problem.num_kv_heads
+                          : std::clamp<int64_t>(problem.num_kv_heads / problem.batch, 1, problem.num_kv_heads)),
+        heads(kv_heads * problem.group_size()),
+        area(problem.q_len * problem.kv_len) {}
+
+  int64_t bytes(const Problem& problem) const {
+    return in_place ? 0 : problem.batch * heads * area * size_bytes(problem.dtype);
+  }
+};
 
 // The parts of the scratch buffer. Without a buffer the addresses mean nothing, but `bytes` does.
 struct Scratch {
@@ -38,10 +101,16 @@ struct Scratch {
   int32_t* heads_zeroed = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
+  void* dbias_ranges = nullptr;
+  void* key_mask = nullptr;  // packed masks, likewise
+  void* query_mask = nullptr;
+  void* dbias_mask = nullptr;
+  float* partials = nullptr;  // of dbias
+  void* ds = nullptr;         // DsParts
   int64_t bytes = 0;
 };
 
-Scratch carve(const Problem& problem, const Kernels& kernels, void* base) {
+Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
   Scratch scratch;
   const auto take = [&](int64_t bytes) -> void* {
     void* part = base == nullptr ? nullptr : static_cast<unsigned char*>(base) + scratch.bytes;
@@ -58,15 +127,29 @@ Scratch carve(const Problem& problem, const Kernels& kernels, void* base) {
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
     scratch.heads_zeroed = static_cast<int32_t*>(take(problem.batch * problem.num_kv_heads * int64_t{sizeof(int32_t)}));
   }
-  if (kernels.keys() != nullptr) scratch.key_ranges = take(segment_ranges_bytes(problem, kernels.keys()->config()));
-  if (kernels.dq != nullptr) scratch.query_ranges = take(segment_ranges_bytes(problem, kernels.dq->config()));
+  const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
+    if (kernel == nullptr) return;
+    const Config& config = kernel->config();
+    ranges = take(tile_ranges_bytes(problem, config));
+    if (config.mask) mask = take(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
+  };
+  take_tiles(kernels.keys(), true, scratch.key_ranges, scratch.key_mask);
+  take_tiles(kernels.dq, false, scratch.query_ranges, scratch.query_mask);
+  if (stores_ds(kernels) && buffers.dbias != nullptr) scratch.ds = take(DsParts(problem).bytes(problem));
+  if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
+    take_tiles(kernels.dbias, false, scratch.dbias_ranges, scratch.dbias_mask);
+    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config());
+    if (shape.splits > 1) {
+      scratch.partials = static_cast<float*>(take(shape.splits * shape.elements() * int64_t{sizeof(float)}));
+    }
+  }
   return scratch;
 }
 
 // Key/value heads whose tiles are handed out together. Where tiles differ in work, as many as keep what their blocks read
 // within a quarter of the L2 cache; else one.
 int64_t kv_heads_of_section(const Problem& problem, const Config& config) {
-  if (!config.band && !config.lengths && !config.segments) return 1;
+  if (!config.band && !config.lengths && !config.segments && !config.mask) return 1;
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
@@ -120,6 +203,17 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
+// Ranges of tiles, packed mask, bias. Rows of the packed mask are the axis that the kernel owns. section_heads is set.
+void add_tiles(const Problem& problem, const Plan& plan, const Config& config, bool owns_keys, void* ranges, void* mask,
+               sm90::BackwardParams& params, CUstream stream) {
+  launch_tile_ranges(problem, plan, config, ranges, params.problem, stream);
+  if (config.mask) params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, owns_keys), mask, stream);
+  if (sm90::bias_tile_bytes(config) > 0) params.bias = bias_map(problem, config.tile_q);
+  // Blocks at work at the same time then read the same tiles of a bias.
+  params.batch_fastest = config.bias && problem.bias.stride_batch == 0 && problem.batch > 1;
+  if (params.batch_fastest) params.section_heads *= static_cast<int32_t>(problem.batch);
+}
+
 sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffers& buffers, const Kernel& kernel,
                                      const Scratch& scratch) {
   const Config& config = kernel.config();
@@ -144,12 +238,60 @@ sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffe
   return params;
 }
 
+// Launches a kernel that stores gradients of scores, and makes dbias of them.
+void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan,
+                           const Kernel& kernel, const Launch& shape, const Scratch& scratch,
+                           sm90::BackwardParams params, CUstream stream) {
+  const Config& config = kernel.config();
+  JATTN_REQUIRE(buffers.dbias != nullptr && problem.bias.stride_query != 0 && problem.bias.stride_key == 1,
+                "kernel ", kernel.text, " makes dbias of a bias of queries and keys, which is not asked for");
+  const DsParts parts(problem);
+  JATTN_REQUIRE(parts.in_place || (problem.bias.stride_batch == 0 &&
+                                   (problem.bias.stride_head != 0 || problem.num_heads == 1)),
+                "kernel ", kernel.text, " makes dbias of a bias of heads, but heads share this one");
+  const int64_t element_bytes = size_bytes(problem.dtype);
+  // Tiles in which no pair is visible are not visited. Which they are is alike in all launches, but for a mask with heads.
+  const bool skips = config.band || config.lengths || config.segments || config.mask;
+  const bool differs = config.mask && problem.mask.stride_head != 0;
+  if (parts.in_place) {
+    if (skips) fill_zero(buffers.dbias, problem.batch * problem.num_heads * parts.area * element_bytes, stream);
+    Problem gradient = problem;
+    gradient.bias.data = buffers.dbias;
+    params.ds = bias_map(gradient, config.tile_q);
+    params.launched_kv_heads = static_cast<int32_t>(problem.num_kv_heads);
+    launch(kernel, shape, &params, stream);
+    return;
+  }
+  params.ds = score_map(scratch.ds, problem, parts.heads, config.tile_q);
+  for (int64_t first = 0; first < problem.num_kv_heads; first += parts.kv_heads) {
+    if (skips && (differs || first == 0)) fill_zero(scratch.ds, parts.bytes(problem), stream);
+    const int64_t kv_heads = std::min(parts.kv_heads, problem.num_kv_heads - first);
+    const int64_t first_head = first * problem.group_size();
+    params.first_kv_head = static_cast<int32_t>(first);
+    params.launched_kv_heads = static_cast<int32_t>(kv_heads);
+    params.first_ds_head = static_cast<int32_t>(first_head);
+    Launch part = shape;
+    part.grid.x = problem.batch * kv_heads * params.tiles;
+    launch(kernel, part, &params, stream);
+
+    const Kernel& sum = require_family(plan, "backward_sum");
+    const sm90::SumParams sums{
+        .parts = scratch.ds,
+        .result = static_cast<char*>(buffers.dbias) + first_head * parts.area * element_bytes,
+        .elements = kv_heads * problem.group_size() * parts.area,
+        .stride = parts.heads * parts.area,
+        .batch = static_cast<int32_t>(problem.batch)};
+    const int threads = sm90::sum_threads(sum.config());
+    launch(sum, {.grid = {.x = ceil_div(sums.elements, threads * sm90::kSumElements)}, .num_threads = threads}, &sums,
+           stream);
+  }
+}
+
 // dk and dv; in the fused form dq's accumulator too.
 void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                  bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   sm90::BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_segment_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
   params.wants_dk = buffers.dk != nullptr;
   params.wants_dv = buffers.dv != nullptr;
   if (params.wants_dk) {
@@ -162,6 +304,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config));
+  add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   if (fused && kZeroesBesideProducts) {
     constexpr int64_t kQuad = 4;
     const int64_t head_floats = problem.group_size() * scratch.rows_padded * config.head_dim;
@@ -173,11 +316,14 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
         static_cast<int32_t>(heads_zeroed_before(problem, config, device_facts(plan.device_ordinal).sm_count));
     params.zero_floats = static_cast<int32_t>(share);
   }
-  launch(kernel,
-         {.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
-          .num_threads = sm90::backward_threads(config),
-          .shared_bytes = sm90::backward_shared_bytes(config, fused)},
-         &params, stream);
+  const Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
+                     .num_threads = sm90::backward_threads(config),
+                     .shared_bytes = sm90::backward_shared_bytes(config, fused)};
+  if (config.stores_ds) {
+    launch_keys_and_dbias(problem, buffers, plan, kernel, shape, scratch, params, stream);
+  } else {
+    launch(kernel, shape, &params, stream);
+  }
 }
 
 void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& fused,
@@ -209,16 +355,55 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
                const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   sm90::BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_segment_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
   params.dq = tile_map(buffers.dq, problem.dtype, problem.batch, problem.q_len, problem.num_heads, problem.head_dim,
                        sm90::kWarpgroupRows);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config) * problem.group_size());
+  add_tiles(problem, plan, config, false, scratch.query_ranges, scratch.query_mask, params, stream);
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * params.tiles},
           .num_threads = sm90::backward_threads(config),
           .shared_bytes = sm90::backward_dq_shared_bytes(config)},
          &params, stream);
+}
+
+void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                  const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
+  const DbiasShape shape = dbias_shape(problem, config);
+  sm90::DbiasParams params{};
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  add_tiles(problem, plan, config, false, scratch.dbias_ranges, scratch.dbias_mask, params.backward, stream);
+  params.dbias = buffers.dbias;
+  params.partials = scratch.partials;
+  params.bias_elements = shape.elements();
+  params.extent_batch = static_cast<int32_t>(shape.batch);
+  params.extent_head = static_cast<int32_t>(shape.heads);
+  params.extent_query = static_cast<int32_t>(shape.queries);
+  params.extent_key = static_cast<int32_t>(shape.keys);
+  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
+  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
+  params.splits = static_cast<int32_t>(shape.splits);
+  launch(kernel,
+         {.grid = {.x = shape.tiles() * shape.splits},
+          .num_threads = sm90::backward_threads(config),
+          .shared_bytes = sm90::backward_dbias_shared_bytes(config)},
+         &params, stream);
+  if (shape.splits == 1) return;
+  const Kernel& last = require_family(plan, "sum_partials");
+  const SumPartialsParams sums{.partials = scratch.partials,
+                               .result = buffers.dbias,
+                               .elements = shape.elements(),
+                               .splits = static_cast<int32_t>(shape.splits)};
+  const int threads = sum_partials_threads(last.config());
+  launch(last, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &sums, stream);
+}
+
+int64_t bias_bytes(const Problem& problem) {
+  const BroadcastTensor& bias = problem.bias;
+  return (bias.stride_batch != 0 ? problem.batch : 1) * (bias.stride_head != 0 ? problem.num_heads : 1) *
+         (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1) *
+         size_bytes(bias.dtype);
 }
 
 // Without queries or keys nothing depends on anything: all gradients are 0.
@@ -229,19 +414,19 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
   if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
   if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
   if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
+  if (buffers.dbias != nullptr) fill_zero(buffers.dbias, bias_bytes(problem), stream);
 }
 
 }  // namespace
 
 bool plans_backward_sm90(const Plan& plan) { return find_family(plan, "backward_prepare") != nullptr; }
 
-int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers&, const Plan& plan) {
-  return carve(problem, find_kernels(plan), nullptr).bytes;
+int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
+  return carve(problem, buffers, find_kernels(plan), nullptr).bytes;
 }
 
 void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, void* scratch_base,
                    CUstream stream) {
-  JATTN_REQUIRE(buffers.dbias == nullptr, "dbias is wanted, but backend ", plan.backend, " has no kernel for it");
   if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
     clear_gradients(problem, buffers, stream);
     return;
@@ -251,20 +436,23 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
   JATTN_REQUIRE(buffers.dq == nullptr || kernels.fused != nullptr || kernels.dq != nullptr,
                 "dq is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(!wants_keys || kernels.keys() != nullptr, "dk or dv is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr || stores_ds(kernels),
+                "dbias is wanted, but the plan has no kernel for it");
   constexpr int64_t kMaxItems = std::numeric_limits<int32_t>::max();
   const int64_t rows = std::max(problem.num_heads * problem.q_len, problem.num_kv_heads * problem.kv_len);
   JATTN_REQUIRE(problem.batch * rows / sm90::kWarpgroupRows < kMaxItems, "batch * num_heads * length is ",
                 problem.batch * rows, ", must be below 2^37");
 
-  const Scratch scratch = carve(problem, kernels, scratch_base);
+  const Scratch scratch = carve(problem, buffers, kernels, scratch_base);
   launch_prepare(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {
     launch_keys(problem, buffers, plan, *kernels.fused, true, scratch, stream);
     if (buffers.dq != nullptr) launch_cast(problem, buffers, plan, *kernels.fused, scratch, stream);
-    return;
+  } else {
+    if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
+    if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
   }
-  if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
-  if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
+  if (buffers.dbias != nullptr && kernels.dbias != nullptr) launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
 }
 
 }  // namespace jattn::cuda

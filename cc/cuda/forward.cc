@@ -10,7 +10,7 @@ namespace jattn::cuda {
 
 int64_t forward_scratch_bytes(const Problem& problem, const Plan& plan) {
   if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90_scratch_bytes(problem, plan);
-  return segment_ranges_bytes(problem, require_family(plan, "sm80_forward").config());
+  return tile_ranges_bytes(problem, require_family(plan, "sm80_forward").config());
 }
 
 void forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch, CUstream stream) {
@@ -21,7 +21,7 @@ void forward(const Problem& problem, const ForwardResults& results, const Plan& 
 
   ForwardParams params{};
   params.problem = problem_params(problem, kernel);
-  launch_segment_ranges(problem, plan, config, scratch, params.problem, stream);
+  launch_tile_ranges(problem, plan, config, scratch, params.problem, stream);
   params.out = results.out;
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));

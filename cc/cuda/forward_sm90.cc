@@ -1,11 +1,14 @@
 #include "cuda/forward_sm90.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <limits>
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/launch.h"
+#include "cuda/mask_tiles.h"
 #include "cuda/tile_map.h"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shape.cuh"
@@ -14,20 +17,102 @@ namespace jattn::cuda {
 namespace {
 
 constexpr const char* kFamily = "sm90_forward";
+constexpr const char* kCombineFamily = "forward_combine";
 
 // The values of Config::schedule.
 constexpr int kOneBlockPerItem = 0;
 constexpr int kByCounter = 2;
 
-// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make one wave of items: then the
-// long items of all run at once and share keys and values in L2. Measured on H200, causal, head_dim 128, 8192 keys: half a
-// wave 615, one 665, two 640, five 615 TFLOP/s. Else the tiles of one key/value head follow each other.
+// One bias for several batch entries. They then run side by side, and its tiles come from L2.
+bool shares_bias_over_batch(const Problem& problem, const Config& config) {
+  return config.bias && !config.row_bias && problem.batch > 1 && problem.bias.stride_batch == 0;
+}
+
+MaskTiling mask_tiling(const Config& config) {
+  return {.orientation = MaskOrientation::kQueriesAsRows, .rows = config.tile_q, .columns = config.tile_kv};
+}
+
+// The bias in boxes of 64 keys; a broadcast axis has extent 1.
+sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
+  const BroadcastTensor& bias = problem.bias;
+  const int64_t area = problem.q_len * problem.kv_len;
+  const std::array<TensorMapAxis, 4> axes{{
+      {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
+      {.extent = problem.q_len, .stride = bias.stride_query, .box = config.tile_q},
+      {.extent = bias.stride_head == 0 ? 1 : problem.num_heads, .stride = area, .box = 1},
+      {.extent = bias.stride_batch == 0 ? 1 : problem.batch,
+       .stride = bias.stride_head == 0 ? area : area * problem.num_heads,
+       .box = 1},
+  }};
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
+}
+
+// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make one wave of items, two for
+// head dims up to 64: then the long items of all run at once and share keys and values in L2. Measured on H200, causal,
+// 8192 keys, half a wave, one, two, four: head_dim 128 605, 648, 649, 654 TFLOP/s (615, 665, 640, 615 on another card);
+// head_dim 64 497, 497, 513. Else the tiles of one key/value head follow each other.
 int32_t heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
   const int64_t group = problem.group_size();
-  if (!config.band && !config.lengths && !config.segments) return static_cast<int32_t>(group);
+  if (shares_bias_over_batch(problem, config)) {
+    // Batch entries that read the same tiles of the bias at the same time: as many as make one wave.
+    return static_cast<int32_t>(std::clamp<int64_t>(num_sms / tiles, 1, problem.batch));
+  }
+  if (!config.band && !config.lengths && !config.segments && !config.mask) return static_cast<int32_t>(group);
   const int64_t items = tiles * group;  // of one key/value head
-  const int64_t kv_heads = std::max<int64_t>(1, (num_sms + items / 2) / items);
+  const int64_t slots = config.head_dim_v <= 64 ? 2 * num_sms : num_sms;
+  const int64_t kv_heads = std::max<int64_t>(1, (slots + items / 2) / items);
   return static_cast<int32_t>(std::min(problem.batch * problem.num_heads, kv_heads * group));
+}
+
+// Parts of the keys of each item, 1 if a block sees them all.
+int64_t key_splits(const Plan& plan) {
+  const Kernel* combine = find_family(plan, kCombineFamily);
+  const bool partial = require_family(plan, kFamily).config().partial_results;
+  JATTN_REQUIRE(partial == (combine != nullptr), "kernels that see parts of the keys and ", kCombineFamily,
+                " go together");
+  return combine == nullptr ? 1 : combine->config().key_splits;
+}
+
+// Whether the single query of each head of a group becomes a row of one tile, so that the keys are read once for all of
+// them: the problem is then one of group_size queries and num_kv_heads heads, in the same memory. What depends on the
+// head or the query of a row must be absent.
+bool packs_heads(const Problem& problem, const Config& config) {
+  const bool by_row = config.band || config.segments || config.positions || config.mask || config.bias ||
+                      config.alibi || config.dropout || config.sinks || problem.q_lengths != nullptr;
+  return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
+}
+
+// Results of all parts: statistics of the rows, then rows of the output.
+int64_t parts_bytes(const Problem& problem, const Plan& plan) {
+  const int64_t splits = key_splits(plan);
+  if (splits == 1) return 0;
+  const int64_t rows = splits * problem.batch * problem.num_heads * problem.q_len;
+  return rows * int64_t{sizeof(sm90::RowPart)} + rows * problem.head_dim_v * int64_t{sizeof(float)};
+}
+
+void launch_combine(const Problem& problem, const ForwardResults& results, const Plan& plan,
+                    const sm90::ForwardParams& params, CUstream stream) {
+  const Kernel& kernel = require_family(plan, kCombineFamily);
+  const bool has_sinks = problem.sinks.data != nullptr;
+  JATTN_REQUIRE(kernel.config().sinks == has_sinks, "the problem ", has_sinks ? "has" : "has no",
+                " sinks, other than kernel ", kernel.text);
+  JATTN_REQUIRE(problem.head_dim_v % sm90::kCombineColumns == 0, "head_dim_v ", problem.head_dim_v,
+                " is no multiple of ", sm90::kCombineColumns);
+  const sm90::CombineParams combine{
+      .partial_out = params.partial_out,
+      .row_parts = params.row_parts,
+      .out = results.out,
+      .lse = static_cast<float*>(results.lse),
+      .sinks = {problem.sinks.data, static_cast<int32_t>(problem.sinks.stride_batch),
+                static_cast<int32_t>(problem.sinks.stride_head)},
+      .rows = problem.batch * problem.num_heads * problem.q_len,
+      .q_len = static_cast<int32_t>(problem.q_len),
+      .num_heads = static_cast<int32_t>(problem.num_heads),
+      .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
+  };
+  const int64_t threads = combine.rows * (problem.head_dim_v / sm90::kCombineColumns);
+  const int block = sm90::combine_threads(kernel.config());
+  launch(kernel, {.grid = {.x = ceil_div(threads, block)}, .num_threads = block}, &combine, stream);
 }
 
 }  // namespace
@@ -35,13 +120,22 @@ int32_t heads_of_section(const Problem& problem, const Config& config, int64_t t
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, kFamily).config();
   const int64_t counter_bytes = config.schedule == kByCounter ? kScratchAlignment : 0;
-  return counter_bytes + segment_ranges_bytes(problem, config);
+  const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0;
+  return counter_bytes + tile_ranges_bytes(problem, config) + mask_bytes + parts_bytes(problem, plan);
 }
 
-void forward_sm90(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch,
+void forward_sm90(const Problem& whole, const ForwardResults& results, const Plan& plan, void* scratch,
                   CUstream stream) {
   const Kernel& kernel = require_family(plan, kFamily);
   const Config& config = kernel.config();
+  const int64_t splits = key_splits(plan);
+  Problem problem = whole;
+  if (splits > 1) problem.sinks.data = nullptr;  // a sink counts once, in the sum over the parts
+  const bool packed = packs_heads(problem, config);
+  if (packed) {
+    problem.q_len = problem.group_size();
+    problem.num_heads = problem.num_kv_heads;
+  }
   if (problem.batch == 0 || problem.q_len == 0 || problem.num_heads == 0) return;
 
   sm90::ForwardParams params{};
@@ -50,9 +144,9 @@ void forward_sm90(const Problem& problem, const ForwardResults& results, const P
                 kernel.text);
   JATTN_REQUIRE(!params.problem.scale_first || config.scale_first || config.softcap, "scale is ", problem.scale,
                 ", but kernel ", kernel.text, " was made for positive scales");
-  const int64_t items = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q);
+  const int64_t items = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q) * splits;
   JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of ", config.tile_q,
-                " queries is ", items, ", must be below 2^31");
+                " queries * parts of the keys is ", items, ", must be below 2^31");
 
   auto* bytes = static_cast<char*>(scratch);
   if (config.schedule == kByCounter) {
@@ -60,7 +154,19 @@ void forward_sm90(const Problem& problem, const ForwardResults& results, const P
     fill_zero(params.next_item, sizeof(int32_t), stream);
     bytes += kScratchAlignment;
   }
-  launch_segment_ranges(problem, plan, config, bytes, params.problem, stream);
+  launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
+  bytes += tile_ranges_bytes(problem, config);
+  if (config.mask && problem.kv_len > 0) {
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), bytes, stream);
+  }
+
+  if (splits > 1) {
+    bytes = static_cast<char*>(scratch) + forward_sm90_scratch_bytes(problem, plan) - parts_bytes(problem, plan);
+    params.row_parts = reinterpret_cast<sm90::RowPart*>(bytes);
+    params.partial_out =
+        reinterpret_cast<float*>(params.row_parts + splits * problem.batch * problem.num_heads * problem.q_len);
+    params.key_splits = static_cast<int32_t>(splits);
+  }
 
   // Without keys every item is empty and no key is read, but a descriptor needs an extent: it describes q.
   const bool has_keys = problem.kv_len > 0;
@@ -68,10 +174,23 @@ void forward_sm90(const Problem& problem, const ForwardResults& results, const P
   const auto map = [&](const void* address, int64_t rows, int64_t heads, int64_t columns, int64_t box_rows) {
     return tile_map(address, problem.dtype, problem.batch, rows, heads, columns, box_rows);
   };
-  params.q = map(problem.q, problem.q_len, problem.num_heads, problem.head_dim, config.tile_q);
+  const auto query_map = [&](const void* address, int64_t columns, int64_t box_rows) {
+    const auto describe = packed ? head_rows_map : tile_map;
+    return describe(address, problem.dtype, problem.batch, problem.q_len, problem.num_heads, columns, box_rows);
+  };
+  params.q = query_map(problem.q, problem.head_dim, config.tile_q);
   params.k = map(has_keys ? problem.k : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim, config.tile_kv);
   params.v = map(has_keys ? problem.v : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim_v, config.tile_kv);
-  params.out = map(results.out, problem.q_len, problem.num_heads, problem.head_dim_v, sm90::kWarpgroupRows);
+  params.out = query_map(results.out, problem.head_dim_v, sm90::kWarpgroupRows);
+  if (config.bias && config.staged_bias && has_keys) {
+    params.bias = bias_map(problem, config);
+    params.bias_heads = static_cast<int32_t>(problem.bias.stride_head == 0 ? 1 : problem.num_heads);
+    params.bias_batch = static_cast<int32_t>(problem.bias.stride_batch == 0 ? 1 : problem.batch);
+  }
+  if (config.row_bias) {
+    JATTN_REQUIRE(problem.bias.stride_query == 0, "kernel ", kernel.text, " needs a bias without a query axis");
+  }
+  params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
@@ -84,6 +203,7 @@ void forward_sm90(const Problem& problem, const ForwardResults& results, const P
           .num_threads = sm90::forward_threads(config),
           .shared_bytes = sm90::forward_shared_bytes(config)},
          &params, stream);
+  if (splits > 1) launch_combine(whole, results, plan, params, stream);
 }
 
 }  // namespace jattn::cuda

@@ -23,4 +23,42 @@ inline sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch,
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
 }
 
+// The same of an array [batch, heads, rows, columns]: the single query of each head of a group, seen as rows.
+inline sm90::TensorMap head_rows_map(const void* address, DType dtype, int64_t batch, int64_t rows, int64_t heads,
+                                     int64_t columns, int64_t box_rows) {
+  const std::array<TensorMapAxis, 4> axes{{
+      {.extent = columns, .stride = 1, .box = sm90::kChunkColumns},
+      {.extent = rows, .stride = columns, .box = box_rows},
+      {.extent = heads, .stride = rows * columns, .box = 1},
+      {.extent = batch, .stride = rows * heads * columns, .box = 1},
+  }};
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
+}
+
+// A bias with an axis of queries and one of keys, in boxes of 64 keys and box_rows queries. A broadcast axis has extent 1.
+inline sm90::TensorMap bias_map(const Problem& problem, int64_t box_rows) {
+  const BroadcastTensor& bias = problem.bias;
+  const int64_t area = problem.q_len * problem.kv_len;
+  const bool has_heads = bias.stride_head != 0, has_batch = bias.stride_batch != 0;
+  const std::array<TensorMapAxis, 4> axes{{
+      {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
+      {.extent = problem.q_len, .stride = bias.stride_query, .box = box_rows},
+      {.extent = has_heads ? problem.num_heads : 1, .stride = has_heads ? bias.stride_head : area, .box = 1},
+      {.extent = has_batch ? problem.batch : 1, .stride = has_batch ? bias.stride_batch : area, .box = 1},
+  }};
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
+}
+
+// Pairs [batch, heads, queries, keys] of the problem's element type, in the same boxes.
+inline sm90::TensorMap score_map(const void* address, const Problem& problem, int64_t heads, int64_t box_rows) {
+  const int64_t area = problem.q_len * problem.kv_len;
+  const std::array<TensorMapAxis, 4> axes{{
+      {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
+      {.extent = problem.q_len, .stride = problem.kv_len, .box = box_rows},
+      {.extent = heads, .stride = area, .box = 1},
+      {.extent = problem.batch, .stride = heads * area, .box = 1},
+  }};
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, problem.dtype, axes, Swizzle::k128Bytes));
+}
+
 }  // namespace jattn::cuda

@@ -182,7 +182,7 @@ void decode_dropout(Operands& operands, const Attributes& a, Problem& p, Checker
   if (!keys) return;
   Dims dims = keys->dimensions();
   // The table of packed sequences has a row for each of them.
-  const int64_t rows = a.dropout_rows && !dims.empty() ? dims[0] : p.batch;
+  const int64_t rows = a.dropout_rows && dims.size() > 0 ? dims[0] : p.batch;
   check.require(!a.dropout_rows || (p.q_segments && p.q_positions),
                 "jattn: dropout by rows needs segments and positions");
   check.require(rows > 0 || p.batch == 0, "jattn: dropout_keys has no rows");

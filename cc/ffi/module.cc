@@ -126,6 +126,20 @@ T* present_if(bool present) {
   return present ? &thing : nullptr;
 }
 
+// A broadcast array of four axes, of which only strides matter.
+BroadcastTensor sized_tensor(const std::vector<int64_t>& shape, DType dtype) {
+  BroadcastTensor tensor;
+  tensor.data = present_if<char>(true);
+  tensor.dtype = dtype;
+  int64_t* const strides[] = {&tensor.stride_batch, &tensor.stride_head, &tensor.stride_query, &tensor.stride_key};
+  int64_t stride = 1;
+  for (size_t axis = 4; axis-- > 0;) {
+    *strides[axis] = shape[axis] == 1 ? 0 : stride;
+    stride *= shape[axis];
+  }
+  return tensor;
+}
+
 // What the size of scratch depends on. Empty axes in `bias_shape` mean that there is no bias.
 struct Extents {
   int64_t batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v;
@@ -142,15 +156,7 @@ Problem sized_problem(const Extents& e, const std::string& dtype, const std::vec
   problem.head_dim = e.head_dim, problem.head_dim_v = e.head_dim_v;
   JATTN_REQUIRE(bias_shape.size() == 4, "bias_shape has ", bias_shape.size(), " axes, must have 4");
   if (std::ranges::find(bias_shape, 0) != bias_shape.end()) return problem;
-  problem.bias.data = present_if<char>(true);
-  problem.bias.dtype = problem.dtype;
-  int64_t* const strides[] = {&problem.bias.stride_batch, &problem.bias.stride_head, &problem.bias.stride_query,
-                              &problem.bias.stride_key};
-  int64_t stride = 1;
-  for (size_t axis = 4; axis-- > 0;) {
-    *strides[axis] = bias_shape[axis] == 1 ? 0 : stride;
-    stride *= bias_shape[axis];
-  }
+  problem.bias = sized_tensor(bias_shape, problem.dtype);
   return problem;
 }
 
@@ -165,10 +171,12 @@ int64_t cpu_scratch_bytes(bool backward, bool wants_dbias, int64_t batch, int64_
 int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std::vector<bool>& wants, int64_t batch,
                            int64_t q_len, int64_t kv_len, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                            int64_t head_dim_v, const std::string& dtype, const std::vector<int64_t>& bias_shape,
-                           bool segments) {
+                           const std::vector<int64_t>& mask_shape, bool segments) {
   Problem problem =
       sized_problem({batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v}, dtype, bias_shape);
   problem.q_segments = problem.kv_segments = present_if<int32_t>(segments);
+  JATTN_REQUIRE(mask_shape.size() == 4, "mask_shape has ", mask_shape.size(), " axes, must have 4");
+  if (std::ranges::find(mask_shape, 0) == mask_shape.end()) problem.mask = sized_tensor(mask_shape, DType::kF32);
   cuda::Plan plan{};
   for (std::string_view key : split_kernel_keys(kernels)) plan.kernels.push_back(&cuda::describe_kernel(key));
   if (!backward) return cuda::planned_forward_scratch_bytes(problem, plan);
@@ -250,5 +258,5 @@ NB_MODULE(_core, m) {
         "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a);
   m.def("cuda_scratch_bytes", &cuda_scratch_bytes, nb::kw_only(), "backward"_a, "kernels"_a, "wants"_a, "batch"_a,
         "q_len"_a, "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,
-        "segments"_a);
+        "mask_shape"_a = std::vector<int64_t>(4, 0), "segments"_a);
 }

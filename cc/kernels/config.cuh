@@ -4,6 +4,8 @@
 // travels in the plan of a call. cc/core/kernel_key.cc turns the text into this struct and back.
 #pragma once
 
+#include "base/types.cuh"
+
 namespace jattn {
 
 enum class Element : unsigned char { kF16, kBF16, kF32 };
@@ -32,9 +34,11 @@ struct Config {
   bool staged_bias =
       false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
   bool staged_mask = false;  // likewise of the mask
+  bool row_bias = false;     // the bias is the same for all queries: a row of it travels beside each tile of keys
   bool shared_scores =
       false;            // backward: p and ds pass through shared memory, so that warps share products along both axes
   int grad_slices = 1;  // parts of the columns of dq, dk, dv, each computed by a block of its own
+  int tf32_chain = 1;   // float32: steps whose products the tensor unit adds up before a rounded addition
 
   // Read by kernels/sm90 only.
   int schedule = 0;              // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
@@ -45,6 +49,13 @@ struct Config {
   bool integer_max = false;      // row maximum by three-input integer instructions
   bool ds_in_registers = false;  // ds as a register operand of the product for dq
   bool bulk_reduce = false;      // dq is added up by bulk reductions from shared memory, not by threads from registers
+  bool partial_results = false;  // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
+  int key_splits = 1;            // forward_combine: the parts
+  bool stores_ds = false;        // backward: gradients of the scores leave for memory in the place of a staged bias
 };
+
+// What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.
+JATTN_HOST_DEVICE constexpr bool has_index_band(const Config& config) { return config.band && !config.positions; }
+JATTN_HOST_DEVICE constexpr bool has_position_band(const Config& config) { return config.band && config.positions; }
 
 }  // namespace jattn

@@ -25,15 +25,16 @@ struct PerHeadWords {
   int32_t stride_batch, stride_head;
 };
 
-// Which positions a tile of rows holds, padding rows included; an empty tile has low > high.
+// Which positions a tile of rows holds, padding rows left out; a tile without rows has low > high.
 struct PositionRange {
   int32_t low, high;
 };
 
 // Which segment ids a tile of rows holds. Padding rows have negative ids and see nobody.
 struct SegmentRange {
-  int32_t low;   // least id >= 0 (INT32_MAX if there is none); stored as -1 - low if the tile holds padding rows
-  int32_t high;  // greatest id; -1 if there is none
+  int32_t low;       // least id >= 0 (INT32_MAX if there is none); stored as -1 - low if the tile holds padding rows
+  int32_t high;      // greatest id; -1 if there is none
+  uint64_t members;  // bit id % 64 for every id >= 0: tells tiles apart where ids do not ascend
 };
 
 // The problem as forward and backward kernels read it.
@@ -51,8 +52,8 @@ struct ProblemParams {
   const SegmentRange* kv_ranges;            // [B, ceil(S / tile_kv)], likewise
   const int32_t* q_positions;               // [B, T] or null; within [-2^29, 2^29]
   const int32_t* kv_positions;              // [B, S] or null
-  const PositionRange* q_position_ranges;   // [B, ceil(T / tile_q)], scratch
-  const PositionRange* kv_position_ranges;  // [B, ceil(S / tile_kv)], scratch
+  const PositionRange* q_position_ranges;   // [B, ceil(T / tile_q)], by passes/position_ranges.cuh; only with a band
+  const PositionRange* kv_position_ranges;  // [B, ceil(S / tile_kv)], likewise
   PerHeadFloat sinks;                       // read only if Config::sinks; natural units
   PerHeadFloat alibi_slopes;                // likewise Config::alibi
   PerHeadWords dropout_keys;                // likewise Config::dropout; stride_batch of a table row if dropout_rows
@@ -60,7 +61,7 @@ struct ProblemParams {
   int32_t dropout_rate_stride;              // 1 or 0
   int32_t num_dropout_rows;                 // rows of the table if dropout_rows; ids are clamped to it
   int32_t batch, q_len, kv_len, num_heads, num_kv_heads, group_size, head_dim, head_dim_v;
-  int32_t band_left, band_right;  // at most 2^29 in size: an unbounded side is 2^29
+  int32_t band_left, band_right;  // at most 2^30 in size: an unbounded side is 2^30
   bool lower_right;
   bool scale_first;  // scores are multiplied before the row maximum: scale <= 0 breaks max(s) * scale = max(s * scale)
   float scale;       // of q.k
@@ -107,6 +108,50 @@ struct SegmentRangesParams {
   int32_t tile[2];
   int32_t tiles[2];
   int32_t batch;
+};
+
+// passes/position_ranges.cuh
+struct PositionRangesParams {
+  const int32_t* positions[2];  // q_positions [B, T], kv_positions [B, S]
+  const int32_t* segments[2];   // likewise, or null
+  const int32_t* lengths[2];    // [B], or null
+  PositionRange* ranges[2];     // [B, tiles[i]]
+  int32_t extent[2];
+  int32_t tile[2];
+  int32_t tiles[2];
+  int32_t batch;
+};
+
+// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns
+// keys, or the other way round; strides of broadcast axes are 0.
+//
+// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4 == q
+// hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
+struct PackedMask {
+  const uint32_t* words;
+  const uint8_t* states;  // a MaskTile for each tile of rows and tile of columns
+  int64_t words_batch, words_head, words_column_tile;
+  int64_t states_batch, states_head;
+  int32_t words_row;  // 4 or 0
+  int32_t states_row_tile, states_column_tile;
+};
+
+// What the pairs of a tile have in common, as far as they exist.
+enum MaskTile : uint8_t { kMaskTileEmpty, kMaskTileFull, kMaskTileMixed };
+
+// passes/mask_tiles.cuh
+struct MaskTilesParams {
+  const uint8_t* mask;
+  int64_t stride_batch, stride_head, stride_row, stride_column;  // elements of the mask
+  uint32_t* words;                                               // [batch, heads, column_tiles, rows_padded, 4]
+  uint8_t* states;                                               // [batch, heads, row_tiles, column_tiles]
+  int64_t rows_padded;
+  int32_t heads;                    // of the mask: 1 where it is broadcast
+  int32_t rows, columns;            // of the mask; a broadcast axis of columns is one tile wide
+  int32_t tile_rows, tile_columns;  // at most 256 and 128; tile_columns a multiple of 16
+  int32_t row_tiles, column_tiles;  // of the mask
+  bool keys_are_rows;               // the axis that is contiguous in memory
+  bool wide;                        // rows of memory start on 16-byte boundaries
 };
 
 // passes/row_delta.cuh

@@ -16,16 +16,26 @@ from jattn.spec import Operands, Spec
 
 @dataclasses.dataclass(frozen=True)
 class Wants:
-    """Which gradients of a backward pass are wanted."""
+    """Which gradients of a backward pass are wanted. A backend is never asked for those of sinks and slopes."""
 
     q: bool
     k: bool
     v: bool
     bias: bool
+    sinks: bool = False
+    alibi_slopes: bool = False
 
     def flags(self) -> tuple[bool, bool, bool, bool]:
-        """In the order q, k, v, bias."""
+        """Of the gradients that backends compute, in the order q, k, v, bias."""
         return (self.q, self.k, self.v, self.bias)
+
+    def all_flags(self) -> tuple[bool, ...]:
+        """In the order of ``differentiable``."""
+        return (*self.flags(), self.sinks, self.alibi_slopes)
+
+    def of_backend(self) -> Wants:
+        """Those that backends compute."""
+        return dataclasses.replace(self, sinks=False, alibi_slopes=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +55,8 @@ class Residuals:
 class Backend(Protocol):
     """One way of computing attention.
 
-    A backend refuses before it runs: ``unsupported`` is pure, reads only its arguments, returns all reasons, and
-      must not
-    depend on the batch size (``vmap`` changes that between the question and the lowering).
+    A backend refuses before it runs: ``unsupported`` is pure, reads only its arguments, returns all reasons, and must
+    not depend on the batch size (``vmap`` changes that between the question and the lowering).
     """
 
     @property

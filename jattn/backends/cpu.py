@@ -25,13 +25,7 @@ class CpuBackend:
     """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
 
     name = "cpu"
-    understands = frozenset(FEATURES) - {
-        "positions",
-        "sinks",
-        "alibi_slopes",
-        "dropout",
-        "dropout_rows",
-    }
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

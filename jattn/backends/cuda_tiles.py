@@ -17,6 +17,11 @@ class _Band(Protocol):
     def unbounded(self) -> bool: ...
 
 
+class _Dropout(Protocol):
+    @property
+    def rows(self) -> bool: ...
+
+
 class Problem(Protocol):
     """What the choice reads of a problem; ``jattn.spec.Spec`` has it all. The batch is not among it."""
 
@@ -50,6 +55,14 @@ class Problem(Protocol):
     def kv_lengths(self) -> bool: ...
     @property
     def segments(self) -> bool: ...
+    @property
+    def positions(self) -> bool: ...
+    @property
+    def sinks(self) -> tuple[int, int] | None: ...
+    @property
+    def alibi_slopes(self) -> tuple[int, int] | None: ...
+    @property
+    def dropout(self) -> _Dropout | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +215,15 @@ def _key(family: str, arch: tuple[int, int], members: dict[str, str | int]) -> s
     return " ".join(f"{name}={value}" for name, value in words.items())
 
 
+def tf32_chain(family: str) -> int:
+    """How many steps of a float32 product the tensor unit adds up before a rounded addition.
+
+    Its own additions truncate. Chains of 4 have up to twice the error of chains of 1, and a quarter of the additions;
+    a warp that holds dk and dv has no registers for more than 2.
+    """
+    return 2 if family in ("sm80_backward", "sm80_backward_dkv") else 4
+
+
 def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile) -> str:
     """Composes the key of an attention kernel; members of ``Config`` that stay at their default are left out."""
     wide = 16 // _element_bytes(problem.dtype)
@@ -223,6 +245,11 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         "mask": problem.mask is not None,
         "bias": problem.bias is not None,
         "softcap": problem.softcap > 0,
+        "positions": problem.positions,
+        "sinks": problem.sinks is not None,
+        "alibi": problem.alibi_slopes is not None,
+        "dropout": problem.dropout is not None,
+        "dropout_rows": problem.dropout is not None and problem.dropout.rows,
         "narrow_rows": problem.head_dim % wide != 0 or problem.head_dim_v % wide != 0,
     }
     flags["staged_bias"] = tile.staged_bias
@@ -232,6 +259,8 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         members["shared_scores"] = 1
     if tile.grad_slices > 1:
         members["grad_slices"] = tile.grad_slices
+    if problem.dtype == "float32" and (chain := tf32_chain(family)) > 1:
+        members["tf32_chain"] = chain
     return _key(family, arch, members)
 
 
@@ -255,21 +284,38 @@ class Plan:
 _SCRATCH_ALIGNMENT = 256
 
 
-def _segment_ranges_bytes(problem: Problem, batch: int, tile: Tile) -> int:
-    """Scratch for the segment ranges of one kernel's tiles (``cc/cuda/attention_params.cc``)."""
-    if not problem.segments:
-        return 0
-    tiles = -(-problem.q_len // tile.tile_q) + -(-problem.kv_len // tile.tile_kv)
-    return batch * tiles * 8 + _SCRATCH_ALIGNMENT
+def _has_position_band(problem: Problem) -> bool:
+    return problem.positions and not problem.band.unbounded
+
+
+_SEGMENT_RANGE_BYTES = 16  # of one tile: SegmentRange and PositionRange in cc/kernels/params.cuh
+_POSITION_RANGE_BYTES = 8
+
+
+def range_keys(problem: Problem, arch: tuple[int, int]) -> list[str]:
+    """Keys of the passes that find the ranges of segments and positions of tiles."""
+    needed = {"segment_ranges": problem.segments, "position_ranges": _has_position_band(problem)}
+    return [_pass_key(family, arch) for family, is_needed in needed.items() if is_needed]
+
+
+def range_bytes(problem: Problem, batch: int, tile_q: int, tile_kv: int) -> int:
+    """Scratch for the ranges of segments and positions of one kernel's tiles (``cc/cuda/attention_params.cc``)."""
+    tiles = -(-problem.q_len // tile_q) + -(-problem.kv_len // tile_kv)
+    segments = batch * tiles * _SEGMENT_RANGE_BYTES + _SCRATCH_ALIGNMENT if problem.segments else 0
+    positions = batch * tiles * _POSITION_RANGE_BYTES + _SCRATCH_ALIGNMENT
+    return segments + (positions if _has_position_band(problem) else 0)
+
+
+def _range_bytes(problem: Problem, batch: int, tile: Tile) -> int:
+    return range_bytes(problem, batch, tile.tile_q, tile.tile_kv)
 
 
 def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
     """Plans the forward pass of ``mem_efficient``. ``batch`` only scales the scratch and may be symbolic."""
     tile = forward_tile(problem, arch)
     keys = [kernel_key("sm80_forward", problem, arch, tile)]
-    if problem.segments:
-        keys.append(_pass_key("segment_ranges", arch))
-    return Plan(";".join(keys), _segment_ranges_bytes(problem, batch, tile))
+    keys += range_keys(problem, arch)
+    return Plan(";".join(keys), _range_bytes(problem, batch, tile))
 
 
 def keys_shared_bytes(tile: Tile, problem: Problem, *, fused: bool) -> int:
@@ -475,7 +521,7 @@ def plan_backward(
         keys.append(
             kernel_key("sm80_backward" if fused else "sm80_backward_dkv", problem, arch, tile)
         )
-        scratch += _segment_ranges_bytes(problem, batch, tile)
+        scratch += _range_bytes(problem, batch, tile)
         if fused:
             cast: dict[str, str | int] = {
                 "element": element,
@@ -491,15 +537,14 @@ def plan_backward(
     if want_q and not fused:
         tile = queries_tile(problem, arch)
         keys.append(kernel_key("sm80_backward_dq", problem, arch, tile))
-        scratch += _segment_ranges_bytes(problem, batch, tile)
+        scratch += _range_bytes(problem, batch, tile)
     if want_bias and problem.bias is not None:
         tile = dbias_tile(problem, arch)
         keys.append(kernel_key("sm80_backward_dbias", problem, arch, tile))
         keys.append(_pass_key("sum_partials", arch, bias_element=_ELEMENTS[problem.bias_dtype]))
-        scratch += _segment_ranges_bytes(problem, batch, tile)
+        scratch += _range_bytes(problem, batch, tile)
         scratch += _dbias_partials_bytes(problem, batch, tile) + _SCRATCH_ALIGNMENT
-    if problem.segments:
-        keys.append(_pass_key("segment_ranges", arch))
+    keys += range_keys(problem, arch)
     return Plan(";".join(keys), scratch)
 
 
@@ -526,6 +571,10 @@ class _HotProblem:
     q_lengths: bool = False
     kv_lengths: bool = False
     segments: bool = False
+    positions: bool = False
+    sinks: tuple[int, int] | None = None
+    alibi_slopes: tuple[int, int] | None = None
+    dropout: _Dropout | None = None
 
     @property
     def head_dim_v(self) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import ffi
-from jattn.backends import flash_backward_tiles, flash_tiles
+from jattn.backends import flash_backward_tiles, flash_tiles, key_splits
 from jattn.backends.base import Backend, Residuals, Wants, symbolic_extents, wrong_dtype
 from jattn.backends.mem_efficient import cuda_kernels_missing, plan_attributes, wide_heads
 from jattn.config import Determinism
@@ -29,15 +29,7 @@ class FlashBackend:
     """
 
     name = "flash"
-    understands = frozenset(FEATURES) - {
-        "bias",
-        "mask",
-        "positions",
-        "sinks",
-        "alibi_slopes",
-        "dropout",
-        "dropout_rows",
-    }
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""
@@ -57,8 +49,9 @@ class FlashBackend:
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
-        padded_spec, padded = _pad(spec, operands)
-        plan = flash_tiles.plan_forward(padded_spec, spec.batch)
+        padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
+        heads = key_splits.heads_of_items(padded_spec)
+        plan = flash_tiles.plan_forward(padded_spec, spec.batch, heads)
         attributes = plan_attributes(self.name, plan.kernels)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
         return out[..., : spec.head_dim_v], lse
@@ -83,7 +76,7 @@ class FlashBackend:
             padded_spec,
             spec.batch,
             spec.num_heads,
-            wants=(wants.q, wants.k, wants.v),
+            wants=wants.flags(),
             deterministic=determinism == "strict",
         )
         attributes = plan_attributes(self.name, plan.kernels)
@@ -94,7 +87,7 @@ class FlashBackend:
             q=grads.q[..., : spec.head_dim],
             k=grads.k[..., : spec.head_dim],
             v=grads.v[..., : spec.head_dim_v],
-            bias=None,
+            bias=grads.bias,
         )
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
-_ELEMENTS = {"float16": "f16", "bfloat16": "bf16"}
+from jattn.backends.cuda_tiles import range_bytes
+from jattn.backends.key_splits import choose_splits
+from jattn.spec import Dropout
+
+_ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 # Rows of q, k, v and out are copied by the tensor memory accelerator, whose strides are multiples of 16 bytes.
 HEAD_DIM_MULTIPLE = 8
@@ -21,8 +25,17 @@ _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
 _SCRATCH_ALIGNMENT = 256
 
+# Of the pre-pass that packs a dense mask.
+MASK_KEY = "family=mask_tiles arch=sm_90a"
+
 
 class _Band(Protocol):
+    @property
+    def left(self) -> int: ...
+    @property
+    def right(self) -> int: ...
+    @property
+    def lower_right(self) -> bool: ...
     @property
     def unbounded(self) -> bool: ...
 
@@ -34,6 +47,10 @@ class Problem(Protocol):
     def q_len(self) -> int: ...
     @property
     def kv_len(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
     @property
@@ -52,6 +69,20 @@ class Problem(Protocol):
     def kv_lengths(self) -> bool: ...
     @property
     def segments(self) -> bool: ...
+    @property
+    def positions(self) -> bool: ...
+    @property
+    def bias(self) -> tuple[int, ...] | None: ...
+    @property
+    def bias_dtype(self) -> str: ...
+    @property
+    def mask(self) -> tuple[int, ...] | None: ...
+    @property
+    def sinks(self) -> tuple[int, int] | None: ...
+    @property
+    def alibi_slopes(self) -> tuple[int, int] | None: ...
+    @property
+    def dropout(self) -> Dropout | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +91,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, chain_items, q_in_registers, integer_max: see ``Config``.
+      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias: see ``Config``.
     """
 
     head_dim: int
@@ -72,6 +103,8 @@ class Tile:
     chain_items: bool = False
     q_in_registers: bool = False
     integer_max: bool = False
+    staged_bias: bool = False
+    row_bias: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -97,19 +130,93 @@ def _tile_bytes(rows: int, columns: int) -> int:
     return -(-columns // 64) * rows * 128
 
 
-def forward_shared_bytes(tile: Tile, segments: bool) -> int:
+def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of the forward kernel."""
     q_buffers = 2 if tile.chain_items else 1
     q = q_buffers * _tile_bytes(tile.tile_q, tile.head_dim)
     out = _tile_bytes(tile.tile_q, tile.head_dim_v)
     stage = _tile_bytes(tile.tile_kv, tile.head_dim) + _tile_bytes(tile.tile_kv, tile.head_dim_v)
+    if tile.staged_bias:
+        stage += _tile_bytes(tile.tile_q, tile.tile_kv)
     slots = 2 * q_buffers
-    ids = 4 * (slots * tile.tile_q + tile.stages * tile.tile_kv) if segments else 0
+    columns = tile.stages * tile.tile_kv
     barriers = 8 * (1 + 2 * q_buffers + 4 * tile.stages)
-    control = barriers + 8 + 8 * tile.stages + slots * 32 + ids
+    control = barriers + 8 + 8 * tile.stages + slots * 32
+    control += 4 * (slots * tile.tile_q + columns) * (problem.segments + problem.positions)
+    control += 4 * columns if tile.row_bias else 0
+    control += 16 * tile.stages * tile.tile_q if problem.mask is not None else 0
+    head_numbers = _has_head_numbers(problem)
+    control += 24 * slots if head_numbers else 0
+    if problem.mask is not None or tile.row_bias or problem.positions or head_numbers:
+        control += 96
     rest = tile.stages * stage + control
     own_out = q + out + rest
     return own_out if own_out <= MAX_SHARED_BYTES else max(q, out) + rest
+
+
+def _has_head_numbers(problem: Problem) -> bool:
+    found = (problem.sinks, problem.alibi_slopes, problem.dropout)
+    return any(feature is not None for feature in found)
+
+
+def _can_stage(problem: Problem) -> bool:
+    """Whether the tensor memory accelerator can copy tiles of the bias: the type of q, rows on 16-byte boundaries."""
+    if problem.bias is None or problem.bias_dtype != problem.dtype:
+        return False
+    both = problem.bias[2] == problem.q_len > 1 and problem.bias[3] == problem.kv_len > 1
+    return both and problem.kv_len % 8 == 0
+
+
+def _count_terms(problem: Problem) -> int:
+    """How many terms and tests every pair has."""
+    terms = (problem.bias, problem.mask, problem.alibi_slopes, problem.dropout)
+    found = sum(term is not None for term in terms)
+    return found + problem.positions + problem.segments + (problem.softcap > 0)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether nothing needs registers beside the products and the softmax."""
+    return _count_terms(problem) == problem.segments + (problem.softcap > 0)
+
+
+def _reads_bias_directly(problem: Problem) -> bool:
+    """Whether the bias is read where it lies, by addresses that take registers."""
+    return problem.bias is not None and problem.bias[2] != 1 and not _can_stage(problem)
+
+
+def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
+    """Picks the tile of a problem with terms or tests for every pair: two consumer warpgroups, q in shared memory.
+
+    A bias is staged where a tile of it fits beside the stages, if need be with fewer keys.
+    """
+    row_bias = problem.bias is not None and problem.bias[2] == 1
+    stages = 3 if max(head_dim, head_dim_v) <= 64 else 2
+    found: Tile | None = None
+    # Registers: with 256 columns of output two products stay in flight only beside a single term.
+    terms = _count_terms(problem)
+    in_series = head_dim_v > 192 and (terms > 1 or _reads_bias_directly(problem))
+    for tile_kv in (128, 96, 64) if terms < 4 else (96, 64, 32):
+        tile = Tile(
+            head_dim,
+            head_dim_v,
+            128,
+            tile_kv,
+            stages=stages,
+            loop_order=_IN_SERIES if in_series else 0,
+            integer_max=head_dim_v <= 128,
+            row_bias=row_bias,
+        )
+        if head_dim_v // 2 + 3 * tile_kv // 4 > 192:
+            continue
+        if _can_stage(problem):
+            staged = dataclasses.replace(tile, staged_bias=True)
+            if forward_shared_bytes(staged, problem) <= MAX_SHARED_BYTES:
+                return staged
+        if found is None and forward_shared_bytes(tile, problem) <= MAX_SHARED_BYTES:
+            found = tile
+    if found is None:
+        raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
+    return found
 
 
 def _head_dim_tile(head_dim: int) -> int:
@@ -128,6 +235,8 @@ def forward_tile(problem: Problem) -> Tile:
         )
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
     largest = max(head_dim, head_dim_v)
+    if not _is_plain(problem):
+        return _tile_with_terms(problem, head_dim, head_dim_v)
     small = largest <= 96 and not problem.softcap > 0  # with softcap 24 bytes of registers spill
     if small and largest <= 64:
         return Tile(
@@ -155,17 +264,21 @@ def forward_tile(problem: Problem) -> Tile:
             integer_max=head_dim_v <= 128,
         )
         registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
-        if registers <= 192 and forward_shared_bytes(tile, problem.segments) <= MAX_SHARED_BYTES:
+        if registers <= 192 and forward_shared_bytes(tile, problem) <= MAX_SHARED_BYTES:
             return tile
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
 
 
-def forward_key(problem: Problem, tile: Tile) -> str:
-    """Composes the key of the forward kernel, in the order of ``Config``; members at their default are left out."""
+def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
+    """Composes the key of the forward kernel, in the order of ``Config``; members at their default are left out.
+
+    ``partial``: of the kernel that sees a part of the keys and leaves sinks to ``forward_combine``.
+    """
     members: dict[str, str | int] = {
         "family": "sm90_forward",
         "arch": "sm_90a",
         "element": _ELEMENTS[problem.dtype],
+        **({"bias_element": _ELEMENTS[problem.bias_dtype]} if problem.bias is not None else {}),
         "head_dim": tile.head_dim,
         "head_dim_v": tile.head_dim_v,
         "tile_q": tile.tile_q,
@@ -178,7 +291,16 @@ def forward_key(problem: Problem, tile: Tile) -> str:
         "band": not problem.band.unbounded,
         "lengths": problem.q_lengths or problem.kv_lengths,
         "segments": problem.segments,
+        "mask": problem.mask is not None,
+        "bias": problem.bias is not None,
         "softcap": softcap,
+        "positions": problem.positions,
+        "sinks": problem.sinks is not None and not partial,
+        "alibi": problem.alibi_slopes is not None,
+        "dropout": problem.dropout is not None,
+        "dropout_rows": problem.dropout is not None and problem.dropout.rows,
+        "staged_bias": tile.staged_bias,
+        "row_bias": tile.row_bias,
     }
     members |= {name: 1 for name, used in flags.items() if used}
     members["schedule"] = _SCHEDULE_BY_COUNTER
@@ -192,24 +314,66 @@ def forward_key(problem: Problem, tile: Tile) -> str:
         members["integer_max"] = 1
     if not problem.scale > 0 and not softcap:
         members["scale_first"] = 1
+    if partial:
+        members["partial_results"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
 
 
-def plan_forward(problem: Problem, batch: int) -> Plan:
-    """Plans the forward pass of ``flash`` on sm_90. ``batch`` only scales the scratch and may be symbolic."""
+def mask_tiles_bytes(shape: tuple[int, ...], tile_rows: int, tile_columns: int) -> int:
+    """Returns the scratch of one packed mask (``cc/cuda/mask_tiles.cc``), at most 512 bytes more than it takes.
+
+    Args:
+      shape: of the mask, with the axis of the fragments' rows before that of their columns.
+      tile_rows, tile_columns: of the kernel that reads it, along these axes.
+    """
+    batch, heads, rows, columns = shape
+    row_tiles = 1 if rows == 1 else -(-rows // tile_rows)
+    rows_padded = 1 if rows == 1 else row_tiles * tile_rows
+    column_tiles = 1 if columns == 1 else -(-columns // tile_columns)
+    return batch * heads * column_tiles * (16 * rows_padded + row_tiles) + 2 * _SCRATCH_ALIGNMENT
+
+
+def combine_key(problem: Problem, splits: int) -> str:
+    """Composes the key of the kernel that adds up the parts of the keys."""
+    key = f"family=forward_combine arch=sm_90a element={_ELEMENTS[problem.dtype]}"
+    if problem.sinks is not None:
+        key += " sinks=1"
+    return f"{key} key_splits={splits}"
+
+
+def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan:
+    """Plans the forward pass of ``flash`` on sm_90.
+
+    ``batch`` scales the scratch and may be symbolic; keys are split only if it is a number and ``heads``, those with
+    tiles of their own, are given.
+    """
     tile = forward_tile(problem)
-    keys = [forward_key(problem, tile)]
+    splits = 1
+    if heads is not None and isinstance(batch, int):
+        splits = choose_splits(problem, batch * heads, tile.tile_q, tile.tile_kv)
+    keys = [forward_key(problem, tile, partial=splits > 1)]
     scratch_bytes = _SCRATCH_ALIGNMENT  # the counter of work items
+    if splits > 1:
+        keys.append(combine_key(problem, splits))
+        rows = splits * batch * problem.num_heads * problem.q_len
+        scratch_bytes += rows * (16 + 4 * problem.head_dim_v)  # RowPart, float32 rows of the output
     if problem.segments:
         keys.append("family=segment_ranges arch=sm_90a")
-        tiles = -(-problem.q_len // tile.tile_q) + -(-problem.kv_len // tile.tile_kv)
-        scratch_bytes += batch * tiles * 8 + _SCRATCH_ALIGNMENT
+    if problem.positions and not problem.band.unbounded:
+        keys.append("family=position_ranges arch=sm_90a")
+    scratch_bytes += range_bytes(problem, batch, tile.tile_q, tile.tile_kv)
+    if problem.mask is not None:
+        keys.append(MASK_KEY)
+        scratch_bytes += mask_tiles_bytes(problem.mask, tile.tile_q, tile.tile_kv)
     return Plan(";".join(keys), scratch_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _HotBand:
     unbounded: bool
+    left: int = 0
+    right: int = 0
+    lower_right: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,11 +386,20 @@ class _HotProblem:
     band: _HotBand
     q_len: int = 4096
     kv_len: int = 4096
+    num_heads: int = 16
+    num_kv_heads: int = 16
     scale: float = 1.0
     softcap: float = 0.0
     q_lengths: bool = False
     kv_lengths: bool = False
     segments: bool = False
+    positions: bool = False
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = ""
+    mask: tuple[int, ...] | None = None
+    sinks: tuple[int, int] | None = None
+    alibi_slopes: tuple[int, int] | None = None
+    dropout: Dropout | None = None
 
 
 _HOT_HEAD_DIMS = {

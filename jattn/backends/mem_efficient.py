@@ -26,16 +26,10 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 
 class MemEfficientBackend:
-    """Tensor-core kernels with every mask and bias form, float32 accumulation, any head dim up to 512."""
+    """Tensor-core kernels with every mask, bias and dropout form, float32 accumulation, any head dim up to 512."""
 
     name = "mem_efficient"
-    understands = frozenset(FEATURES) - {
-        "positions",
-        "sinks",
-        "alibi_slopes",
-        "dropout",
-        "dropout_rows",
-    }
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

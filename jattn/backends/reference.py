@@ -17,13 +17,7 @@ class ReferenceBackend:
     """Computes by the definition; memory grows with T * S."""
 
     name = "reference"
-    understands = frozenset(FEATURES) - {
-        "positions",
-        "sinks",
-        "alibi_slopes",
-        "dropout",
-        "dropout_rows",
-    }
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

@@ -17,13 +17,7 @@ class XlaBackend:
     """Computes tile by tile with XLA's own operations."""
 
     name = "xla"
-    understands = frozenset(FEATURES) - {
-        "positions",
-        "sinks",
-        "alibi_slopes",
-        "dropout",
-        "dropout_rows",
-    }
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

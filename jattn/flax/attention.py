@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jattn.api import Window, dot_product_attention
-from jattn.errors import NoBackendError, Reason, describe_refusals
 from jattn.masks import Alignment, CausalBias
 
 Array = jax.Array
@@ -42,6 +41,8 @@ class StructuralMask:
       segment_ids (B, T) integer, self-attention; a query sees the keys with its own id. A negative id marks padding.
       query_segment_ids (B, T), key_value_segment_ids (B, S): the same for cross-attention; both or neither.
       query_seq_lengths (B,), key_value_seq_lengths (B,) integer: how many leading positions are real.
+      query_positions (B, T), key_value_positions (B, S) integer, both or neither: where the tokens stand, for
+        causality, windows and slopes, in place of their indices.
       dense: a boolean mask that broadcasts to (B, N, T, S), True = takes part.
     """
 
@@ -50,6 +51,8 @@ class StructuralMask:
     key_value_segment_ids: Array | None = None
     query_seq_lengths: Array | None = None
     key_value_seq_lengths: Array | None = None
+    query_positions: Array | None = None
+    key_value_positions: Array | None = None
     dense: Array | None = None
 
 
@@ -65,6 +68,7 @@ class AttentionFunction:
     local_window_size: Window = None
     scale: float | None = None
     logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     implementation: str | tuple[str, ...] | None = None
 
     def __call__(
@@ -95,8 +99,10 @@ class AttentionFunction:
           bias: added to the scaled scores; broadcasts to (B..., N, T, S).
           mask: array of any dtype that broadcasts to (B..., N, T, S), nonzero = takes part; or a `StructuralMask`; or
             `jattn.causal_upper_left` / `jattn.causal_lower_right`.
-          broadcast_dropout, dropout_rng: part of dropout, which is refused; read by nothing else.
-          dropout_rate, deterministic: a rate above 0 is accepted when `deterministic` is true.
+          broadcast_dropout: one dropout mask (T, S) serves all batch entries and heads, as in Flax.
+          dropout_rng: the key of dropout; `jattn.dropout_mask` of `jattn.seed_from_key(dropout_rng)` tells the mask,
+            whose bits are not those that Flax would draw from the same key.
+          dropout_rate, deterministic: weights are dropped at this rate unless `deterministic` is true.
           dtype: of the computation and the result; None: the promoted dtype of the three inputs.
           precision: a lower bound; None, "default", "high" and "highest" are all met, because the kernels
             multiply in the full precision of the inputs and accumulate in float32 or better.
@@ -112,8 +118,9 @@ class AttentionFunction:
           (B..., T, N, Dv). A row that sees no key is 0; Flax's own function averages the values there.
 
         Raises:
-          ValueError: wrong shapes, weights or custom products asked for, or a `precision` that names an algorithm.
-          NoBackendError: dropout while not deterministic, or no backend serves the problem.
+          ValueError: wrong shapes, weights or custom products asked for, a `precision` that names an algorithm, or
+            dropout without a key.
+          NoBackendError: no backend serves the problem.
         """
         _refuse_products(
             precision=precision,
@@ -127,21 +134,13 @@ class AttentionFunction:
                 " but a fused kernel never forms them: use sow_weights=False, or Flax's own dot_product_attention for"
                 " the layer that is looked into"
             )
-        if dropout_rate > 0.0 and not deterministic:
-            reason = Reason(
-                backend="jattn",
-                code="FEATURE",
-                argument="dropout_rate",
-                actual=dropout_rate,
-                rule="must be 0 while deterministic is false: no backend has dropout",
-                remedy="set dropout_rate=0.0 in the attention module (dropout elsewhere in the model is"
-                " unaffected), or use Flax's own dot_product_attention for this layer",
-            )
-            raise NoBackendError(
-                describe_refusals(
-                    "jattn.flax.attention_fn: dropout of attention weights", {"jattn": (reason,)}
-                ),
-                (reason,),
+        if deterministic:
+            dropout_rate = 0.0
+        elif dropout_rng is None and dropout_rate > 0.0:
+            raise ValueError(
+                f"jattn.flax.attention_fn: dropout_rate is {dropout_rate} and deterministic is false, but dropout_rng"
+                " is None: give the module a dropout key, rngs={'dropout': key} in Linen and nnx.Rngs(dropout=...) in"
+                " NNX, or pass deterministic=True"
             )
 
         if promote_dtype is None:
@@ -183,6 +182,16 @@ class AttentionFunction:
                 structure.key_value_segment_ids, batch_shape, "key_value_segment_ids"
             ),
             logits_soft_cap=self.logits_soft_cap,
+            query_positions=_fold(structure.query_positions, batch_shape, "query_positions"),
+            key_value_positions=_fold(
+                structure.key_value_positions, batch_shape, "key_value_positions"
+            ),
+            alibi_slopes=(
+                None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+            ),
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_rng,
+            broadcast_dropout=broadcast_dropout,
         )
         return out.reshape(*batch_shape, *out.shape[1:])
 
@@ -194,6 +203,7 @@ def make_attention_fn(
     local_window_size: Window = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
+    alibi_slopes: Sequence[float] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> AttentionFunction:
     """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
@@ -207,6 +217,7 @@ def make_attention_fn(
       local_window_size: w or (left, right): query t sees keys t - left to t + right; None or -1 in the pair: no bound.
       scale: of the scores; None: 1 / sqrt(D).
       logits_soft_cap: c in c * tanh(s / c); None: no cap.
+      alibi_slopes: N numbers: slope * distance is taken off the scores of each head; None: none.
       implementation: a backend name, or several in order of preference; None: the best one that serves the call.
 
     Returns:
@@ -226,6 +237,7 @@ def make_attention_fn(
         local_window_size=local_window_size,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
+        alibi_slopes=None if alibi_slopes is None else tuple(alibi_slopes),
         implementation=implementation,
     )
 

@@ -58,7 +58,30 @@ class Cut:
             kv_lengths=per_batch if spec.kv_lengths else None,
             q_segments=per_token if spec.segments else None,
             kv_segments=per_token if spec.segments else None,
+            q_positions=per_token if spec.positions else None,
+            kv_positions=per_token if spec.positions else None,
+            sinks=self._per_head(spec.sinks),
+            alibi_slopes=self._per_head(spec.alibi_slopes),
+            dropout_keys=self._keys(spec),
+            dropout_rate=None
+            if spec.dropout is None
+            else _partition_spec(self.batch if spec.dropout.rate != 1 else (), (), ()),
         )
+
+    def _per_head(self, extents: tuple[int, int] | None) -> PartitionSpec | None:
+        """Of an operand (B or 1, N or 1, ...)."""
+        if extents is None:
+            return None
+        return _partition_spec(
+            self.batch if extents[0] != 1 else (), self.heads if extents[1] != 1 else (), ()
+        )
+
+    def _keys(self, spec: Spec) -> PartitionSpec | None:
+        """Of the dropout keys; the table of packed sequences stays whole along them."""
+        if spec.dropout is None:
+            return None
+        sequences, heads = spec.dropout.keys
+        return self._per_head((1 if spec.dropout.rows else sequences, heads))
 
     @property
     def out(self) -> PartitionSpec:
@@ -106,13 +129,19 @@ def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: froz
     return Cut(batch, heads, () if spec.num_kv_heads == 1 else kv_heads)
 
 
-def shared_axes(spec: Spec, cut: Cut) -> tuple[Axes, Axes, Axes, Axes]:
-    """Mesh axes over which the gradients of q, k, v and bias must be summed: the shards that share the operand."""
+def shared_axes(spec: Spec, cut: Cut) -> tuple[Axes, ...]:
+    """Mesh axes over which the gradients of the differentiable operands must be summed, in their order: the shards
+    that share the operand.
+    """
+
+    def broadcast_over(extents: tuple[int, ...] | None) -> Axes:
+        if extents is None:
+            return ()
+        return (cut.batch if extents[0] == 1 else ()) + (cut.heads if extents[1] == 1 else ())
+
     kv = cut.heads if not cut.kv_heads else ()
-    bias: Axes = ()
-    if spec.bias is not None:
-        bias = (cut.batch if spec.bias[0] == 1 else ()) + (cut.heads if spec.bias[1] == 1 else ())
-    return (), kv, kv, bias
+    optional = (spec.bias, spec.sinks, spec.alibi_slopes)
+    return (), kv, kv, *map(broadcast_over, optional)
 
 
 # ---- jit with sharded arrays: the compiler asks --------------------------------------------------------------------
@@ -191,8 +220,8 @@ def _backward_layout(params: dict[str, Any]) -> Layout:
         arguments = [*operands.flat(), cut.out, cut.lse, cut.out]
         if params["has_dlse"]:
             arguments.append(cut.lse)
-        primals = (operands.q, operands.k, operands.v, operands.bias)
-        wanted = [i for i, flag in enumerate(wants.flags()) if flag]
+        primals = operands.differentiable()
+        wanted = [i for i, flag in enumerate(wants.all_flags()) if flag]
         sums = shared_axes(spec, cut)
         return arguments, [primals[i] or PartitionSpec() for i in wanted], [sums[i] for i in wanted]
 
@@ -202,10 +231,10 @@ def _backward_layout(params: dict[str, Any]) -> Layout:
 def _tangent_layout(params: dict[str, Any]) -> Layout:
     def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
         operands = cut.operands(params["spec"])
-        primals = (operands.q, operands.k, operands.v, operands.bias)
+        primals = operands.differentiable()
         moving = [
             p or PartitionSpec()
-            for p, flag in zip(primals, params["wants"].flags(), strict=True)
+            for p, flag in zip(primals, params["wants"].all_flags(), strict=True)
             if flag
         ]
         return [*operands.flat(), cut.out, cut.lse, *moving], [cut.out, cut.lse], [(), ()]

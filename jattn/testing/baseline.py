@@ -11,7 +11,7 @@ import numpy as np
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
-from jattn.testing.oracle import Solution, reduce_to, sum_groups
+from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups
 
 
 def round_to_tf32(array: Array) -> Array:
@@ -38,11 +38,11 @@ def _three_products(a: Array, b: Array) -> Array:
 def solve(
     case: Case, operands: Operands, solution: Solution, precision: str = "ieee"
 ) -> dict[str, Array]:
-    """Computes out, lse, dq, dk, dv and dbias the textbook way in the precision of the case.
+    """Computes out, lse and the gradients the textbook way in the precision of the case.
 
     P, dP, dS and the results are rounded to the type of the case, bias gradients to that of the bias; heads of a group
-    are summed in the wide type. The visibility and the selection of padding are the oracle's: this baseline is about
-    rounding only.
+    are summed in the wide type. The visibility, what dropout keeps and the selection of padding are the oracle's: this
+    baseline is about rounding only.
     """
     wide: Any = np.float64 if case.dtype == "float64" else np.float32
     dtype = inputs.numpy_dtype(case.dtype)
@@ -60,6 +60,8 @@ def solve(
     scale = wide(case.scale_value)
     q, k, v, dout = (rounded(x) for x in (solution.q, solution.k, solution.v, solution.dout))
     dlse = solution.dlse.astype(wide)
+    kept = (solution.z > 0).astype(wide)
+    factor = wide(np.max(solution.z, initial=0.0))
     with np.errstate(over="ignore", invalid="ignore"):
         s = scale * product(q, k.swapaxes(2, 3))
         slope = np.ones_like(s)
@@ -68,21 +70,27 @@ def solve(
             s, slope = wide(case.softcap) * capped, 1 - capped * capped
         if operands.bias is not None:
             s = s + np.where(visible, operands.bias.astype(wide), 0)
+        far = np.abs(solution.distance).astype(wide)
+        if operands.alibi_slopes is not None:
+            s = s - per_head(operands.alibi_slopes).astype(wide) * far
         s = np.where(visible, s, wide(-np.inf))
         row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
         live = ~(row_max == -np.inf)
+        sink = wide(-np.inf) if operands.sinks is None else per_head(operands.sinks).astype(wide)
+        row_max = np.where(live, np.maximum(row_max, sink), row_max)
         weights = np.where(
             visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
         )
-        row_sum = np.where(live, weights.sum(axis=3, keepdims=True), 1)
+        sink_weight = np.exp(np.where(live, sink, wide(-np.inf)) - np.where(live, row_max, wide(0)))
+        row_sum = np.where(live, weights.sum(axis=3, keepdims=True) + sink_weight, 1)
         p = weights / row_sum
         lse = np.where(live, np.where(live, row_max, 0) + np.log(row_sum), -np.inf)[..., 0]
-        out = stored(product(rounded(p), v))
+        out = stored(factor * product(rounded(p * kept), v))
         # The residual format is part of the problem: backward has lse, rounded to the wide type, and not row_max and
         # row_sum. At |lse| = 25 that alone moves P by 12 units of float32.
-        kept = np.where(np.isneginf(lse), 0, lse).astype(wide)[..., None]
-        p = np.where(visible & live, np.exp(np.where(visible & live, s - kept, 0)), 0)
-        dp = np.where(visible, rounded(product(dout, v.swapaxes(2, 3))), 0)
+        kept_lse = np.where(np.isneginf(lse), 0, lse).astype(wide)[..., None]
+        p = np.where(visible & live, np.exp(np.where(visible & live, s - kept_lse, 0)), 0)
+        dp = np.where(visible, rounded(factor * kept * product(dout, v.swapaxes(2, 3))), 0)
         delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[
             ..., None
         ]
@@ -96,12 +104,21 @@ def solve(
             "dk": stored(sum_groups(scale * product(dx.swapaxes(2, 3), q), group)).transpose(
                 0, 2, 1, 3
             ),
-            "dv": stored(sum_groups(product(rounded(p).swapaxes(2, 3), dout), group)).transpose(
-                0, 2, 1, 3
-            ),
+            "dv": stored(
+                sum_groups(factor * product(rounded(p * kept).swapaxes(2, 3), dout), group)
+            ).transpose(0, 2, 1, 3),
         }
         if operands.bias is not None:
             results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(
                 operands.bias.dtype
             )
+        if operands.sinks is not None:
+            sink_p = np.where(live, np.exp(np.where(live, sink - kept_lse, 0)), 0)
+            results["dsinks"] = per_head_sum(-sink_p * delta, operands.sinks.shape).astype(
+                np.float32
+            )
+        if operands.alibi_slopes is not None:
+            results["dalibi_slopes"] = per_head_sum(
+                -ds_wide * far, operands.alibi_slopes.shape
+            ).astype(np.float32)
     return results

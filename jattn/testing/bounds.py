@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from jattn.testing.cases import Case
-from jattn.testing.inputs import Array
-from jattn.testing.oracle import Solution, reduce_to, sum_groups
+from jattn.testing.inputs import Array, Operands
+from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups
 
 # exp underflows below this in float32: a weight smaller than that may be lost whole.
 UNDERFLOW = 1e-30
@@ -68,11 +68,13 @@ def unit_of(dtype: str) -> float:
     ]
 
 
-def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[str, Array]:
-    """Bounds |error| of out, lse, dq, dk, dv and, with a bias, dbias; shapes as in the solution."""
+def bounds(
+    case: Case, operands: Operands, solution: Solution, unit: Units, lse_dtype: str
+) -> dict[str, Array]:
+    """Bounds |error| of out, lse and the gradients that the case has; shapes as in the solution."""
     scale = abs(case.scale_value)
     group = case.group_size
-    visible, p = solution.visible, solution.p
+    visible, p, z = solution.visible, solution.p, solution.z
     abs_q, abs_k, abs_v, abs_dout = (
         np.abs(_finite(x)) for x in (solution.q, solution.k, solution.v, solution.dout)
     )
@@ -84,6 +86,9 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
     acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
     acc_d, acc_dv = unit.acc(case.head_dim), unit.acc(case.head_dim_v)
 
+    # Rounding 1 / (1 - r) and multiplying by it.
+    drop = 2 * unit.u_acc if case.dropout_rate else 0.0
+
     # delta_s of the analysis: by how much a row's scores may be off.
     products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
     finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
@@ -94,21 +99,24 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
     if case.softcap is not None:
         # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
         magnitude = magnitude + case.softcap
+    if operands.sinks is not None:
+        magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
     s_error = (2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude
     rho = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc + unit.u_in
 
     p = _finite(p)
     seen = visible.astype(p.dtype)
-    out = (rho + unit.u_qk + acc_s) * (p @ abs_v) + unit.a_in * (seen @ abs_v)
+    zp, z_seen = z * p, z * seen
+    out = (rho + unit.u_qk + acc_s + drop) * (zp @ abs_v) + unit.a_in * (z_seen @ abs_v)
     out = out.transpose(0, 2, 1, 3) + unit.u_out * np.abs(solution.out) + unit.a_out
 
-    dv = ((rho + unit.u_qk + acc_t) * p).swapaxes(2, 3) @ abs_dout + unit.a_in * (
-        seen.swapaxes(2, 3) @ abs_dout
+    dv = ((rho + unit.u_qk + acc_t + drop) * zp).swapaxes(2, 3) @ abs_dout + unit.a_in * (
+        z_seen.swapaxes(2, 3) @ abs_dout
     )
     dv = _grouped(dv, group) + 2 * unit.u_out * np.abs(solution.dv) + unit.a_out
 
-    dp_products = np.where(visible, abs_dout @ abs_v.swapaxes(2, 3), 0)
-    dp_error = (2 * unit.u_qk + acc_dv) * dp_products + unit.u_in * abs_dp + unit.a_in * seen
+    dp_products = np.where(visible, z * (abs_dout @ abs_v.swapaxes(2, 3)), 0)
+    dp_error = (2 * unit.u_qk + acc_dv + drop) * dp_products + unit.u_in * abs_dp + unit.a_in * seen
     dout_out = (abs_dout * np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)).sum(
         axis=3, keepdims=True
     )
@@ -147,6 +155,15 @@ def bounds(case: Case, solution: Solution, unit: Units, lse_dtype: str) -> dict[
             + 2 * u_bias * np.abs(solution.dbias)
             + (2.0**-24 if (case.bias_dtype or case.dtype) == "float16" else 0.0)
         )
+    # Sinks and slopes: their gradients are sums in float32, or float64, of terms that nothing rounds further.
+    if solution.dsinks is not None:
+        sink_p, abs_delta = solution.sink_p, np.abs(_finite(solution.delta))
+        rho_sink = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc
+        terms = sink_p * (delta_error + (rho_sink + acc_t + 2.0**-23) * abs_delta)
+        found["dsinks"] = per_head_sum(terms, solution.dsinks.shape)
+    if solution.dalibi_slopes is not None:
+        terms = (ds_error + (acc_s + acc_t + 2.0**-23) * abs_ds) * np.abs(solution.distance)
+        found["dalibi_slopes"] = per_head_sum(terms, solution.dalibi_slopes.shape)
     return {name: bound + UNDERFLOW for name, bound in found.items()}
 
 

@@ -45,6 +45,10 @@ class Case:
     broadcasting: "bnts" is the full (B, N, T, S), "b11s" has size-1 axes, "ts" is rank 2, "s" rank 1.
     Lengths are explicit tuples, one entry per batch element; they may exceed the extent (they are clamped).
     Segments: "random" draws sorted ids with negative (padding) tails, "interleaved" draws unsorted ones.
+    Positions: "shuffled" draws them; "shifted" counts on from an offset per batch entry, as while decoding; "restart"
+    counts from 0 in each run of equal segment ids; "far" puts them near and beyond the ends of their range.
+    `sinks_form` and `alibi_form` spell the shape over batch and heads: "n", "bn", "b1", "1".
+    `dropout_rows`: the keys of dropout are those of packed sequences; needs segments and positions.
     """
 
     name: str
@@ -69,6 +73,12 @@ class Case:
     kv_lengths: tuple[int, ...] | None = None
     segments: str | None = None
     num_segments: int = 3
+    positions: str | None = None
+    sinks_form: str | None = None
+    alibi_form: str | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = False
+    dropout_rows: bool = False
     distribution: str = "normal"
     dout_distribution: str = "normal"
     with_dlse: bool = True
@@ -114,6 +124,10 @@ class Case:
             options["local_window_size"] = self.window
         if self.lower_right:
             options["causal_alignment"] = "lower_right"
+        if self.dropout_rate:
+            options["dropout_rate"] = self.dropout_rate
+        if self.broadcast_dropout:
+            options["broadcast_dropout"] = True
         return options
 
     def but(self, suffix: str, **changes: object) -> "Case":
@@ -393,6 +407,170 @@ def _float64_cases() -> list[Case]:
     ]
 
 
+def _feature_base(name: str) -> Case:
+    return Case(
+        name=name,
+        q_len=70,
+        kv_len=90,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        head_dim_v=32,
+    )
+
+
+def _position_cases() -> list[Case]:
+    base = _feature_base("positions").but("causal", is_causal=True, positions="shuffled")
+    return [
+        base,
+        base.but("bf16-window", dtype="bfloat16", window=(20, 3), positions="shifted"),
+        base.but(
+            "lengths", q_lengths=(70, 40), kv_lengths=(50, 90), positions="shifted", dtype="float16"
+        ),
+        base.but("restart-segments", kv_len=70, segments="random", positions="restart"),
+        base.but("far", positions="far", window=(2**30, None), bias_form="1nts"),
+        base.but(
+            "everything",
+            dtype="bfloat16",
+            window=(30, None),
+            bias_form="b1ts",
+            mask_form="1n1s",
+            segments="interleaved",
+            kv_lengths=(90, 64),
+            softcap=10.0,
+        ),
+        # Several tiles, of which most are hidden.
+        base.but("long", batch=1, q_len=300, kv_len=331, window=(25, None), positions="shifted"),
+    ]
+
+
+def _sink_cases() -> list[Case]:
+    base = _feature_base("sinks").but("heads", sinks_form="n")
+    return [
+        base,
+        base.but("batch-causal-bf16", sinks_form="bn", is_causal=True, dtype="bfloat16"),
+        base.but("one-f16", sinks_form="1", dtype="float16", head_dim_v=48, kv_lengths=(90, 0)),
+        base.but("per-batch-window", sinks_form="b1", window=(9, 4), lower_right=True),
+        base.but("segments-softcap", sinks_form="n", segments="random", softcap=5.0),
+        base.but(
+            "bias-mask", sinks_form="bn", bias_form="1nts", mask_form="b1ts", mask_density=0.1
+        ),
+        base.but("decode", q_len=1, kv_len=129, num_kv_heads=1, dtype="bfloat16"),
+        base.but("far-below", distribution="lse_plus_200", head_dim_v=16),
+        base.but("far-above", distribution="lse_minus_200"),
+        base.but("float64", dtype="float64", is_causal=True),
+    ]
+
+
+def _alibi_cases() -> list[Case]:
+    base = _feature_base("alibi").but("heads", alibi_form="n")
+    return [
+        base,
+        base.but("causal-bf16", is_causal=True, dtype="bfloat16"),
+        base.but("batch-lower-right", alibi_form="bn", lower_right=True, dtype="float16"),
+        base.but(
+            "lengths-lower-right",
+            is_causal=True,
+            lower_right=True,
+            q_lengths=(70, 20),
+            kv_lengths=(41, 90),
+        ),
+        base.but("positions", positions="shuffled", alibi_form="bn"),
+        base.but(
+            "restart-causal-bf16",
+            kv_len=70,
+            segments="random",
+            positions="restart",
+            is_causal=True,
+            dtype="bfloat16",
+        ),
+        base.but("softcap-bias-window", softcap=5.0, bias_form="bnts", window=(30, 30)),
+        base.but("one-sinks", alibi_form="1", sinks_form="n", head_dim_v=24, is_causal=True),
+        base.but(
+            "long-causal-bf16", batch=1, q_len=260, kv_len=260, is_causal=True, dtype="bfloat16"
+        ),
+    ]
+
+
+def _dropout_cases() -> list[Case]:
+    base = _feature_base("dropout").but("plain", dropout_rate=0.2)
+    everything = base.but(
+        "everything",
+        is_causal=True,
+        window=(40, None),
+        bias_form="1nts",
+        mask_form="b11s",
+        mask_density=0.9,
+        kv_lengths=(90, 64),
+        q_lengths=(70, 33),
+        segments="interleaved",
+        softcap=20.0,
+        sinks_form="n",
+        alibi_form="bn",
+        positions="shifted",
+    )
+    return [
+        base,
+        base.but("bf16-causal", dtype="bfloat16", is_causal=True, dropout_rate=0.113377),
+        base.but("f16-half", dtype="float16", dropout_rate=0.5, head_dim_v=48),
+        base.but(
+            "broadcast", broadcast_dropout=True, dropout_rate=0.48, lower_right=True, is_causal=True
+        ),
+        base.but("tiny-rate", dropout_rate=1e-6),
+        base.but("nearly-all", dropout_rate=0.9999, dtype="bfloat16"),
+        base.but("bias-bf16", bias_form="b1ts", bias_dtype="float32", dtype="bfloat16"),
+        base.but("lengths", q_lengths=(70, 17), kv_lengths=(33, 90), dropout_rate=0.22),
+        base.but("segments-window", segments="random", window=(12, 5), dtype="float16"),
+        # Positions say who sees whom; the pair is still known by its indices.
+        base.but("positions", positions="shuffled", is_causal=True),
+        base.but("decode", q_len=1, kv_len=129, num_kv_heads=1, dtype="bfloat16"),
+        base.but(
+            "wide-head",
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=128,
+            head_dim_v=128,
+            dtype="bfloat16",
+            is_causal=True,
+        ),
+        base.but("long-bf16", batch=1, q_len=300, kv_len=331, dtype="bfloat16", is_causal=True),
+        base.but("float64", dtype="float64"),
+        everything,
+        everything.but("bf16", dtype="bfloat16"),
+        everything.but("f16", dtype="float16", positions=None, lower_right=True),
+    ]
+
+
+def _dropout_row_cases() -> list[Case]:
+    base = _feature_base("rows").but(
+        "packed",
+        batch=1,
+        q_len=120,
+        kv_len=120,
+        segments="random",
+        num_segments=5,
+        positions="restart",
+        dropout_rate=0.3,
+        dropout_rows=True,
+    )
+    return [
+        base,
+        base.but("causal-bf16", is_causal=True, dtype="bfloat16"),
+        base.but(
+            "cross-batch", batch=2, kv_len=97, positions="shuffled", is_causal=True, dtype="float16"
+        ),
+        base.but("broadcast", broadcast_dropout=True, window=(9, 2)),
+        base.but(
+            "everything",
+            alibi_form="n",
+            sinks_form="n",
+            softcap=20.0,
+            bias_form="1nts",
+            is_causal=True,
+        ),
+    ]
+
+
 def _row_cases() -> list[Case]:
     """Problems of the acceptance rows that both tiers run; the tag is the row's id."""
     variants = Case(
@@ -542,6 +720,61 @@ def _benchmark_cases() -> list[Case]:
     ]
 
 
+def _feature_benchmark_cases() -> list[Case]:
+    """One shape with each feature alone: what a feature costs."""
+    features: dict[str, dict[str, object]] = {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "window": (256, None)},
+        "grouped": {"num_kv_heads": 4},
+        "lengths": {"kv_lengths": True},
+        "segments": {"segments": "random", "num_segments": 4},
+        "positions": {"is_causal": True, "positions": "shifted"},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks_form": "n"},
+        "alibi": {"alibi_form": "n"},
+        "mask": {"mask_form": "b1ts"},
+        "bias": {"bias_form": "1nts"},
+        "dropout": {"dropout_rate": 0.1},
+    }
+    wide = Case(
+        name="feature",
+        batch=4,
+        q_len=4096,
+        kv_len=4096,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=128,
+        head_dim_v=128,
+        dtype="bfloat16",
+        with_dlse=False,
+        tags=frozenset({"features"}),
+    )
+    narrow = dataclasses.replace(
+        wide,
+        name="cpu-feature",
+        batch=2,
+        q_len=1024,
+        kv_len=1024,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        head_dim_v=64,
+        dtype="float32",
+        tags=frozenset({"cpu_features"}),
+    )
+    cases = []
+    for base in (wide, narrow):
+        for name, changes in features.items():
+            changed = dict(changes)
+            if "kv_lengths" in changed:
+                changed["kv_lengths"] = tuple(
+                    base.kv_len * (b + 1) // base.batch for b in range(base.batch)
+                )
+            cases.append(base.but(name, **changed))
+    return cases
+
+
 TABLE: tuple[Case, ...] = (
     *_tagged("length", _length_cases()),
     *_tagged("head_dim", _head_dim_cases()),
@@ -551,8 +784,14 @@ TABLE: tuple[Case, ...] = (
     *_tagged("scale", _scale_cases()),
     *_tagged("values", _distribution_cases()),
     *_tagged("float64", _float64_cases()),
+    *_tagged("positions", _position_cases()),
+    *_tagged("sinks", _sink_cases()),
+    *_tagged("alibi", _alibi_cases()),
+    *_tagged("dropout", _dropout_cases()),
+    *_tagged("dropout_rows", _dropout_row_cases()),
     *_tagged("rows", _row_cases()),
     *_tagged("bench", _benchmark_cases()),
+    *_tagged("bench", _feature_benchmark_cases()),
 )
 
 

@@ -25,7 +25,10 @@ from jattn.testing.oracle import Solution
 # own error may happen to be near 0 (a single pair: dP - delta rounds to 0 or not), so only the other checks judge.
 FEWEST_PAIRS = 32
 
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
+
+# Gradients with one number per head: too few errors for a root mean square.
+PER_HEAD = ("dsinks", "dalibi_slopes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +93,9 @@ def check(
     """Compares results with the oracle.
 
     `results` maps some of TENSORS to arrays in the public shapes and types: out, dq, dk, dv in the type of the case,
-    dbias in that of the bias, lse (B, T, N) float32, or float64 for a float64 case. `operands` are those without
-    poison; `precision` is "tf32" for a backend that declares to round float32 operands of products to tf32.
+    dbias in that of the bias, dsinks and dalibi_slopes float32, lse (B, T, N) float32, or float64 for a float64 case.
+    `operands` are those without poison; `precision` is "tf32" for a backend that declares to round float32 operands of
+    products to tf32.
 
     Raises:
       ValueError: nothing to compare, or a tensor the oracle does not know.
@@ -103,7 +107,7 @@ def check(
         solution = oracle.solve(case, operands)
     lse_dtype = str(results["lse"].dtype) if "lse" in results else "float32"
     unit = units(case.dtype, precision)
-    limits = bounds(case, solution, unit, lse_dtype)
+    limits = bounds(case, operands, solution, unit, lse_dtype)
     emulated = baseline.solve(case, operands, solution, precision)
     zeros = structural_zeros(case, operands, solution)
     enough_pairs = int(solution.visible.sum()) >= FEWEST_PAIRS
@@ -114,7 +118,8 @@ def check(
             report = _compare(
                 name, results[name], want, limits[name], emulated[name], zeros.get(name), case
             )
-            reports.append(report if enough_pairs else dataclasses.replace(report, rms_ratio=0.0))
+            judged = enough_pairs and name not in PER_HEAD
+            reports.append(report if judged else dataclasses.replace(report, rms_ratio=0.0))
     return Report(
         f"case {case.name} (seed crc32 of the name; {case.dtype}, {precision})", tuple(reports)
     )
@@ -138,6 +143,7 @@ def assert_close(
 def structural_zeros(case: Case, operands: Operands, solution: Solution) -> dict[str, Array]:
     """Marks the elements that must be exactly zero, whatever the values."""
     weighted = solution.visible & ~np.isneginf(solution.s)
+    kept = weighted & (solution.z > 0)
     dout_rows = (solution.dout != 0).any(axis=3)
     active = weighted & (dout_rows | (solution.dlse != 0))[..., None]
     moving = active & (case.scale_value != 0)
@@ -151,11 +157,19 @@ def structural_zeros(case: Case, operands: Operands, solution: Solution) -> dict
         return ~seen.transpose(0, 2, 1)[..., None]
 
     zeros = {
-        "out": rows(weighted),
+        "out": rows(kept),
         "dq": rows(moving),
         "dk": keys(moving),
-        "dv": keys(weighted & dout_rows[..., None]),
+        "dv": keys(kept & dout_rows[..., None]),
     }
+    if operands.sinks is not None:
+        has_sink = ~np.isneginf(oracle.per_head(operands.sinks))
+        pulled = np.asarray(active.any(axis=3, keepdims=True) & has_sink)
+        zeros["dsinks"] = oracle.per_head_sum(pulled.astype(np.int64), operands.sinks.shape) == 0
+    if operands.alibi_slopes is not None:
+        pulled = active & (solution.distance != 0)
+        shape = operands.alibi_slopes.shape
+        zeros["dalibi_slopes"] = oracle.per_head_sum(pulled.astype(np.int64), shape) == 0
     if operands.bias is not None:
         zeros["dbias"] = oracle.reduce_to(active.astype(np.int64), operands.bias.shape) == 0
     return zeros
@@ -164,6 +178,8 @@ def structural_zeros(case: Case, operands: Operands, solution: Solution) -> dict
 def _stored_dtype(case: Case, name: str) -> tuple[str, ...]:
     if name == "lse":
         return ("float64", "float32") if case.dtype == "float64" else ("float32",)
+    if name in PER_HEAD:
+        return ("float32",)
     return ((case.bias_dtype or case.dtype) if name == "dbias" else case.dtype,)
 
 

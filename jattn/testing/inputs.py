@@ -24,7 +24,9 @@ HUGE_INDEX = np.int32(2**31 - 1)
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """The arrays of one case. Shapes: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), dout (B, T, N, Dv),
-    dlse (B, T, N); lengths (B,), segments (B, T) and (B, S), all int32; bias and mask as their forms say.
+    dlse (B, T, N); lengths (B,), segments and positions (B, T) and (B, S), all int32; bias, mask, sinks and
+    alibi_slopes (float32) as their forms say; dropout_seed and dropout_offset (2,) uint32, dropout_table (sequences,
+    N or 1, 2) uint32 in their place for packed sequences.
     """
 
     q: Array
@@ -38,6 +40,13 @@ class Operands:
     kv_lengths: Array | None = None
     q_segments: Array | None = None
     kv_segments: Array | None = None
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
+    sinks: Array | None = None
+    alibi_slopes: Array | None = None
+    dropout_seed: Array | None = None
+    dropout_offset: Array | None = None
+    dropout_table: Array | None = None
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -158,6 +167,70 @@ def _draw_segments(case: Case, rng: np.random.Generator, length: int) -> Array:
     return segments.astype(np.int32)
 
 
+def _draw_positions(
+    case: Case, rng: np.random.Generator, q_segments: Array | None, kv_segments: Array | None
+) -> tuple[Array, Array]:
+    """Draws (B, T) and (B, S) positions of the kind that the case names."""
+
+    def counted(segments: Array | None, length: int) -> Array:
+        """The index inside the run of equal ids."""
+        index = np.broadcast_to(np.arange(length), (case.batch, length))
+        if segments is None:
+            return index
+        starts = np.ones_like(segments, bool)
+        starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+
+    shapes = ((case.batch, case.q_len), (case.batch, case.kv_len))
+    if case.positions == "shuffled":
+        extent = max(case.q_len, case.kv_len)
+        drawn = [rng.integers(0, extent, shape) for shape in shapes]
+    elif case.positions == "shifted":
+        start = rng.integers(-20, 40, (case.batch, 1))
+        drawn = [
+            start + case.kv_len - case.q_len + np.arange(case.q_len),
+            start + np.arange(case.kv_len),
+        ]
+    elif case.positions == "restart":
+        drawn = [counted(q_segments, case.q_len), counted(kv_segments, case.kv_len)]
+    else:
+        ends = np.array([-(2**31), -(2**29) - 1, -(2**29), 0, 2**29, 2**29 + 7, 2**31 - 1])
+        drawn = [rng.choice(ends, shape) for shape in shapes]
+    return drawn[0].astype(np.int32), drawn[1].astype(np.int32)
+
+
+def _draw_sinks(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Draws sinks of the size of scores; where there are several, one is no sink at all and one is huge."""
+    sinks = 2.0 * rng.standard_normal(shape)
+    if sinks.size > 2:
+        sinks.flat[0], sinks.flat[1] = -np.inf, 3e4
+    return sinks.astype(np.float32)
+
+
+def _per_head_operands(case: Case) -> dict[str, Array]:
+    """Sinks, slopes and the randomness of dropout; drawn apart, so that the other arrays do not depend on them."""
+    rng = generator(f"{case.name}, per head")
+    found: dict[str, Array] = {}
+    if case.sinks_form is not None:
+        found["sinks"] = _draw_sinks(case, rng, case.form_shape(case.sinks_form))
+    if case.alibi_form is not None:
+        shape = case.form_shape(case.alibi_form)
+        # Mostly as published, falling by powers of two; the first one favours distance.
+        slopes = 0.5 ** rng.uniform(1.0, 8.0, shape)
+        if slopes.size > 2:
+            slopes.flat[0] *= -0.25
+        found["alibi_slopes"] = slopes.astype(np.float32)
+    if case.dropout_rows:
+        heads = 1 if case.broadcast_dropout else case.num_heads
+        # One row too few: ids beyond the table are clamped.
+        rows = max(case.num_segments - 1, 1)
+        found["dropout_table"] = rng.integers(0, 2**32, (rows, heads, 2), dtype=np.uint32)
+    elif case.dropout_rate:
+        found["dropout_seed"] = rng.integers(0, 2**32, 2, dtype=np.uint32)
+        found["dropout_offset"] = rng.integers(0, 2**32, 2, dtype=np.uint32)
+    return found
+
+
 def make(case: Case) -> Operands:
     """Draws the arrays of a case; equal names give equal arrays."""
     rng = generator(case.name)
@@ -185,6 +258,11 @@ def make(case: Case) -> Operands:
         kv_segments = (
             q_segments if case.q_len == case.kv_len else _draw_segments(case, rng, case.kv_len)
         )
+    q_positions = kv_positions = None
+    if case.positions is not None:
+        q_positions, kv_positions = _draw_positions(
+            case, generator(f"{case.name}, positions"), q_segments, kv_segments
+        )
     return Operands(
         q=q.astype(dtype),
         k=k.astype(dtype),
@@ -199,6 +277,9 @@ def make(case: Case) -> Operands:
         kv_lengths=None if case.kv_lengths is None else np.asarray(case.kv_lengths, np.int32),
         q_segments=q_segments,
         kv_segments=kv_segments,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        **_per_head_operands(case),
     )
 
 
@@ -248,6 +329,8 @@ def poison(case: Case, operands: Operands) -> Operands:
         bias=bias,
         q_segments=_fill_unused(operands.q_segments, operands.q_lengths),
         kv_segments=_fill_unused(operands.kv_segments, operands.kv_lengths),
+        q_positions=_scatter_unused(operands.q_positions, q_padding),
+        kv_positions=_scatter_unused(operands.kv_positions, kv_padding),
     )
 
 
@@ -257,6 +340,14 @@ def _fill_unused(segments: Array | None, lengths: Array | None) -> Array | None:
         return segments
     unused = np.arange(segments.shape[1]) >= lengths.astype(np.int64)[:, None]
     return np.where(unused, HUGE_INDEX, segments).astype(np.int32)
+
+
+def _scatter_unused(positions: Array | None, marks: Array) -> Array | None:
+    """Puts both ends of the range where padding is, in turn."""
+    if positions is None:
+        return None
+    ends = np.where(np.arange(positions.shape[1]) % 2 == 0, HUGE_INDEX, -HUGE_INDEX)
+    return np.where(marks, ends, positions).astype(np.int32)
 
 
 def _all_reduced(marks: Array, shape: tuple[int, ...]) -> Array:
@@ -269,7 +360,8 @@ def _all_reduced(marks: Array, shape: tuple[int, ...]) -> Array:
 def call_arguments(
     case: Case, operands: Operands
 ) -> tuple[tuple[Array, Array, Array], dict[str, object]]:
-    """Builds (query, key, value) and the keyword arguments of `jattn.dot_product_attention`.
+    """Builds (query, key, value) and the keyword arguments of `jattn.dot_product_attention`; with a table of dropout
+    keys those of `jattn.api.packed_attention`.
 
     One id array serves both sides where query and key share it, as in self-attention.
     """
@@ -279,6 +371,13 @@ def call_arguments(
         "mask": operands.mask,
         "query_seq_lengths": operands.q_lengths,
         "key_value_seq_lengths": operands.kv_lengths,
+        "query_positions": operands.q_positions,
+        "key_value_positions": operands.kv_positions,
+        "sinks": operands.sinks,
+        "alibi_slopes": operands.alibi_slopes,
+        "dropout_seed": operands.dropout_seed,
+        "dropout_offset": operands.dropout_offset,
+        "dropout_table": operands.dropout_table,
     }
     keywords |= {name: array for name, array in optional.items() if array is not None}
     if operands.q_segments is not None and operands.kv_segments is not None:

@@ -21,7 +21,8 @@ class Solution:
 
     out (B, T, N, Dv); lse and reached (B, T, N); dq, dk, dv, dbias in the shapes of their primals.
     Inside, heads come first: visible, s, p, dp, ds, dx (B, N, T, S), with ds the gradient of the biased scores and dx
-    that of the products before softcap; k, v repeated to N heads, (B, N, S, D); q, dout (B, N, T, D).
+    that of the products before softcap; z what dropout multiplies a weight by, sink_p (B, N, T, 1) the weight of the
+    sink, distance (B, 1, T, S); k, v repeated to N heads, (B, N, S, D); q, dout (B, N, T, D).
     Padding in q, k, v and dout has been replaced by zeros.
     """
 
@@ -31,6 +32,8 @@ class Solution:
     dk: Array
     dv: Array
     dbias: Array | None
+    dsinks: Array | None
+    dalibi_slopes: Array | None
     visible: Array
     s: Array
     s_capped: Array
@@ -44,6 +47,24 @@ class Solution:
     v: Array
     dout: Array
     dlse: Array
+    z: Array
+    sink_p: Array
+    distance: Array
+
+
+def distances(case: Case, operands: Operands) -> Array:
+    """Returns how far to the right of its query each key stands, (B, 1, T, S) int64."""
+    if operands.q_positions is not None and operands.kv_positions is not None:
+        q_positions, kv_positions = (
+            np.clip(x.astype(np.int64), -(2**29), 2**29)
+            for x in (operands.q_positions, operands.kv_positions)
+        )
+        return np.asarray(kv_positions[:, None, None, :] - q_positions[:, None, :, None])
+    q_lengths = _clamped(operands.q_lengths, case.batch, case.q_len)
+    kv_lengths = _clamped(operands.kv_lengths, case.batch, case.kv_len)
+    offset = (kv_lengths - q_lengths) * case.lower_right
+    index = np.arange(case.kv_len) - np.arange(case.q_len)[:, None]
+    return np.asarray(index - offset[:, None, None, None])
 
 
 def visibility(case: Case, operands: Operands) -> Array:
@@ -56,12 +77,12 @@ def visibility(case: Case, operands: Operands) -> Array:
     kv_length = kv_lengths[:, None, None, None]
     visible = np.ones((case.batch, case.num_heads, case.q_len, case.kv_len), bool)
     visible &= (t < q_length) & (j < kv_length)
-    offset = kv_length - q_length if case.lower_right else np.zeros_like(q_length)
+    distance = distances(case, operands)
     left, right = case.band
     if left is not None:
-        visible &= j >= t + offset - left
+        visible &= distance >= -left
     if right is not None:
-        visible &= j <= t + offset + right
+        visible &= distance <= right
     if operands.q_segments is not None and operands.kv_segments is not None:
         q_segments = operands.q_segments[:, None, :, None]
         visible &= (q_segments == operands.kv_segments[:, None, None, :]) & (q_segments >= 0)
@@ -74,6 +95,67 @@ def _clamped(lengths: Array | None, batch: int, extent: int) -> Array:
     if lengths is None:
         return np.full(batch, extent, np.int64)
     return np.clip(lengths.astype(np.int64), 0, extent)
+
+
+def philox(counter: tuple[Array, ...], key: tuple[Array, Array]) -> tuple[Array, ...]:
+    """Philox4x32-10 with 64-bit products; words and keys are uint64 arrays below 2**32."""
+    mask = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & mask, (a >> 32) ^ c3 ^ k1, a & mask
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & mask, (k1 + np.uint64(0xBB67AE85)) & mask
+    return c0, c1, c2, c3
+
+
+def _as_uint32(positions: Array) -> Array:
+    """Clamps positions, and spells negative ones as the 32 bits that they are stored in."""
+    return (np.clip(positions.astype(np.int64), -(2**29), 2**29) % 2**32).astype(np.uint64)
+
+
+def dropout_factors(case: Case, operands: Operands) -> Array:
+    """Returns what dropout multiplies each weight by, (B, N, T, S) float64: 0, or the inverse of the kept share.
+
+    Each pair by itself: its counter, its word, its half of the word.
+    """
+    shape = (case.batch, case.num_heads, case.q_len, case.kv_len)
+    if not case.dropout_rate:
+        return np.ones(shape)
+    b: Array
+    n: Array
+    t: Array
+    j: Array
+    b, n, t, j = (
+        np.arange(extent, dtype=np.uint64).reshape([-1 if i == axis else 1 for i in range(4)])
+        for axis, extent in enumerate(shape)
+    )
+    zero = np.zeros(1, np.uint64)
+    if operands.dropout_table is not None:
+        assert operands.q_segments is not None
+        assert operands.q_positions is not None
+        assert operands.kv_positions is not None
+        table = operands.dropout_table.astype(np.uint64)
+        rows = np.clip(operands.q_segments, 0, len(table) - 1)
+        keys = table[rows].transpose(0, 2, 1, 3)[:, :, :, None, :]  # (B, N or 1, T, 1, 2)
+        key = (keys[..., 0], keys[..., 1])
+        t = _as_uint32(operands.q_positions[:, None, :, None])
+        j = _as_uint32(operands.kv_positions[:, None, None, :])
+    else:
+        assert operands.dropout_seed is not None
+        assert operands.dropout_offset is not None
+        seed, offset = (
+            x.astype(np.uint64) for x in (operands.dropout_seed, operands.dropout_offset)
+        )
+        if case.broadcast_dropout:
+            b, n = zero, zero
+        first = philox((b, n, offset[:1], offset[1:]), (seed[:1], seed[1:]))
+        key = (first[0], first[1])
+    words = philox((t // 16 * 8 + t % 8, j // 16 * 4 + j % 8 // 2, zero, zero), key)
+    chosen = np.choose((t // 8 % 2 * 2 + j // 8 % 2).astype(np.int64), words)
+    bits = np.where(j % 2 == 0, chosen & np.uint64(0xFFFF), chosen >> 16)
+    threshold = min(round(65536 * float(np.float32(case.dropout_rate))), 65535)
+    return np.broadcast_to(np.where(bits < threshold, 0.0, 65536 / (65536 - threshold)), shape)
 
 
 def solve(case: Case, operands: Operands) -> Solution:
@@ -99,34 +181,47 @@ def solve(case: Case, operands: Operands) -> Solution:
         s = case.softcap * np.tanh(s / case.softcap)
         cap_slope = 1 - (s / case.softcap) ** 2
     s_capped = s
+    distance: Array = distances(case, operands)
     if operands.bias is not None:
         s = s + np.where(visible, operands.bias.astype(real), 0)
+    if operands.alibi_slopes is not None:
+        slopes: Array = per_head(operands.alibi_slopes).astype(real)
+        s = s - slopes * np.abs(distance)
     s = np.where(visible, s, -np.inf)
 
     row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
     live = ~(row_max == -np.inf)  # a row of NaNs is live: it sees keys
+    sink: Any = -np.inf if operands.sinks is None else per_head(operands.sinks).astype(real)
+    row_max = np.where(live, np.maximum(row_max, sink), row_max)
     weights = np.where(
         visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
     )
-    row_sum = weights.sum(axis=3, keepdims=True)
+    sink_weight = np.exp(np.where(live, sink, -np.inf) - np.where(live, row_max, 0))
+    row_sum = weights.sum(axis=3, keepdims=True) + sink_weight
     p = np.where(live, weights / np.where(live, row_sum, 1), 0)
+    sink_p = np.where(live, sink_weight / np.where(live, row_sum, 1), 0)
+    z = dropout_factors(case, operands).astype(real)
     with np.errstate(divide="ignore"):
         lse = np.where(
             live, np.where(live, row_max, 0) + np.log(np.where(live, row_sum, 1)), -np.inf
         )[..., 0]
-    out = p @ _without_nan(v)
+    out = (z * p) @ _without_nan(v)
     if np.isnan(v).any():
         out = np.where((visible.astype(real) @ np.isnan(v).astype(real)) > 0, np.nan, out)
 
-    dp = np.where(visible, dout @ _without_nan(v).swapaxes(2, 3), 0)
+    dp = np.where(visible, z * (dout @ _without_nan(v).swapaxes(2, 3)), 0)
     # The gradient of lse with respect to a score is p, so dlse joins the row's mean of dp with the opposite sign.
     delta = (p * dp).sum(axis=3, keepdims=True) - dlse[..., None]
     ds = p * (dp - delta)
     dx = ds * np.where(visible, cap_slope, 0)
-    dv = p.swapaxes(2, 3) @ dout
-    dbias = None
+    dv = (z * p).swapaxes(2, 3) @ dout
+    dbias = dsinks = dalibi_slopes = None
     if operands.bias is not None:
         dbias = reduce_to(ds, operands.bias.shape)
+    if operands.sinks is not None:
+        dsinks = per_head_sum(-sink_p * delta, operands.sinks.shape)
+    if operands.alibi_slopes is not None:
+        dalibi_slopes = per_head_sum(-ds * np.abs(distance), operands.alibi_slopes.shape)
     return Solution(
         out=out.transpose(0, 2, 1, 3),
         lse=lse.transpose(0, 2, 1),
@@ -134,6 +229,8 @@ def solve(case: Case, operands: Operands) -> Solution:
         dk=sum_groups(scale * (dx.swapaxes(2, 3) @ q), group).transpose(0, 2, 1, 3),
         dv=sum_groups(dv, group).transpose(0, 2, 1, 3),
         dbias=dbias,
+        dsinks=dsinks,
+        dalibi_slopes=dalibi_slopes,
         visible=visible,
         s=s,
         s_capped=s_capped,
@@ -147,7 +244,20 @@ def solve(case: Case, operands: Operands) -> Solution:
         v=v,
         dout=dout,
         dlse=dlse,
+        z=z,
+        sink_p=sink_p,
+        distance=distance,
     )
+
+
+def per_head(values: Array) -> Array:
+    """(N,), (B, N) or with axes of size 1 -> (B or 1, N or 1, 1, 1)."""
+    return np.asarray(values.reshape((1,) * (2 - values.ndim) + values.shape)[..., None, None])
+
+
+def per_head_sum(array: Array, shape: tuple[int, ...]) -> Array:
+    """Sums (B, N, T, S or 1) to an array over batch and heads of a shape that broadcasts."""
+    return reduce_to(array, (*shape, 1, 1)).reshape(shape)
 
 
 def _selected(array: Array, seen: Array, real: Any, repeats: int) -> Array:

@@ -5,6 +5,7 @@ custom calls of a kernel or does not.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import backends
+from jattn import api, backends
 from jattn.testing import compare, inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
@@ -45,22 +46,44 @@ def serves(case: Case, backend: str, device: jattn.Device) -> bool:
     with jax.enable_x64(case.dtype == "float64"):
         (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
         found = jattn.explain(
-            q, k, v, implementation=backend, device=device, needs_grad=True, **keywords
+            q, k, v, implementation=backend, device=device, needs_grad=True, timed=False, **keywords
         )
     return found.chosen == backend
 
 
 def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:
-    """Builds f(q, k, v, bias) -> (out, lse) for a case; bias is None where the case has none."""
+    """Builds f(q, k, v, bias, sinks, alibi_slopes) -> (out, lse) for a case; None where the case has none."""
     _, keywords = inputs.call_arguments(case, operands)
     keywords = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()
     }
-    keywords.pop("bias", None)
-    attend: Callable[..., Any] = jattn.dot_product_attention
+    for name in ("bias", "sinks", "alibi_slopes"):
+        keywords.pop(name, None)
+    packed = "dropout_table" in keywords
+    attend: Callable[..., Any] = (
+        api.packed_attention
+        if packed
+        else functools.partial(jattn.dot_product_attention, return_lse=True)
+    )
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
-        return attend(q, k, v, bias, implementation=backend, return_lse=True, **keywords)
+    def forward(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        bias: jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
+    ) -> Any:
+        return attend(
+            q,
+            k,
+            v,
+            bias=bias,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            implementation=backend,
+            **keywords,
+        )
 
     return forward
 
@@ -80,7 +103,14 @@ def run(
         forward = forward_function(case, operands, backend)
         arrays = [
             jnp.asarray(x) if x is not None else None
-            for x in (operands.q, operands.k, operands.v, operands.bias)
+            for x in (
+                operands.q,
+                operands.k,
+                operands.v,
+                operands.bias,
+                operands.sinks,
+                operands.alibi_slopes,
+            )
         ]
         cotangents = (jnp.asarray(operands.dout), jnp.asarray(operands.dlse))
 
@@ -93,7 +123,7 @@ def run(
         if backward:
             lowered = jax.jit(forward_backward).lower(arrays, cotangents)
         else:
-            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 4)).lower(
+            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 6)).lower(
                 arrays, cotangents
             )
         text = lowered.as_text()
@@ -102,7 +132,7 @@ def run(
         )
         (out, lse), grads = jax.device_get(lowered.compile()(arrays, cotangents))
     results = {"out": out, "lse": lse}
-    names = ("dq", "dk", "dv", "dbias")
+    names = compare.TENSORS[2:]
     results |= {
         name: np.asarray(grad) for name, grad in zip(names, grads, strict=True) if grad is not None
     }

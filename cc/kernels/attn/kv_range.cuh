@@ -6,6 +6,7 @@
 #pragma once
 
 #include "base/types.cuh"
+#include "config.cuh"
 #include "params.cuh"
 
 namespace jattn {
@@ -23,7 +24,7 @@ struct TileRange {
   __device__ __forceinline__ bool full(int tile) const { return tile >= full_begin && tile < full_end; }
 };
 
-// For rows [first, last) of this axis, last > first, with all rows inside their own length. Limits are at most 2^29 in
+// For rows [first, last) of this axis, last > first, with all rows inside their own length. Limits are at most 2^30 in
 // size (params.cuh), so that the sums fit.
 template <bool kBand>
 __device__ __forceinline__ TileRange visible_tiles(int first, int last, Band band, int other_length, int tile) {
@@ -42,9 +43,9 @@ __device__ __forceinline__ bool holds_padding(SegmentRange range) { return range
 
 __device__ __forceinline__ int least_segment(SegmentRange range) { return range.low < 0 ? -1 - range.low : range.low; }
 
-// Some pair may be visible. Exact for sorted ids, safe for all.
+// Some pair may be visible. Exact for ascending ids and for fewer than 65 different ones, safe for all.
 __device__ __forceinline__ bool segments_meet(SegmentRange a, SegmentRange b) {
-  return least_segment(a) <= b.high && least_segment(b) <= a.high;
+  return least_segment(a) <= b.high && least_segment(b) <= a.high && (a.members & b.members) != 0;
 }
 
 // Every pair is visible: one id and no padding on both sides.
@@ -52,19 +53,87 @@ __device__ __forceinline__ bool segments_equal(SegmentRange a, SegmentRange b) {
   return a.low >= 0 && a.low == a.high && a.low == b.low && a.low == b.high;
 }
 
-// Walks the tiles of a range from the last to the first and leaves out those whose segments cannot meet. A warp looks
-// at 32 tiles with one load; all its lanes get the same answer.
-template <bool kSegments>
+// Some pair may be within the band; `other - own` is what the band limits (for keys that look for queries:
+// transposed(band)). Positions are at most 2^29 in size, so that differences fit.
+__device__ __forceinline__ bool positions_meet(PositionRange own, PositionRange other, Band band) {
+  return own.low <= own.high && other.low <= other.high && other.high - own.low >= -band.left &&
+         other.low - own.high <= band.right;
+}
+
+// Every pair is.
+__device__ __forceinline__ bool positions_inside(PositionRange own, PositionRange other, Band band) {
+  return other.low - own.high >= -band.left && other.high - own.low <= band.right;
+}
+
+// What is known of the tiles of the other axis before their rows are read: the ranges of their segments and positions.
+template <Config kConfig>
+struct TileFilter {
+  static constexpr bool kPositions = has_position_band(kConfig);
+  static constexpr bool kActive = kConfig.segments || kPositions;
+
+  const SegmentRange* segments = nullptr;  // of the other axis, of this batch entry
+  SegmentRange own_segments{0, 0, 0};
+  const PositionRange* positions = nullptr;
+  PositionRange own_positions{0, 0};
+  Band band{0, 0, 0};  // limits of other - own
+
+  // For a tile of queries (of keys if kOwnsKeys) of a batch entry.
+  template <bool kOwnsKeys>
+  __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int own_tile, Band queries_band) {
+    const int own_tiles =
+        kOwnsKeys ? tiles_of(problem.kv_len, kConfig.tile_kv) : tiles_of(problem.q_len, kConfig.tile_q);
+    const int other_tiles =
+        kOwnsKeys ? tiles_of(problem.q_len, kConfig.tile_q) : tiles_of(problem.kv_len, kConfig.tile_kv);
+    if constexpr (kConfig.segments) {
+      segments = (kOwnsKeys ? problem.q_ranges : problem.kv_ranges) + int64_t(batch) * other_tiles;
+      own_segments = (kOwnsKeys ? problem.kv_ranges : problem.q_ranges)[int64_t(batch) * own_tiles + own_tile];
+    }
+    if constexpr (kPositions) {
+      positions = (kOwnsKeys ? problem.q_position_ranges : problem.kv_position_ranges) + int64_t(batch) * other_tiles;
+      own_positions =
+          (kOwnsKeys ? problem.kv_position_ranges : problem.q_position_ranges)[int64_t(batch) * own_tiles + own_tile];
+      band = kOwnsKeys ? transposed(queries_band) : queries_band;
+    }
+  }
+
+  // Some pair of this tile may be visible.
+  __device__ __forceinline__ bool meets(int tile) const {
+    bool meets = true;
+    if constexpr (kConfig.segments) meets = segments_meet(own_segments, segments[tile]);
+    if constexpr (kPositions) meets = meets && positions_meet(own_positions, positions[tile], band);
+    return meets;
+  }
+  // Segments (the band) hide no pair of it.
+  __device__ __forceinline__ bool same_segment(int tile) const {
+    if constexpr (kConfig.segments) return segments_equal(own_segments, segments[tile]);
+    return true;
+  }
+  __device__ __forceinline__ bool inside_band(int tile) const {
+    if constexpr (kPositions) return positions_inside(own_positions, positions[tile], band);
+    return true;
+  }
+  __device__ __forceinline__ bool own_padding() const { return kConfig.segments && holds_padding(own_segments); }
+  __device__ __forceinline__ bool padding(int tile) const {
+    if constexpr (kConfig.segments) return holds_padding(segments[tile]);
+    return false;
+  }
+
+ private:
+  static __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
+};
+
+// Walks the tiles of a range from the last to the first and leaves out those that the filter refuses. A warp looks at 32
+// tiles with one load; all its lanes get the same answer.
+template <Config kConfig, class Filter = TileFilter<kConfig>>
 struct TileWalk {
   int begin;
-  const SegmentRange* others;  // ranges of the other axis, of this batch entry
-  SegmentRange own;
+  Filter filter;
   int window = 0;     // highest tile that `hits` describes
   uint32_t hits = 0;  // bit i: tile window - i
 
   // The next tile to visit that is not above `tile`, or -1.
   __device__ __forceinline__ int at_or_below(int tile) {
-    if constexpr (!kSegments) {
+    if constexpr (!Filter::kActive) {
       return tile >= begin ? tile : -1;
     } else {
       while (tile >= begin) {
@@ -76,7 +145,7 @@ struct TileWalk {
           continue;
         }
         const int candidate = tile - int(threadIdx.x & 31);
-        const bool hit = candidate >= begin && segments_meet(own, others[candidate]);
+        const bool hit = candidate >= begin && filter.meets(candidate);
         window = tile;
         hits = __ballot_sync(0xffffffffu, hit);
         if (hits == 0) tile -= 32;

@@ -1,13 +1,14 @@
 // Sets the scores of invisible pairs to -inf in an accumulator fragment (coordinates as in score.cuh).
 #pragma once
 
+#include "attn/positions.cuh"
 #include "attn/score.cuh"
 #include "attn/sequence.cuh"
 #include "base/ptx.cuh"
 
 namespace jattn {
 
-// Band and lengths. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a transposed
+// Lengths and the band of indices. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a transposed
 // fragment the caller passes transposed(band), the key length as row_length and the query length as column_length. Rows
 // beyond row_length are masked only if kMaskRows.
 template <Config kConfig, bool kMaskRows, int kM, int kN>
@@ -21,7 +22,7 @@ __device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, in
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + 16 * m + 8 * h + (lane >> 2);
       int low = 0, high = column_length;
-      if constexpr (kConfig.band) {
+      if constexpr (has_index_band(kConfig)) {
         low = row + band.offset - band.left;
         high = min(high, row + band.offset + band.right + 1);
       }
@@ -33,7 +34,7 @@ __device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, in
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * n + e;
-          const bool visible = column < high && (!kConfig.band || column >= low);
+          const bool visible = column < high && (!has_index_band(kConfig) || column >= low);
           s[m][n][2 * h + e] = visible ? s[m][n][2 * h + e] : -infinity();
         }
       }
@@ -67,6 +68,30 @@ __device__ __forceinline__ void mask_segments(float (&s)[kM][kN][4], const int32
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if (id < 0 || id != row_id[m][h]) s[m][n][2 * h + e] = -infinity();
+        }
+      }
+    }
+  }
+}
+
+// The band of positions: `band` limits column position - row position.
+template <bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void mask_positions(float (&s)[kM][kN][4], const ProblemParams& problem, int batch,
+                                               Band band, int row0, int column0) {
+  const FragmentPositions<kTransposed> positions(problem, batch);
+  int row_position[kM][2];
+  positions.rows(row_position, row0);
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int position = positions.column(n, e, column0);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int distance = position - row_position[m][h];
+          if (distance < -band.left || distance > band.right) s[m][n][2 * h + e] = -infinity();
         }
       }
     }

@@ -1,19 +1,23 @@
-// From a product of q and k to a score in base 2: scale, softcap, bias; and the derivative of that step.
+// From a product of q and k to a score in base 2: scale, softcap, bias, slopes; and the derivative of that step.
 //
 // Coordinates: a fragment holds rows row0 + 16 m + g + 8 h and columns column0 + 8 n + 2 t + e (lane 4g + t). Rows are
 // queries and columns keys, or the other way round (kTransposed).
 #pragma once
 
+#include "attn/positions.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "params.cuh"
 
 namespace jattn {
 
+// Something is added to the scores, so that they are multiplied by the scale first.
+JATTN_HOST_DEVICE constexpr bool adds_to_scores(const Config& config) { return config.bias || config.alibi; }
+
 // Scores are multiplied by this on the way into exp2: log2(e) * scale if they are still raw products.
 template <Config kConfig>
 __device__ __forceinline__ float score_factor(const ProblemParams& problem) {
-  if constexpr (kConfig.bias || kConfig.softcap) return 1.0f;
+  if constexpr (adds_to_scores(kConfig) || kConfig.softcap) return 1.0f;
   return problem.scale_first ? 1.0f : problem.scale_log2;
 }
 
@@ -89,7 +93,7 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const Proble
         }
       }
     }
-  } else if (kConfig.bias || problem.scale_first) {
+  } else if (adds_to_scores(kConfig) || problem.scale_first) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -182,6 +186,51 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
                                                           load_element<kConfig.bias_element>(problem.bias.data, index));
     }
   });
+}
+
+// s -= log2(e) * slope * |distance|. offset: distances are column - row - offset, in the axes of the fragment.
+template <Config kConfig, bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
+                                           int offset, int row0, int column0) {
+  const PerHeadFloat& slopes = problem.alibi_slopes;
+  const float slope =
+      -kLog2E * __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
+  if constexpr (kConfig.positions) {
+    const FragmentPositions<kTransposed> positions(problem, batch);
+    int row_position[kM][2];
+    positions.rows(row_position, row0);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int position = positions.column(n, e, column0);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float distance = float(position - row_position[m][h]);
+            s[m][n][2 * h + e] = fmaf(slope, fabsf(distance), s[m][n][2 * h + e]);
+          }
+        }
+      }
+    }
+  } else {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float first = float(column0 + 2 * (lane & 3) - (row0 + 16 * m + 8 * h + (lane >> 2)) - offset);
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            s[m][n][2 * h + e] = fmaf(slope, fabsf(first + float(8 * n + e)), s[m][n][2 * h + e]);
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace jattn

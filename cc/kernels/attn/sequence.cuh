@@ -19,7 +19,8 @@ __device__ __forceinline__ Sequence sequence_of(const ProblemParams& problem, in
     if (problem.q_lengths) sequence.q_length = min(max(problem.q_lengths[batch], 0), problem.q_len);
     if (problem.kv_lengths) sequence.kv_length = min(max(problem.kv_lengths[batch], 0), problem.kv_len);
   }
-  if (kConfig.band && problem.lower_right) sequence.band.offset = sequence.kv_length - sequence.q_length;
+  if ((kConfig.band || kConfig.alibi) && problem.lower_right)
+    sequence.band.offset = sequence.kv_length - sequence.q_length;
   return sequence;
 }
 

@@ -127,4 +127,17 @@ __device__ __forceinline__ RowResult finish_row(float row_max, float lane_sum, f
   return {reciprocal_fast(sum), row_max * factor * kLn2 + logf(sum)};
 }
 
+// The same with a sink: a key of this score (natural units) that has no value. It may be infinite. A row that sees no
+// key stays empty.
+__device__ __forceinline__ RowResult finish_row_with_sink(float row_max, float lane_sum, float factor, float sink) {
+  const float sum = quad_sum(lane_sum);
+  if (sum == 0.0f) return {0.0f, -infinity()};
+  const float keys = row_max * factor * kLn2;
+  const float greatest = fmaxf(keys, sink);
+  const float keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);
+  const float sink_part = sink == greatest ? 1.0f : exp2_fast((sink - greatest) * kLog2E);
+  const float total = fmaf(sum, keys_part, sink_part);
+  return {keys_part * reciprocal_fast(total), greatest + logf(total)};
+}
+
 }  // namespace jattn

@@ -40,6 +40,14 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.3f ? small : large;
 }
 
+// max(x, 0), but NaN for NaN.
+__device__ __forceinline__ float clamp_negative(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.0f));
+  return y;
+}
+
+// pack() rounds two numbers into one word; pack_clamped() turns negative ones (not NaN) into 0.
 template <Element kElement>
 struct ElementTraits;
 
@@ -56,6 +64,11 @@ struct ElementTraits<Element::kBF16> {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static __device__ __forceinline__ uint32_t pack_clamped(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
   }
   static __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
@@ -79,6 +92,11 @@ struct ElementTraits<Element::kF16> {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+  }
+  static __device__ __forceinline__ uint32_t pack_clamped(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
   }
   static __device__ __forceinline__ float low(uint32_t x) { return to_float(uint16_t(x)); }

@@ -1,4 +1,4 @@
-// Least and greatest segment id of every tile of queries and of keys, so that attention kernels skip tiles that share
+// Least and greatest segment id, and the set of ids, of every tile of queries and of keys, so that attention kernels skip tiles that share
 // none.
 //
 // Unit of the family segment_ranges: entry segment_ranges<kConfig>, parameters SegmentRangesParams. One warp per tile.
@@ -26,6 +26,7 @@ __device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params
   const int32_t* ids = params.segments[side] + entry * length;
   int low = 0x7fffffff, high = -1;
   bool padding = false;
+  uint32_t members[2] = {0, 0};
   for (int i = first + lane; i < min(first + tile, length); i += 32) {
     const int id = ids[i];
     if (id < 0) {
@@ -33,12 +34,16 @@ __device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params
     } else {
       low = min(low, id);
       high = max(high, id);
+      members[id / 32 % 2] |= 1u << id % 32;
     }
   }
   low = __reduce_min_sync(0xffffffffu, low);
   high = __reduce_max_sync(0xffffffffu, high);
   padding = __any_sync(0xffffffffu, padding);
-  if (lane == 0) params.ranges[side][index] = {padding ? -1 - low : low, high};
+  for (uint32_t& word : members) word = __reduce_or_sync(0xffffffffu, word);
+  if (lane == 0) {
+    params.ranges[side][index] = {padding ? -1 - low : low, high, members[0] | uint64_t(members[1]) << 32};
+  }
 }
 
 }  // namespace jattn

@@ -9,6 +9,12 @@ namespace jattn {
 // One warp per tile.
 JATTN_HOST_DEVICE constexpr int segment_ranges_threads(const Config&) { return 128; }
 JATTN_HOST_DEVICE constexpr int segment_ranges_min_blocks(const Config&) { return 1; }
+JATTN_HOST_DEVICE constexpr int position_ranges_threads(const Config&) { return 128; }
+JATTN_HOST_DEVICE constexpr int position_ranges_min_blocks(const Config&) { return 1; }
+
+// One block per tile.
+JATTN_HOST_DEVICE constexpr int mask_tiles_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int mask_tiles_min_blocks(const Config&) { return 4; }
 
 // One block per kRowPadding rows of a head.
 JATTN_HOST_DEVICE constexpr int row_delta_threads(const Config&) { return 256; }

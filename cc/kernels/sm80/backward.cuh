@@ -14,6 +14,7 @@
 // memory.
 #pragma once
 
+#include "attn/drop_pairs.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
@@ -36,6 +37,12 @@ __device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_ro
 #pragma unroll
     for (int h = 0; h < 2; ++h) factor[m][h] = first_row + 16 * m + 8 * h + (lane >> 2) < length ? scale : 0.0f;
   }
+}
+
+// ds = p (dp - delta) of a pair whose probability is marked by its sign if the pair is dropped: dp then is 0.
+__device__ __forceinline__ float dropped_gradient(float marked, float dp, float factor, float delta) {
+  const bool dropped = int32_t(__float_as_uint(marked)) < 0;
+  return fabsf(marked) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
 template <Config kConfig, bool kFused>
@@ -93,15 +100,15 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
   TileRange range{0, 0, 0, 0};
   const int row_end = min(row_begin + kTileKv, sequence.kv_length);
-  if (row_begin < row_end) range = visible_tiles<kConfig.band>(row_begin, row_end, band, sequence.q_length, kTileQ);
+  if (row_begin < row_end)
+    range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, band, sequence.q_length, kTileQ);
   if (row_end < row_begin + kTileKv) range.full_end = range.full_begin;  // keys beyond the length must be masked
 
-  TileWalk<kConfig.segments> walk{range.begin, nullptr, {0, 0}};
+  TileWalk<kConfig> walk{range.begin};
+  walk.filter.template load<true>(problem, item.batch, item.tile, sequence.band);
   const int32_t* q_segments = nullptr;
   const int32_t* kv_segments = nullptr;
   if constexpr (kConfig.segments) {
-    walk.others = problem.q_ranges + int64_t(item.batch) * ceil_div(problem.q_len, kTileQ);
-    walk.own = problem.kv_ranges[int64_t(item.batch) * params.tiles + item.tile];
     q_segments = problem.q_segments + int64_t(item.batch) * problem.q_len;
     kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   }
@@ -175,7 +182,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
   Step step{0, walk.at_or_below(range.end - 1)};
   if (step.tile >= 0) {
-    const bool padded = kConfig.segments && holds_padding(walk.own);
+    const bool padded = walk.filter.own_padding();
     const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
     load_tile<kElement, kD, kTileKv, kThreads, kNarrow, kConfig.segments>(
         k_tile,
@@ -230,7 +237,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
     float s[kM][kN][4];  // rows: keys, columns: queries
     clear(s);
-    multiply_rows(s, RowOperand<kElement, kD>::a(k_tile, warp_row), RowOperand<kElement, kD>::b(q_tile, warp_column));
+    multiply_rows<kConfig.tf32_chain>(s, RowOperand<kElement, kD>::a(k_tile, warp_row),
+                                      RowOperand<kElement, kD>::b(q_tile, warp_column));
     const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ + warp_column;
     scale_scores<kConfig>(s, problem);
     SoftcapDerivative<kConfig, kM, kN> derivative;
@@ -241,15 +249,21 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     } else if constexpr (kConfig.bias) {
       add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
     }
+    if constexpr (kConfig.alibi) {
+      add_slopes<kConfig, true>(s, problem, item.batch, head_of(step), band.offset, row0, column0);
+    }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (step.tile < int(full.x) || step.tile >= int(full.y)) {
       const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + warp_row;
       mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, mask_row, column0);
     }
     if constexpr (kConfig.segments) {
-      if (!segments_equal(walk.own, walk.others[step.tile])) {
+      if (!walk.filter.same_segment(step.tile)) {
         mask_segments(s, kv_segments, q_segments, problem.kv_len, problem.q_len, row0, column0);
       }
+    }
+    if constexpr (has_position_band(kConfig)) {
+      if (!walk.filter.inside_band(step.tile)) mask_positions<true>(s, problem, item.batch, band, row0, column0);
     }
     if constexpr (kStagedMask) {
       mask_columns(s, pairs.mask(), warp_row, warp_column);
@@ -272,13 +286,25 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         }
       }
     }
+    // A dropped pair is marked by the sign of its probability: dv takes it for 0, ds needs the probability.
+    float drop_factor = 1.0f;
+    if constexpr (kConfig.dropout) {
+      const Dropout dropout = dropout_of<kConfig>(problem, item.batch, head_of(step));
+      drop_factor = dropout.factor;
+      each_drop<kConfig, true, kM, kN>(problem, dropout, item.batch, head_of(step), row0, column0,
+                                       [&](int m, int n, int h, int e, bool dropped) {
+                                         float& p = s[m][n][2 * h + e];
+                                         if (dropped) p = __uint_as_float(__float_as_uint(p) | 0x80000000u);
+                                       });
+    }
     float ones[kM][2];
 #pragma unroll
     for (int m = 0; m < kM; ++m) ones[m][0] = ones[m][1] = 1.0f;
     if constexpr (kShared) {
-      stage_accumulator(p_tile, s, ones, warp_row, warp_column);
+      stage_accumulator<kConfig.dropout>(p_tile, s, ones, warp_row, warp_column);
     } else {
-      multiply_accumulator(dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
+      multiply_accumulator<kConfig.tf32_chain, kConfig.dropout>(
+          dv, s, ColumnOperand<kElement, kDv, kAnyColumn>(dout_tile, 0, item.slice * kSliceDv, false));
     }
 
     // dp in parts of at most 64 queries: all of it beside s would not fit into registers at 128.
@@ -288,8 +314,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     for (int first = 0; first < kN; first += kPartN) {
       float dp[kM][kPartN][4];
       clear(dp);
-      multiply_rows(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row),
-                    RowOperand<kElement, kDv>::b(dout_tile, warp_column + first * 8));
+      multiply_rows<kConfig.tf32_chain>(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row),
+                                        RowOperand<kElement, kDv>::b(dout_tile, warp_column + first * 8));
 #pragma unroll
       for (int n = 0; n < kPartN; ++n) {
         const float2 delta = ptx::load_shared_f32x2(delta_address + (first + n) * 32);
@@ -297,8 +323,15 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            s[m][first + n][2 * h] *= dp[m][n][2 * h] - delta.x;
-            s[m][first + n][2 * h + 1] *= dp[m][n][2 * h + 1] - delta.y;
+            float& left = s[m][first + n][2 * h];
+            float& right = s[m][first + n][2 * h + 1];
+            if constexpr (kConfig.dropout) {
+              left = dropped_gradient(left, dp[m][n][2 * h], drop_factor, delta.x);
+              right = dropped_gradient(right, dp[m][n][2 * h + 1], drop_factor, delta.y);
+            } else {
+              left *= dp[m][n][2 * h] - delta.x;
+              right *= dp[m][n][2 * h + 1] - delta.y;
+            }
           }
         }
       }
@@ -308,15 +341,16 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
 
     if constexpr (kShared) {
       __syncthreads();  // all of p and ds is there
-      multiply_row_column<kElement, kTileQ>(
+      multiply_row_column<kConfig.tf32_chain, kElement, kTileQ>(
           dv, RowOperand<kElement, kTileQ>::paired(p_tile, part_row(kDvGrid, kDvRows)),
           ColumnOperand<kElement, kDv, true>(dout_tile, 0, item.slice * kSliceDv + part_column(kDvGrid, kDvColumns),
                                              false));
-      multiply_row_column<kElement, kTileQ>(
+      multiply_row_column<kConfig.tf32_chain, kElement, kTileQ>(
           dk, RowOperand<kElement, kTileQ>::paired(ds_tile, part_row(kDkGrid, kDkRows)),
           ColumnOperand<kElement, kD, true>(q_tile, 0, item.slice * kSliceD + part_column(kDkGrid, kDkColumns), false));
     } else {
-      multiply_accumulator(dk, s, ColumnOperand<kElement, kD, kAnyColumn>(q_tile, 0, item.slice * kSliceD, false));
+      multiply_accumulator<kConfig.tf32_chain>(
+          dk, s, ColumnOperand<kElement, kD, kAnyColumn>(q_tile, 0, item.slice * kSliceD, false));
       if constexpr (kFused) __syncthreads();  // all of ds is there
     }
 
@@ -327,7 +361,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       constexpr int kMq = kPartRows / 16, kNq = kPartColumns / 8;
       float dq[kMq][kNq][4];
       clear(dq);
-      multiply_columns<kElement, kTileKv>(
+      multiply_columns<kConfig.tf32_chain, kElement, kTileKv>(
           dq, ColumnOperand<kElement, kTileQ, true>(ds_tile, 0, part_row(kGrid, kPartRows), true),
           ColumnOperand<kElement, kD, true>(k_tile, 0, item.slice * kSliceD + part_column(kGrid, kPartColumns), false));
       // Fragment order: a warp's instruction covers 512 contiguous bytes. cast_grad puts it straight.
@@ -353,7 +387,10 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const Tile<kElement, kSliceDv> dv_staging{v_tile.address};
   float dk_factor[kDkRows / 16][2], dv_factor[kDvRows / 16][2];
   row_factors(dk_factor, end_row + part_row(kDkGrid, kDkRows), kv_length, problem.scale);
-  row_factors(dv_factor, end_row + part_row(kDvGrid, kDvRows), kv_length, 1.0f);
+  float dv_scale = 1.0f;
+  if constexpr (kConfig.dropout)
+    dv_scale = dropout_of<kConfig>(problem, end_item.batch, 0).factor;  // alike for all heads
+  row_factors(dv_factor, end_row + part_row(kDvGrid, kDvRows), kv_length, dv_scale);
   stage_accumulator(dk_staging, dk, dk_factor, part_row(kDkGrid, kDkRows), part_column(kDkGrid, kDkColumns));
   stage_accumulator(dv_staging, dv, dv_factor, part_row(kDvGrid, kDvRows), part_column(kDvGrid, kDvColumns));
   __syncthreads();

@@ -85,16 +85,12 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     const int row_begin = q_tile_index * kTileQ;
     const int row_end = min(row_begin + kTileQ, sequence.q_length);
     if (row_begin >= row_end) continue;
-    const TileRange range = visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
+    const TileRange range =
+        visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
     if (kv_tile < range.begin || kv_tile >= range.end) continue;
-    bool same_segment = true, padded = false;
-    if constexpr (kConfig.segments) {
-      const SegmentRange q_range = problem.q_ranges[int64_t(batch) * q_tiles + q_tile_index];
-      const SegmentRange kv_range = problem.kv_ranges[int64_t(batch) * kv_tiles + kv_tile];
-      if (!segments_meet(q_range, kv_range)) continue;
-      same_segment = segments_equal(q_range, kv_range);
-      padded = holds_padding(kv_range);
-    }
+    TileFilter<kConfig> filter;
+    filter.template load<false>(problem, batch, q_tile_index, sequence.band);
+    if (!filter.meets(kv_tile)) continue;
 
     const bool same_queries = batch == loaded_batch && head == loaded_head && q_tile_index == loaded_q_tile;
     const int kv_head = head / problem.group_size;
@@ -111,12 +107,12 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
           k_tile,
           head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim, batch, kv_head, 0,
                               problem.copy_bytes),
-          kv_tile * kTileKv, sequence.kv_length, padded, sees_queries);
+          kv_tile * kTileKv, sequence.kv_length, filter.padding(kv_tile), sees_queries);
       load_tile<kElement, kDv, kTileKv, kThreads, kConfig.narrow_rows, kConfig.segments>(
           v_tile,
           head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, batch, kv_head, 0,
                               problem.copy_bytes_v),
-          kv_tile * kTileKv, sequence.kv_length, padded, sees_queries);
+          kv_tile * kTileKv, sequence.kv_length, filter.padding(kv_tile), sees_queries);
     }
     pairs.template load<kTileQ, kThreads>(problem, batch, head, row_begin, kv_tile * kTileKv, 0);
     loaded_batch = batch, loaded_head = head, loaded_q_tile = q_tile_index, loaded_kv_tile = kv_tile;
@@ -131,8 +127,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,
-                            range.full(kv_tile), same_segment, q_operand, dout_operand, k_operand, v_operand, pairs,
-                            warp_row, false);
+                            range.full(kv_tile), filter.same_segment(kv_tile), filter.inside_band(kv_tile), q_operand,
+                            dout_operand, k_operand, v_operand, pairs, warp_row, false);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

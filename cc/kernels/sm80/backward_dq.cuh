@@ -51,17 +51,14 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   TileRange range{0, 0, 0, 0};
   const int row_end = min(row_begin + kTileQ, sequence.q_length);
   if (row_begin < row_end) {
-    range = visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
+    range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
   }
-  TileWalk<kConfig.segments> walk{range.begin, nullptr, {0, 0}};
+  TileWalk<kConfig> walk{range.begin};
+  walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
   const int32_t* kv_segments = nullptr;
-  if constexpr (kConfig.segments) {
-    walk.others = problem.kv_ranges + int64_t(item.batch) * ceil_div(problem.kv_len, kTileKv);
-    walk.own = problem.q_ranges[int64_t(item.batch) * params.tiles + item.tile];
-    kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
-  }
+  if constexpr (kConfig.segments) kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   const auto copy_keys = [&](int tile, int stage) {
-    const bool padded = kConfig.segments && holds_padding(walk.others[tile]);
+    const bool padded = walk.filter.padding(tile);
     const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
     load_tile<kElement, kD, kTileKv, kThreads, kNarrow, kConfig.segments>(
         KeyTile{k_base + stage * KeyTile::bytes(kTileKv)},
@@ -118,18 +115,17 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
     }
     const KeyTile k_tile{k_base + stage * KeyTile::bytes(kTileKv)};
     const ValueTile v_tile{v_base + stage * ValueTile::bytes(kTileKv)};
-    const bool same_segment = !kConfig.segments || segments_equal(walk.own, walk.others[tile]);
     float ds[kM][kN][4];
     score_gradient<kConfig>(ds, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
-                            range.full(tile), same_segment, q_operand, dout_operand,
-                            RowOperand<kElement, kD>::b(k_tile, 0), RowOperand<kElement, kDv>::b(v_tile, 0), pairs,
-                            warp_row, true);
+                            range.full(tile), walk.filter.same_segment(tile), walk.filter.inside_band(tile), q_operand,
+                            dout_operand, RowOperand<kElement, kD>::b(k_tile, 0),
+                            RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, true);
     if constexpr (kStaged) {
       __syncwarp();  // all lanes have read
       if (next >= 0) copy_pairs(next);
       ptx::copy_commit();
     }
-    multiply_accumulator(
+    multiply_accumulator<kConfig.tf32_chain>(
         dq, ds, ColumnOperand<kElement, kD, (kConfig.grad_slices > 1)>(k_tile, 0, item.slice * kSliceD, false));
     if constexpr (kStages > 1) stage ^= 1;
     tile = next;

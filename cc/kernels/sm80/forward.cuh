@@ -12,6 +12,7 @@
 // first. Q stays in shared memory: a warp of 32 rows has no registers left for it.
 #pragma once
 
+#include "attn/drop_pairs.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
@@ -65,15 +66,12 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int row_end = min(row_begin + kTileQ, sequence.q_length);
   TileRange range{0, 0, 0, 0};
   if (row_begin < row_end) {
-    range = visible_tiles<kConfig.band>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
+    range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
   }
-  TileWalk<kConfig.segments> walk{range.begin, nullptr, {0, 0}};
+  TileWalk<kConfig> walk{range.begin};
+  walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
   const int32_t* kv_segments = nullptr;
-  if constexpr (kConfig.segments) {
-    walk.others = problem.kv_ranges + int64_t(item.batch) * ceil_div(problem.kv_len, kTileKv);
-    walk.own = problem.q_ranges[int64_t(item.batch) * params.tiles + item.tile];
-    kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
-  }
+  if constexpr (kConfig.segments) kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
 
   constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
   const uint32_t staged = base + forward_shared_bytes(kConfig) - forward_saved_bytes() - staged_bias_bytes(kConfig) -
@@ -104,10 +102,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         ValueTile{v_base + stage * kValueBytes}, saved_rows(saved + kSavedBytes, problem.copy_bytes_v), tile * kTileKv,
         sequence.kv_length, padded, [&](int row) { return kv_segments[row] >= 0; });
   };
-  const auto padded = [&](int tile) {
-    if constexpr (kConfig.segments) return holds_padding(walk.others[tile]);
-    return false;
-  };
+  const auto padded = [&](int tile) { return walk.filter.padding(tile); };
 
   const int warp_row = (threadIdx.x / 32) * kWarpRows;
 
@@ -146,8 +141,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 
     float s[kM][kN][4];
     clear(s);
-    multiply_rows(s, RowOperand<kElement, kD>::a(q_tile, warp_row),
-                  RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
+    multiply_rows<kConfig.tf32_chain>(s, RowOperand<kElement, kD>::a(q_tile, warp_row),
+                                      RowOperand<kElement, kD>::b(KeyTile{k_base + stage * kKeyBytes}, 0));
 
     if constexpr (kConfig.stages == 1) {
       ptx::copy_wait<0>();
@@ -164,6 +159,9 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     } else if constexpr (kConfig.bias) {
       add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
     }
+    if constexpr (kConfig.alibi) {
+      add_slopes<kConfig, false>(s, problem, item.batch, item.head, sequence.band.offset, row0, column0);
+    }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
       mask_limits<kConfig, false>(
@@ -171,9 +169,14 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
           int(ptx::load_shared_u32(saved + 2 * kSavedBytes + 8)) + ptx::thread_index_anew() / 32 * kWarpRows, column0);
     }
     if constexpr (kConfig.segments) {
-      if (!segments_equal(walk.own, walk.others[tile])) {
+      if (!walk.filter.same_segment(tile)) {
         mask_segments(s, problem.q_segments + int64_t(item.batch) * problem.q_len, kv_segments, problem.q_len,
                       problem.kv_len, row0, column0);
+      }
+    }
+    if constexpr (has_position_band(kConfig)) {
+      if (!walk.filter.inside_band(tile)) {
+        mask_positions<false>(s, problem, item.batch, sequence.band, row0, column0);
       }
     }
     if constexpr (kStagedMask) {
@@ -188,10 +191,18 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     }
 
     softmax_step(s, out, rows, factor);
-    multiply_accumulator(out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));
+    if constexpr (kConfig.dropout) {
+      const Dropout dropout = dropout_of<kConfig>(problem, item.batch, item.head);
+      each_drop<kConfig, false, kM, kN>(problem, dropout, item.batch, item.head, row0, column0,
+                                        [&](int m, int n, int h, int e, bool dropped) {
+                                          if (dropped) s[m][n][2 * h + e] = 0.0f;
+                                        });
+    }
+    multiply_accumulator<kConfig.tf32_chain>(
+        out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));
 
     if constexpr (kConfig.stages > 1) stage ^= 1;
-    if constexpr (kConfig.segments || !kConfig.band) {
+    if constexpr (TileFilter<kConfig>::kActive || !kConfig.band) {
       tile = next;
     } else {  // found anew: the masks need the register (one spill less at head dim 128)
       walk.begin = ptx::load_shared_u32(saved + 2 * kSavedBytes + 12);
@@ -204,15 +215,23 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int end_row = end_item.tile * kTileQ + warp_row;
   const int q_length = sequence_of<kConfig>(problem, end_item.batch).q_length;
   const int lane = threadIdx.x & 31;
+  float drop_factor = 1.0f;
+  if constexpr (kConfig.dropout) drop_factor = dropout_of<kConfig>(problem, end_item.batch, end_item.head).factor;
+  float sink = 0.0f;
+  if constexpr (kConfig.sinks) {
+    sink = __ldg(problem.sinks.data + int64_t(end_item.batch) * problem.sinks.stride_batch +
+                 int64_t(end_item.head) * problem.sinks.stride_head);
+  }
   float inverse[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = end_row + 16 * m + 8 * h + (lane >> 2);
-      RowResult result = finish_row(rows.row_max[m][h], rows.row_sum[m][h], factor);
+      RowResult result = kConfig.sinks ? finish_row_with_sink(rows.row_max[m][h], rows.row_sum[m][h], factor, sink)
+                                       : finish_row(rows.row_max[m][h], rows.row_sum[m][h], factor);
       if (row >= q_length) result = {0.0f, -infinity()};
-      inverse[m][h] = result.inverse_sum;
+      inverse[m][h] = result.inverse_sum * drop_factor;
       if (end_item.slice == 0 && (lane & 3) == 0 && row < problem.q_len) {
         params.lse[(int64_t(end_item.batch) * problem.num_heads + end_item.head) * problem.q_len + row] = result.lse;
       }

@@ -31,18 +31,22 @@ struct Fragments {
   static __device__ __forceinline__ void load_a(A& a, uint32_t address) { ptx::load_matrix_x4(a.r, address); }
   static __device__ __forceinline__ void load_b(B& b, uint32_t address) { ptx::load_matrix_x4(b.r, address); }
 
-  // accumulators of columns [16 k, 16 k + 16)
-  template <int kN>
+  // accumulators of columns [16 k, 16 k + 16), negative ones as 0 if kClamp
+  template <bool kClamp, int kN>
   static __device__ __forceinline__ void from_accumulator(A& a, const float (&c)[kN][4], int k) {
+    a.r[0] = pack<kClamp>(c[2 * k][0], c[2 * k][1]);
+    a.r[1] = pack<kClamp>(c[2 * k][2], c[2 * k][3]);
+    a.r[2] = pack<kClamp>(c[2 * k + 1][0], c[2 * k + 1][1]);
+    a.r[3] = pack<kClamp>(c[2 * k + 1][2], c[2 * k + 1][3]);
+  }
+  template <bool kClamp>
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
     using Traits = ElementTraits<kElement>;
-    a.r[0] = Traits::pack(c[2 * k][0], c[2 * k][1]);
-    a.r[1] = Traits::pack(c[2 * k][2], c[2 * k][3]);
-    a.r[2] = Traits::pack(c[2 * k + 1][0], c[2 * k + 1][1]);
-    a.r[3] = Traits::pack(c[2 * k + 1][2], c[2 * k + 1][3]);
+    return kClamp ? Traits::pack_clamped(low, high) : Traits::pack(low, high);
   }
 
-  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int block) {
-    ptx::mma_m16n8k16<kElement>(c, a.r, b.r[2 * block], b.r[2 * block + 1]);
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A (&a)[1], const B (&b)[1], int block) {
+    ptx::mma_m16n8k16<kElement>(c, a[0].r, b[0].r[2 * block], b[0].r[2 * block + 1]);
   }
 };
 
@@ -72,27 +76,55 @@ struct Fragments<Element::kF32> {
   static __device__ __forceinline__ void load_a(A& a, uint32_t address) { load(a, address); }
   static __device__ __forceinline__ void load_b(B& b, uint32_t address) { load(b, address); }
 
-  // accumulators of columns [8 k, 8 k + 8)
-  template <int kN>
+  // accumulators of columns [8 k, 8 k + 8), negative ones as 0 if kClamp
+  template <bool kClamp, int kN>
   static __device__ __forceinline__ void from_accumulator(A& a, const float (&c)[kN][4], int k) {
-    split(a.big[0], a.rest[0], c[k][0]);
-    split(a.big[1], a.rest[1], c[k][2]);
-    split(a.big[2], a.rest[2], c[k][1]);
-    split(a.big[3], a.rest[3], c[k][3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = c[k][i / 2 + i % 2 * 2];
+      split(a.big[i], a.rest[i], kClamp ? clamp_negative(x) : x);
+    }
   }
 
   // The unit truncates when it adds to its accumulator, so a long chain drifts towards 0 (2048 keys: four times the
-  // error of float32). Each step therefore starts from 0, smallest terms first, and is added by an ordinary rounded
-  // addition.
-  static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, const B& b, int block) {
+  // error of float32). A few steps (Config::tf32_chain) therefore start from 0, smallest terms first, and are added by
+  // an ordinary rounded addition.
+  template <int kChain>
+  static __device__ __forceinline__ void multiply(float (&c)[4], const A (&a)[kChain], const B (&b)[kChain],
+                                                  int block) {
     float sum[4];
-    ptx::mma_m16n8k8_tf32_first(sum, a.rest, b.big[2 * block], b.big[2 * block + 1]);
-    ptx::mma_m16n8k8_tf32(sum, a.big, b.rest[2 * block], b.rest[2 * block + 1]);
-    ptx::mma_m16n8k8_tf32(sum, a.big, b.big[2 * block], b.big[2 * block + 1]);
+    ptx::mma_m16n8k8_tf32_first(sum, a[0].rest, b[0].big[2 * block], b[0].big[2 * block + 1]);
+#pragma unroll
+    for (int i = 0; i < kChain; ++i) {
+      if (i > 0) ptx::mma_m16n8k8_tf32(sum, a[i].rest, b[i].big[2 * block], b[i].big[2 * block + 1]);
+      ptx::mma_m16n8k8_tf32(sum, a[i].big, b[i].rest[2 * block], b[i].rest[2 * block + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < kChain; ++i) {
+      ptx::mma_m16n8k8_tf32(sum, a[i].big, b[i].big[2 * block], b[i].big[2 * block + 1]);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] += sum[i];
   }
+
+  // One step of a chain whose sums the caller keeps and adds.
+  static __device__ __forceinline__ void multiply_on(float (&sum)[4], const A& a, const B& b, int block, bool first) {
+    if (first) {
+      ptx::mma_m16n8k8_tf32_first(sum, a.rest, b.big[2 * block], b.big[2 * block + 1]);
+    } else {
+      ptx::mma_m16n8k8_tf32(sum, a.rest, b.big[2 * block], b.big[2 * block + 1]);
+    }
+    ptx::mma_m16n8k8_tf32(sum, a.big, b.rest[2 * block], b.rest[2 * block + 1]);
+    ptx::mma_m16n8k8_tf32(sum, a.big, b.big[2 * block], b.big[2 * block + 1]);
+  }
 };
+
+// The longest chain of at most `wanted` steps that divides a product.
+JATTN_HOST_DEVICE constexpr int chain_steps(Element element, int wanted, int steps) {
+  int chain = element == Element::kF32 ? wanted : 1;
+  while (steps % chain != 0) --chain;
+  return chain;
+}
 
 // A tile in shared memory: rows of kWidth elements, swizzled (base/swizzle.cuh). `address` is aligned to 128 bytes.
 template <Element kElement, int kWidth>
@@ -235,57 +267,77 @@ __device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
 }
 
 // c += A B^T, both with the summed axis along rows of shared memory. Operands are loaded one group of products ahead: A
-// for the next step, B for the next 16 columns; more in flight costs registers that the accumulators need.
-template <Element kElement, int kWidth, int kM, int kN>
+// for the next step, B for the next 16 columns; more in flight costs registers that the accumulators need. kChain:
+// Config::tf32_chain.
+template <int kWantedChain, Element kElement, int kWidth, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], RowOperand<kElement, kWidth> a_operand,
                                               RowOperand<kElement, kWidth> b_operand) {
   using Fragment = Fragments<kElement>;
   constexpr int kSteps = kWidth / Fragment::kStep, kGroups = kN / 2;
+  constexpr int kChain = chain_steps(kElement, kWantedChain, kSteps);
   static_assert(kN % 2 == 0);
-  typename Fragment::A a[2][kM];
-  typename Fragment::B b[2];
+  typename Fragment::A a[2][kM][1];
+  typename Fragment::B b[2][1];
+  float sum[kChain > 1 ? kM : 1][kChain > 1 ? kN : 1][4];  // of a chain
 #pragma unroll
-  for (int m = 0; m < kM; ++m) Fragment::load_a(a[0][m], a_operand.at(m, 0));
-  Fragment::load_b(b[0], b_operand.at(0, 0));
-#pragma unroll(kElement == Element::kF32 && kM == 1 ? 2 : kSteps)
+  for (int m = 0; m < kM; ++m) Fragment::load_a(a[0][m][0], a_operand.at(m, 0));
+  Fragment::load_b(b[0][0], b_operand.at(0, 0));
+#pragma unroll(kElement == Element::kF32 && kM == 1 ? (kChain > 2 ? kChain : 2) : kSteps)
   for (int k = 0; k < kSteps; ++k) {
     if (k + 1 < kSteps) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) Fragment::load_a(a[(k + 1) & 1][m], a_operand.at(m, k + 1));
+      for (int m = 0; m < kM; ++m) Fragment::load_a(a[(k + 1) & 1][m][0], a_operand.at(m, k + 1));
     }
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
       const int group = k * kGroups + n;
       if (group + 1 < kSteps * kGroups) {
-        Fragment::load_b(b[(group + 1) & 1], b_operand.at((group + 1) % kGroups, (group + 1) / kGroups));
+        Fragment::load_b(b[(group + 1) & 1][0], b_operand.at((group + 1) % kGroups, (group + 1) / kGroups));
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m) Fragment::multiply(c[m][2 * n + i], a[k & 1][m], b[group & 1], i);
+        for (int m = 0; m < kM; ++m) {
+          if constexpr (kChain > 1) {
+            Fragment::multiply_on(sum[m][2 * n + i], a[k & 1][m][0], b[group & 1][0], i, k % kChain == 0);
+            if (k % kChain == kChain - 1) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) c[m][2 * n + i][e] += sum[m][2 * n + i][e];
+            }
+          } else {
+            Fragment::multiply(c[m][2 * n + i], a[k & 1][m], b[group & 1], i);
+          }
+        }
       }
     }
   }
 }
 
-// c += P B, P in accumulators (rounded to the element type here), B with the summed axis down the rows of shared
-// memory.
-template <Element kElement, int kWidth, bool kAnyColumn, int kM, int kP, int kN>
+// c += P B, P in accumulators (rounded to the element type here; negative numbers as 0 if kClamp), B with the summed
+// axis down the rows of shared memory.
+template <int kWantedChain, bool kClamp = false, Element kElement, int kWidth, bool kAnyColumn, int kM, int kP, int kN>
 __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], const float (&p)[kM][kP][4],
                                                      ColumnOperand<kElement, kWidth, kAnyColumn> b_operand) {
   using Fragment = Fragments<kElement>;
   constexpr int kSteps = kP * 8 / Fragment::kStep;
+  constexpr int kChain = chain_steps(kElement, kWantedChain, kSteps);
   static_assert(kN % 2 == 0);
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    typename Fragment::A a[kM];
+  for (int k = 0; k < kSteps; k += kChain) {
+    typename Fragment::A a[kM][kChain];
+    typename Fragment::B b[2][kChain];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) Fragment::from_accumulator(a[m], p[m], k);
-    typename Fragment::B b[2];
-    b_operand.load_b(b[0], 0, k);
+    for (int j = 0; j < kChain; ++j) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Fragment::template from_accumulator<kClamp>(a[m][j], p[m], k + j);
+      b_operand.load_b(b[0][j], 0, k + j);
+    }
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
-      if (n + 1 < kN / 2) b_operand.load_b(b[(n + 1) & 1], n + 1, k);
+      if (n + 1 < kN / 2) {
+#pragma unroll
+        for (int j = 0; j < kChain; ++j) b_operand.load_b(b[(n + 1) & 1][j], n + 1, k + j);
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -296,20 +348,26 @@ __device__ __forceinline__ void multiply_accumulator(float (&c)[kM][kN][4], cons
 }
 
 // c += A B with the summed axis along the rows of A and down the rows of B; kSum is its length.
-template <Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnB, int kM, int kN>
+template <int kWantedChain, Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnB, int kM, int kN>
 __device__ __forceinline__ void multiply_row_column(float (&c)[kM][kN][4], RowOperand<kElement, kWidthA> a_operand,
                                                     ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
   using Fragment = Fragments<kElement>;
   static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);
-#pragma unroll 4
-  for (int k = 0; k < kSum / Fragment::kStep; ++k) {
-    typename Fragment::A a[kM];
+  constexpr int kSteps = kSum / Fragment::kStep;
+  constexpr int kChain = chain_steps(kElement, kWantedChain, kSteps);
+#pragma unroll(kChain > 1 ? 1 : 4)
+  for (int k = 0; k < kSteps; k += kChain) {
+    typename Fragment::A a[kM][kChain];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a_operand.load_paired(a[m], m, k);
+    for (int j = 0; j < kChain; ++j) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) a_operand.load_paired(a[m][j], m, k + j);
+    }
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
-      typename Fragment::B b;
-      b_operand.load_b(b, n, k);
+      typename Fragment::B b[kChain];
+#pragma unroll
+      for (int j = 0; j < kChain; ++j) b_operand.load_b(b[j], n, k + j);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -320,21 +378,28 @@ __device__ __forceinline__ void multiply_row_column(float (&c)[kM][kN][4], RowOp
 }
 
 // c += A B with the summed axis down the rows of both tiles; kSum is its length.
-template <Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnA, bool kAnyColumnB, int kM, int kN>
+template <int kWantedChain, Element kElement, int kSum, int kWidthA, int kWidthB, bool kAnyColumnA, bool kAnyColumnB,
+          int kM, int kN>
 __device__ __forceinline__ void multiply_columns(float (&c)[kM][kN][4],
                                                  ColumnOperand<kElement, kWidthA, kAnyColumnA> a_operand,
                                                  ColumnOperand<kElement, kWidthB, kAnyColumnB> b_operand) {
   using Fragment = Fragments<kElement>;
   static_assert(kN % 2 == 0 && kSum % Fragment::kStep == 0);
-#pragma unroll 4
-  for (int k = 0; k < kSum / Fragment::kStep; ++k) {
-    typename Fragment::A a[kM];
+  constexpr int kSteps = kSum / Fragment::kStep;
+  constexpr int kChain = chain_steps(kElement, kWantedChain, kSteps);
+#pragma unroll(kChain > 1 ? 1 : 4)
+  for (int k = 0; k < kSteps; k += kChain) {
+    typename Fragment::A a[kM][kChain];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a_operand.load_a(a[m], m, k);
+    for (int j = 0; j < kChain; ++j) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) a_operand.load_a(a[m][j], m, k + j);
+    }
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
-      typename Fragment::B b;
-      b_operand.load_b(b, n, k);
+      typename Fragment::B b[kChain];
+#pragma unroll
+      for (int j = 0; j < kChain; ++j) b_operand.load_b(b[j], n, k + j);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll

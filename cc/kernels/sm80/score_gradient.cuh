@@ -1,6 +1,7 @@
 // ds = p (dp - delta) for a warp's rows of queries and one tile of keys: what dq and dbias are made of.
 #pragma once
 
+#include "attn/drop_pairs.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
 #include "attn/sequence.cuh"
@@ -74,6 +75,7 @@ template <Config kConfig, int kM, int kN>
 __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const BackwardParams& params,
                                                const RowGradientStatistics<kM>& rows, const Sequence& sequence,
                                                int batch, int head, int row0, int column0, bool full, bool same_segment,
+                                               bool inside_band,
                                                RowOperand<kConfig.element, kConfig.head_dim> q_operand,
                                                RowOperand<kConfig.element, kConfig.head_dim_v> dout_operand,
                                                RowOperand<kConfig.element, kConfig.head_dim> k_operand,
@@ -81,7 +83,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
                                                PairTiles<kConfig> pairs, int warp_row, bool to_products) {
   const ProblemParams& problem = params.problem;
   clear(s);
-  multiply_rows(s, q_operand, k_operand);
+  multiply_rows<kConfig.tf32_chain>(s, q_operand, k_operand);
   scale_scores<kConfig>(s, problem);
   SoftcapDerivative<kConfig, kM, kN> derivative;
   derivative.keep(s, problem);
@@ -90,6 +92,9 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   } else if constexpr (kConfig.bias) {
     add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
   }
+  if constexpr (kConfig.alibi) {
+    add_slopes<kConfig, false>(s, problem, batch, head, sequence.band.offset, row0, column0);
+  }
   if (!full) mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
   if constexpr (kConfig.segments) {
     if (!same_segment) {
@@ -97,6 +102,9 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
                     problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0,
                     column0);
     }
+  }
+  if constexpr (has_position_band(kConfig)) {
+    if (!inside_band) mask_positions<false>(s, problem, batch, sequence.band, row0, column0);
   }
   if constexpr (kConfig.mask && kConfig.staged_mask) {
     mask_rows(s, pairs.mask(), warp_row);
@@ -114,7 +122,15 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   }
   float dp[kM][kN][4];
   clear(dp);
-  multiply_rows(dp, dout_operand, v_operand);
+  multiply_rows<kConfig.tf32_chain>(dp, dout_operand, v_operand);
+  if constexpr (kConfig.dropout) {
+    const Dropout dropout = dropout_of<kConfig>(problem, batch, head);
+    each_drop<kConfig, false, kM, kN>(problem, dropout, batch, head, row0, column0,
+                                      [&](int m, int n, int h, int e, bool dropped) {
+                                        float& x = dp[m][n][2 * h + e];
+                                        x = dropped ? 0.0f : x * dropout.factor;
+                                      });
+  }
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll

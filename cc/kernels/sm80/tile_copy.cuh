@@ -164,8 +164,9 @@ __device__ __forceinline__ void clear_rows(Tile<kElement, kWidth> tile, int firs
   }
 }
 
-// Writes one warp's accumulator rows, times factor[m][h], into rows row0.. of a staging tile of the element type.
-template <Element kElement, int kWidth, int kM, int kN>
+// Writes one warp's accumulator rows, times factor[m][h], into rows row0.. of a staging tile of the element type;
+// negative numbers as 0 if kClamp.
+template <bool kClamp = false, Element kElement, int kWidth, int kM, int kN>
 __device__ __forceinline__ void stage_accumulator(Tile<kElement, kWidth> tile, const float (&c)[kM][kN][4],
                                                   const float (&factor)[kM][2], int row0, int column0) {
   using Layout = typename Tile<kElement, kWidth>::Layout;
@@ -184,10 +185,11 @@ __device__ __forceinline__ void stage_accumulator(Tile<kElement, kWidth> tile, c
         const int column = column0 + 8 * n + 2 * (lane & 3);
         if constexpr (kElement == Element::kF32) {
           const uint32_t address = tile.address + Layout::offset(row, column / 4) + (column % 4) * 4;
-          ptx::store_shared_u32x2(address, __float_as_uint(x), __float_as_uint(y));
+          ptx::store_shared_u32x2(address, __float_as_uint(kClamp ? clamp_negative(x) : x),
+                                  __float_as_uint(kClamp ? clamp_negative(y) : y));
         } else {
           const uint32_t address = tile.address + Layout::offset(row, column / 8) + (column % 8) * 2;
-          ptx::store_shared_u32(address, ElementTraits<kElement>::pack(x, y));
+          ptx::store_shared_u32(address, Fragments<kElement>::template pack<kClamp>(x, y));
         }
       }
     }

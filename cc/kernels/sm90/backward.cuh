@@ -20,7 +20,10 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 128) && !(kSplit && kFused));
-  static_assert(!C.mask && !C.bias && !C.narrow_rows);
+  static_assert(!C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
+  static_assert(!C.staged_bias || C.bias_element != Element::kF32);
+  // The slope of a softcap is part of ds, but not of the gradient of a bias.
+  static_assert(!C.stores_ds || (C.bias && C.staged_bias && C.bias_element == C.element && !C.softcap && !kSplit));
   static_assert(C.num_warps == backward_threads(C) / 32);
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
@@ -31,18 +34,22 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
     constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
-    init_control(control, kSplit ? kWarps : kBackwardConsumers, kSplit ? kWarps / 2 : kWarps);
+    init_control(control, kSplit ? kWarps : kBackwardConsumers, kSplit ? kWarps / 2 : kWarps,
+                 C.stores_ds ? kBackwardConsumers
+                 : kSplit    ? kWarps / 2
+                             : kWarps);
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.k);
     prefetch_tensor_map(&params.v);
     prefetch_tensor_map(&params.dout);
+    if constexpr (bias_tile_bytes(C) > 0) prefetch_tensor_map(&params.bias);
   }
   __syncthreads();
 
   // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
-    release_registers<kBackwardProducerRegisters>();
+    release_registers<backward_producer_registers(C)>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (kFused && warp > 0) {
       if (params.heads_zeroed != nullptr) zero_ahead<C>(params);
@@ -50,7 +57,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     }
     if (warp == 0) KeyProducer<C, kFused>{params, control, tiles}.run();
   } else {
-    acquire_registers<kBackwardConsumerRegisters>();
+    acquire_registers<backward_consumer_registers(C)>();
     if constexpr (kSplit) {
       SplitConsumer<C>{params, control, tiles}.run(warpgroup - 1);
     } else {

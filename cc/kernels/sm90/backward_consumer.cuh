@@ -47,6 +47,62 @@ __device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsig
                : "memory");
 }
 
+// The same, transposed: fragments of a tile [keys][queries] go to a tile [queries][keys].
+__device__ __forceinline__ void store_matrix_transposed(unsigned address, unsigned a, unsigned b, unsigned c,
+                                                        unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first value in
+// the tiles. bias_tile: address of the first slot.
+template <Config C, int kCount, int kBiasSlots>
+__device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
+                                                         const Drops<C, kCount>& drops, const BackwardParams& params,
+                                                         BackwardControl<C, false>& control, int stage,
+                                                         unsigned bias_tile, RingPosition<kBiasSlots>& bias_ring,
+                                                         int row, int column) {
+  using Stage = BackwardScoreStage<C>;
+  const unsigned lse_address = shared_address(control.lse_log2[stage]) + column * 4;
+  const auto origin = [&] {
+    return FragmentOrigin{control.item.first + row, control.headers[stage].first + column, row, column};
+  };
+  const int* own_positions = nullptr;
+  const int* positions = nullptr;
+  if constexpr (C.positions) {
+    own_positions = control.own_positions;
+    positions = control.positions[stage];
+  }
+  KeptSlopes<C, kCount> slopes;
+  if constexpr (Stage::kMakesExponents) {
+    if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
+    make_exponents<C, true, kCount>(s, slopes, control.terms[stage], control.item, origin(),
+                                    bias_tile + bias_ring.index * bias_tile_bytes(C), own_positions, positions,
+                                    params.problem, [&](int i) { return load_pair(lse_address + 32 * i); });
+    if constexpr (bias_tile_bytes(C) > 0 && !C.stores_ds) {  // else the tile's place takes ds, and is freed behind it
+      release_by_warp(&control.bias_empty[bias_ring.index]);
+      bias_ring.advance();
+    }
+  } else if constexpr (Stage::kActive) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = Stage::score(s[i], params.problem);
+  }
+  if (flags & kMaskFlags<C>) {
+    mask_scores<C, true>(s, flags, control.item, origin(), control.own_ids, control.ids[C.segments ? stage : 0]);
+    mask_positions<C, true>(s, flags, origin(), own_positions, positions, params.problem);
+    if constexpr (C.mask) mask_by_words<C>(s, flags, row, control.mask_words[stage], params.mask.words_row);
+  }
+  if constexpr (Stage::kMakesExponents) {
+    if constexpr (C.bias) {
+      if (flags & kHasEmptyRows) mask_empty_columns(s, lse_address);
+    }
+    weights_of_exponents<C>(s, p, slopes, drops);
+  } else {
+    transposed_weights<C>(s, p, lse_address, params.problem, drops);
+  }
+}
+
 // Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows and
 // stores them from row `target_row` of the array on. A row whose factor is 0 becomes 0 whatever was summed.
 template <Element kElement, int kRows, int kColumns>

@@ -15,7 +15,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_q == kBackwardConsumers * kWarpgroupRows && C.tile_kv % kStepDepth == 0);
-  static_assert(!C.mask && !C.bias && !C.narrow_rows);
+  static_assert(!C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
+  static_assert(!C.staged_bias || C.bias_element != Element::kF32);
   static_assert(C.num_warps == backward_threads(C) / 32);
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(BackwardControl<C, true>) <= backward_control_bytes(C, true));
@@ -25,21 +26,22 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
-    init_control(control, kBackwardConsumers, 1);
+    init_control(control, kBackwardConsumers, 1, kBackwardConsumers * kWarpgroupThreads / 32);
     prefetch_tensor_map(&params.q);
     prefetch_tensor_map(&params.k);
     prefetch_tensor_map(&params.v);
     prefetch_tensor_map(&params.dout);
+    if constexpr (bias_tile_bytes(C) > 0) prefetch_tensor_map(&params.bias);
   }
   __syncthreads();
 
   // Through a shuffle, so that the compiler knows the branch to be the same for the whole warp.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
-    release_registers<kBackwardProducerRegisters>();
+    release_registers<backward_producer_registers(C)>();
     if (threadIdx.x < 32) QueryProducer<C>{params, control, tiles}.run();
   } else {
-    acquire_registers<kBackwardConsumerRegisters>();
+    acquire_registers<backward_consumer_registers(C)>();
     QueryConsumer<C>{params, control, tiles, warpgroup - 1}.run();
   }
 }

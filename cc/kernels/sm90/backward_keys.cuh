@@ -31,12 +31,14 @@ struct KeyConsumer {
 
   // 128 queries in loop order 1 leave no registers for probabilities in float32 beside those in the element type.
   static constexpr bool kRoundsWeights = C.loop_order == 1 && C.tile_q == 128 && !C.softcap;
+  static_assert(C.loop_order == 0 || !has_step_terms(C), "bias, slopes and dropout run in the plain order");
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
   unsigned tiles;  // shared address of the first tile
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
+  RingPosition<kLayout.bias_slots> bias_ring;
   int buffer = 0;           // of ds
   float* staged = nullptr;  // where the part of dq in staging memory goes
 
@@ -105,22 +107,37 @@ struct KeyConsumer {
     }
   }
 
+  // Of this thread's first score in the sequences and in their tiles.
+  __device__ __forceinline__ FragmentOrigin origin(int first_query = 0) const {
+    const int row = first_row() + warp_row() + lane() / 4, column = first_query + lane() % 4 * 2;
+    return {control.item.first + row, control.headers[ring.index].first + column, row, column};
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void decide_drops(Drops<C, kCount>& drops) const {
+    if constexpr (C.dropout_rows) {
+      drops.template decide<true>(control.terms[ring.index], origin(), control.ids[ring.index], control.own_positions,
+                                  control.positions[ring.index], params.problem);
+    } else if constexpr (C.dropout) {
+      drops.template decide<true>(control.terms[ring.index], origin(), nullptr, nullptr, nullptr, params.problem);
+    }
+  }
+  __device__ __forceinline__ float dropout_factor() const {
+    if constexpr (C.dropout) return control.terms[ring.index].factor;
+    return 1.0f;
+  }
+  __device__ __forceinline__ float dropout_factor(int batch) const {
+    if constexpr (C.dropout) return kept_factor(params.problem, batch);
+    return 1.0f;
+  }
+
   // first_query: of the queries whose scores these are, among those of the tile.
   template <int kCount>
   __device__ __forceinline__ void finish_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
-                                                int first_query = 0) const {
-    if constexpr (BackwardScoreStage<C>::kActive) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
-    }
-    const int column = first_query + lane() % 4 * 2;
-    if (flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
-      const int row = first_row() + warp_row() + lane() / 4;
-      const int first = control.headers[ring.index].first;
-      mask_scores<C, true>(s, flags, control.item, {control.item.first + row, first + column, row, column},
-                           control.own_ids, control.ids[C.segments ? ring.index : 0]);
-    }
-    transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
+                                                const Drops<C, kCount>& drops, int first_query = 0) {
+    finish_transposed_scores<C, kCount, kLayout.bias_slots>(
+        s, p, flags, drops, params, control, ring.index, tiles + kLayout.bias, bias_ring,
+        first_row() + warp_row() + lane() / 4, first_query + lane() % 4 * 2);
   }
 
   // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
@@ -128,16 +145,30 @@ struct KeyConsumer {
   template <int kCount, class Weights>
   __device__ __forceinline__ void finish_gradients(unsigned (&ds)[kCount / 2], const Weights& weights,
                                                    const float (&dp)[kCount], int first_query = 0) {
-    transposed_gradients<C, kCount>(ds, weights, dp,
-                                    shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4);
+    const unsigned delta = shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4;
+    transposed_gradients<C, kCount>(ds, weights, dp, delta, dropout_factor());
     if constexpr (kFused) {
 #pragma unroll
       for (int step = 0; step < kCount / 8; ++step) {
         store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step),
                      ds[4 * step], ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
+    }
+    if constexpr (C.stores_ds) {
+      static_assert(2 * kCount == C.tile_q);
+      const int thread = ptx::thread_index_anew();  // kept across the step, the address would cost registers
+      const int query = thread / 16 % 2 * 8 + thread % 8;
+      const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
+      const unsigned address = stored_ds_address() + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
+#pragma unroll
+      for (int step = 0; step < kCount / 8; ++step) {
+        store_matrix_transposed(address + step * kStepDepth * kChunkRowBytes, ds[4 * step], ds[4 * step + 1],
+                                ds[4 * step + 2], ds[4 * step + 3]);
+      }
+    }
+    if constexpr (kFused || C.stores_ds) {
       // One fence, after the last half, for ds and for the staged dq.
-      if ((C.bulk_reduce || !C.ds_in_registers) && first_query + 2 * kCount == C.tile_q) {
+      if ((C.bulk_reduce || !C.ds_in_registers || C.stores_ds) && first_query + 2 * kCount == C.tile_q) {
         fence_async_proxy();
         start_reduction();
       }
@@ -145,7 +176,36 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void sync_gradients() const {
-    if constexpr (kFused) sync_consumers();
+    if constexpr (kFused) {
+      sync_consumers();
+    } else if constexpr (C.stores_ds) {
+      sync_warpgroup(warpgroup);
+    }
+  }
+
+  // Gradients of the scores of this warpgroup's keys, [queries][64 keys], take the place of the bias that they come from.
+  __device__ __forceinline__ unsigned stored_ds_address() const {
+    return tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C) + warpgroup * C.tile_q * kChunkRowBytes;
+  }
+  // Behind sync_gradients().
+  __device__ __forceinline__ void start_ds_store() const {
+    if constexpr (C.stores_ds) {
+      if (warpgroup_thread() == 0) {
+        const int stage = ring.index;
+        store_box(&params.ds, stored_ds_address(), control.item.first + first_row(), control.headers[stage].first,
+                  control.terms[stage].head - params.first_ds_head, control.item.batch);
+        commit_stores();
+      }
+    }
+  }
+  __device__ __forceinline__ void finish_ds_store() {
+    if constexpr (C.stores_ds) {
+      if (warpgroup_thread() == 0) {
+        wait_stores_read();
+        arrive(&control.bias_empty[bias_ring.index]);
+      }
+      bias_ring.advance();
+    }
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
@@ -218,17 +278,20 @@ struct KeyConsumer {
       Fragments p, ds;
       Dq dq;
       DsFragments all_ds;
+      Drops<C, C.tile_q / 2> drops;
       start_scores(s);
       wait_dout();
       start_dp(dp);
+      decide_drops(drops);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, p, flags);
+      finish_scores(s, p, flags, drops);
       wait_products<0>();
       pin_registers(dp);
       finish_gradients<C.tile_q / 2>(ds, s, dp);
       start_dv(dv, p);
       sync_gradients();
+      start_ds_store();
       finish_dv_for_ds(dv);
       start_dq(dq, all_ds);
       if constexpr (kFused) {
@@ -247,6 +310,7 @@ struct KeyConsumer {
       }
       wait_products<0>();
       pin_registers(dk);
+      finish_ds_store();
       release_by_warpgroup(&control.first_empty[ring.index]);
       buffer ^= 1;
     }
@@ -273,7 +337,8 @@ struct KeyConsumer {
       start_dp(dp);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, p, flags);
+      const Drops<C, C.tile_q / 2> drops{};
+      finish_scores(s, p, flags, drops);
       start_dv(dv, p);
       wait_products<1>();
       pin_registers(dp);
@@ -340,7 +405,8 @@ struct KeyConsumer {
       start_dp(dp);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, p, flags);
+      const Drops<C, C.tile_q / 2> drops{};
+      finish_scores(s, p, flags, drops);
       start_dv(dv, p);
       wait_products<1>();
       pin_registers(dp);
@@ -409,7 +475,8 @@ struct KeyConsumer {
       ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, p, flags);
+      const Drops<C, kHalf / 2> drops{};
+      finish_scores(s, p, flags, drops);
       start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, p, dout);
       start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(next_s, k, q + kHalfBytes);
       wait_products<2>();
@@ -421,7 +488,7 @@ struct KeyConsumer {
       pin_registers(next_s);
       pin_registers(dv);
       HalfFragments next_p, next_ds;
-      finish_scores(next_s, next_p, flags, kHalf);
+      finish_scores(next_s, next_p, flags, drops, kHalf);
       start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, next_p, dout + kHalfBytes);
       wait_products<1>();
       pin_registers(dp);
@@ -451,7 +518,7 @@ struct KeyConsumer {
     for (int r = 0; r < 2; ++r) {
       const bool inside = first + warp_row() + lane() / 4 + 8 * r < item.kv_length;
       dk_factor[r] = inside ? params.problem.scale : 0.0f;
-      dv_factor[r] = inside ? 1.0f : 0.0f;
+      dv_factor[r] = inside ? dropout_factor(item.batch) : 0.0f;
     }
     sync_consumers();
     const bool exists = first < params.problem.kv_len;

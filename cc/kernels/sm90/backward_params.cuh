@@ -35,6 +35,32 @@ struct BackwardParams {
   int32_t* heads_zeroed;  // [B * K], 0 at launch; null: all is zeroed before. Read by sm90_backward only
   int32_t zero_ahead;
   int32_t zero_floats;  // share of a block: a multiple of 4, tiles of them cover a key/value head's group
+  TensorMap bias;       // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
+  PackedMask mask;      // for the axis that the kernel owns; read if Config::mask
+  bool batch_fastest;   // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
+  // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads).
+  TensorMap ds;  // axes (S, T, query heads of the launch or all, B), box (64, tile_q, 1, 1)
+  int32_t first_kv_head, launched_kv_heads;
+  int32_t first_ds_head;  // query head that stands first in ds
+};
+
+// backward_dbias.cuh
+struct DbiasParams {
+  BackwardParams backward;  // boxes of queries have 128 rows; tiles, section_heads and what follows them but bias are not read
+  void* dbias;              // shape and strides of the bias; written if splits == 1
+  float* partials;          // [splits, elements of the bias]; written otherwise
+  int64_t bias_elements;
+  int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
+  int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
+  int32_t splits;                                               // blocks that share one tile of the bias
+};
+
+// backward_sum.cuh
+struct SumParams {
+  const void* parts;  // what is added up: rows of `elements` numbers of the element type, `stride` apart
+  void* result;       // [elements], likewise
+  int64_t elements, stride;  // multiples of kSumElements
+  int32_t batch;
 };
 
 // backward_prepare.cuh

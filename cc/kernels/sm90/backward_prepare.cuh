@@ -25,6 +25,13 @@ __device__ __forceinline__ float dot_eight(uint4 x, uint4 y) {
   return sum;
 }
 
+// Far from 0 (a large bias) the lse is too coarse to give probabilities back. Moved up by more than its error it gives
+// numbers from 0 to 1 and not infinity.
+__device__ __forceinline__ float shifted_lse_log2(float lse) {
+  const float lse_log2 = lse * kLog2E;
+  return fabsf(lse_log2) > 16777216.0f ? fmaf(fabsf(lse_log2), 0x1p-22f, lse_log2) : lse_log2;
+}
+
 template <Config C>
 __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   constexpr int kThreads = prepare_threads(C), kLanes = prepare_row_lanes(C);
@@ -84,7 +91,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
       const bool sees_keys = row_lse[i] != -infinity();
       if (threadIdx.x % kLanes == 0) {
         if (sees_keys && params.dlse) sum -= params.dlse[int64_t(flat_head) * params.q_len + row];
-        params.lse_log2[padded + row] = sees_keys ? row_lse[i] * kLog2E : infinity();
+        params.lse_log2[padded + row] = sees_keys ? shifted_lse_log2(row_lse[i]) : infinity();
         params.delta[padded + row] = sees_keys ? sum : 0.0f;
       }
       empty_rows |= !sees_keys && row < params.q_len;

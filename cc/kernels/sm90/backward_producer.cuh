@@ -38,13 +38,16 @@ struct KeyProducer {
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
   // Rows that see no key may hold anything in q and dout; without these features there are none.
-  static constexpr bool kEmptyRows = C.band || C.lengths || C.segments;
+  static constexpr bool kEmptyRows = C.band || C.lengths || C.segments || C.mask || C.bias;
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> ring{0, 1};
+  RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   unsigned landed_parity = 0;
+  int terms_head = -1;      // query head of the records in control.terms
+  int terms_unwritten = 0;  // stages whose record is still another
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
 
@@ -69,6 +72,10 @@ struct KeyProducer {
     if constexpr (C.segments) {
       for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) control.own_ids[row] = kv_id(row);
     }
+    if constexpr (C.positions) {
+      load_positions<C.tile_kv>(control.own_positions, params.problem.kv_positions, item.batch, item.first,
+                                params.problem.kv_len);
+    }
     if (has_padding) {
       wait_landed();
       const auto is_padding = [&](int row) {
@@ -86,7 +93,30 @@ struct KeyProducer {
 
   struct Step {
     int head, tile;
+    int mask_flags;
   };
+
+  // What the consumers need of a step beside tiles.
+  __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
+    const int stage = ring.index, first = step.tile * C.tile_q;
+    if constexpr (C.positions) {
+      if (C.alibi || C.dropout_rows || (flags & kComparesPositions)) {
+        load_positions<C.tile_q>(control.positions[stage], params.problem.q_positions, item.batch, first,
+                                 params.problem.q_len);
+        __syncwarp();
+      }
+    }
+    if constexpr (has_step_terms(C)) {
+      if (step.head != terms_head) {
+        terms_head = step.head;
+        terms_unwritten = C.stages;
+      }
+      if (terms_unwritten > 0) {
+        --terms_unwritten;
+        if (leads()) control.terms[stage] = step_terms<C>(params.problem, item.batch, step.head);
+      }
+    }
+  }
 
   // empty_rows: the tile holds rows that see no key, which must be cleared.
   __device__ __forceinline__ void load_queries(const BackwardItem& item, Step step, int flags, bool empty_rows) {
@@ -98,7 +128,7 @@ struct KeyProducer {
     const unsigned q_tile = tiles + kLayout.q + stage * kQBytes, dout_tile = tiles + kLayout.dout + stage * kDoutBytes;
     wait(&control.first_empty[stage], ring.parity);
     if constexpr (C.segments) {
-      if (flags & kComparesSegments) {
+      if ((flags & kComparesSegments) || C.dropout_rows) {
         for (int i = threadIdx.x % 32; i < C.tile_q; i += 32) {
           control.ids[stage][i] = segment_id<-1>(params.problem.q_segments, int64_t(item.batch) * params.problem.q_len,
                                                  first + i, params.problem.q_len);
@@ -106,13 +136,22 @@ struct KeyProducer {
       }
       __syncwarp();
     }
+    write_terms(item, step, flags);
     if (leads()) {
       control.headers[stage] = {first, flags, row};
+      int bytes = kQBytes + statistics_bytes(C);
+      if constexpr (C.mask) bytes += flags & kComparesMask ? mask_words_bytes<C, false>(params.mask) : 0;
       // One arrival completes a barrier: with both tiles on `landed` it comes below.
       if (empty_rows) {
-        expect_bytes(q_full, kQBytes + statistics_bytes(C));
+        expect_bytes(q_full, bytes);
       } else {
-        arrive_and_expect_bytes(q_full, kQBytes + statistics_bytes(C));
+        arrive_and_expect_bytes(q_full, bytes);
+      }
+      if constexpr (C.mask) {
+        if (flags & kComparesMask) {
+          load_mask_words<C, false>(control.mask_words[stage], params.mask, q_full, item.batch, step.head, item.first,
+                                    step.tile);
+        }
       }
       load_bytes(shared_address(control.lse_log2[stage]), params.lse_log2 + row, statistics_bytes(C), q_full);
       load_tile<C.tile_q, C.head_dim>(q_tile, &params.q, q_full, first, step.head, item.batch);
@@ -122,6 +161,15 @@ struct KeyProducer {
       arrive_and_expect_bytes(dout_full, kDoutBytes + statistics_bytes(C));
       load_bytes(shared_address(control.delta[stage]), params.delta + row, statistics_bytes(C), dout_full);
       load_tile<C.tile_q, C.head_dim_v>(dout_tile, &params.dout, dout_full, first, step.head, item.batch);
+    }
+    if constexpr (bias_tile_bytes(C) > 0) {
+      const int slot = bias_ring.index;
+      wait(&control.bias_empty[slot], bias_ring.parity);
+      if (leads()) {
+        load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
+                          item.batch, step.head, first, item.first);
+      }
+      bias_ring.advance();
     }
     if constexpr (kEmptyRows) {
       if (empty_rows) {
@@ -142,39 +190,48 @@ struct KeyProducer {
 
   __device__ __forceinline__ void run() {
     const ProblemParams& problem = params.problem;
-    const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1,
-                                                       params.section_heads);
+    const WorkItem place = place_of_block<C, Heaviest::kFirst>(params, problem.num_kv_heads);
     BackwardItem item = backward_item<C>(params, place, place.tile * C.tile_kv);
     const int end = min(item.first + C.tile_kv, item.kv_length);
     TileRange range{0, 0, 0, 0};
     if (end > item.first) {
-      range = visible_tiles<C.band>(item.first, end, transposed(band_of(item)), item.q_length, C.tile_q);
+      range = visible_tiles<has_index_band(C)>(item.first, end, transposed(band_of(item)), item.q_length, C.tile_q);
     }
-    RoundWalk<C.segments> walk{range.begin, range.end - range.begin, 0};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
     if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
     const bool ends_early = end < item.first + C.tile_kv;
     bool has_padding = C.lengths && ends_early;
-    if constexpr (C.segments) {
-      walk.others = problem.q_ranges + int64_t(item.batch) * ceil_div(problem.q_len, C.tile_q);
-      walk.own = problem.kv_ranges[int64_t(item.batch) * params.tiles + place.tile];
-      has_padding = has_padding || holds_padding(walk.own);
-    }
+    walk.filter.template load<true>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
+    if constexpr (C.segments) has_padding = has_padding || walk.filter.own_padding();
     const int first_head = item.head * problem.group_size, heads_end = first_head + problem.group_size;
-    const auto following = [&](Step step) {
-      step.tile = walk.next();
-      if (step.tile < 0 && step.head + 1 < heads_end) {
+    // The next step from the tile that the walk gives; a dense mask can leave a head without tiles.
+    const auto step_from = [&](Step step) {
+      if constexpr (C.mask) {
+        while (step.tile < 0 && step.head + 1 < heads_end) {
+          ++step.head;
+          walk.restart();
+          walk.look_at_mask(params.mask, item.batch, step.head, place.tile);
+          step.tile = walk.next();
+        }
+        if (step.tile >= 0) step.mask_flags = walk.state(step.tile) == kMaskTileMixed ? kComparesMask : 0;
+      } else if (step.tile < 0 && step.head + 1 < heads_end) {
         walk.restart();
-        step = {step.head + 1, walk.next()};
+        step = {step.head + 1, walk.next(), 0};
       }
       return step;
     };
+    const auto following = [&](Step step) {
+      step.tile = walk.next();
+      return step_from(step);
+    };
     const auto flags_of = [&](Step step) {
-      int flags = ends_early ? kLimitsAbove : 0;
-      if constexpr (C.band) {
+      int flags = (ends_early ? kLimitsAbove : 0) | step.mask_flags;
+      if constexpr (has_index_band(C)) {
         flags |= step.tile < range.full_begin ? kLimitsAbove : 0;
         flags |= step.tile >= range.full_end ? kLimitsBelow : 0;
       }
-      if constexpr (C.segments) flags |= segments_equal(walk.own, walk.others[step.tile]) ? 0 : kComparesSegments;
+      if constexpr (C.segments) flags |= walk.filter.same_segment(step.tile) ? 0 : kComparesSegments;
+      if constexpr (has_position_band(C)) flags |= walk.filter.inside_band(step.tile) ? 0 : kComparesPositions;
       return flags;
     };
     const auto has_empty_rows = [&](Step step) {
@@ -184,7 +241,9 @@ struct KeyProducer {
       return params.row_flags[(head * params.rows_padded + step.tile * C.tile_q) / kStatisticsRows] != 0;
     };
 
-    Step step{first_head, walk.next()};
+    if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, first_head, place.tile);
+    Step step{first_head, walk.next(), 0};
+    if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
     if (leads()) control.item = item;
     if (!item.runs) {
@@ -196,7 +255,9 @@ struct KeyProducer {
     while (step.tile >= 0) {
       const Step next = following(step);
       const bool next_empty_rows = has_empty_rows(next);  // read one step before it is needed
-      load_queries(item, step, flags_of(step) | (next.tile < 0 ? kLastStep : 0), empty_rows);
+      int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
+      if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
+      load_queries(item, step, flags, empty_rows);
       step = next;
       empty_rows = next_empty_rows;
     }

@@ -18,6 +18,7 @@ struct QueryProducer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1};
   RingPosition<kLayout.v_stages> v_ring{0, 1};
+  RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   unsigned landed_parity = 0;
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
@@ -35,6 +36,14 @@ struct QueryProducer {
       }
       __syncwarp();
     }
+    if constexpr (C.positions) {
+      load_positions<C.tile_q>(control.own_positions, params.problem.q_positions, item.batch, item.first,
+                               params.problem.q_len);
+    }
+    if constexpr (has_step_terms(C)) {
+      if (leads()) control.terms[0] = step_terms<C>(params.problem, item.batch, item.head);  // of all steps
+    }
+    __syncwarp();
     if (leads()) {
       arrive_and_expect_bytes(&control.own_full, kBytes);
       load_tile<C.tile_q, C.head_dim>(tiles + kLayout.q, &params.q, &control.own_full, item.first, item.head,
@@ -47,10 +56,10 @@ struct QueryProducer {
   // Sends one tile of k or v; rows of padding may hold anything, and 0 * NaN is NaN, so such tiles are cleared first.
   template <int kColumns>
   __device__ __forceinline__ void load(const TensorMap* map, unsigned tile, Barrier* full, const BackwardItem& item,
-                                       int first, bool has_padding) {
+                                       int first, bool has_padding, int bytes_beside = 0) {
     Barrier* target = has_padding ? &control.landed : full;
     if (leads()) {
-      arrive_and_expect_bytes(target, tile_bytes(C.tile_kv, kColumns));
+      arrive_and_expect_bytes(target, tile_bytes(C.tile_kv, kColumns) + bytes_beside);
       load_tile<C.tile_kv, kColumns>(tile, map, target, first, item.head / params.problem.group_size, item.batch);
     }
     if (!has_padding) return;
@@ -74,10 +83,37 @@ struct QueryProducer {
       }
       __syncwarp();
     }
+    if constexpr (C.positions) {
+      if (C.alibi || C.dropout_rows || (flags & kComparesPositions)) {
+        load_positions<C.tile_kv>(control.positions[stage], params.problem.kv_positions, item.batch, first,
+                                  params.problem.kv_len);
+        __syncwarp();
+      }
+    }
     if (leads()) control.headers[stage] = {first, flags, 0};
+    int bytes_beside = 0;
+    if constexpr (C.mask) {
+      if (flags & kComparesMask) {
+        bytes_beside = mask_words_bytes<C, true>(params.mask);
+        Barrier* target = has_padding ? &control.landed : &control.first_full[stage];
+        if (leads()) {
+          load_mask_words<C, true>(control.mask_words[stage], params.mask, target, item.batch, item.head, item.first,
+                                   tile);
+        }
+      }
+    }
     load<C.head_dim>(&params.k, tiles + kLayout.k + stage * kKBytes, &control.first_full[stage], item, first,
-                     has_padding);
+                     has_padding, bytes_beside);
     k_ring.advance();
+    if constexpr (bias_tile_bytes(C) > 0) {
+      const int slot = bias_ring.index;
+      wait(&control.bias_empty[slot], bias_ring.parity);
+      if (leads()) {
+        load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
+                          item.batch, item.head, item.first, first);
+      }
+      bias_ring.advance();
+    }
     wait(&control.second_empty[v_ring.index], v_ring.parity);
     load<C.head_dim_v>(&params.v, tiles + kLayout.v + v_ring.index * kVBytes, &control.second_full[v_ring.index], item,
                        first, has_padding);
@@ -86,17 +122,16 @@ struct QueryProducer {
 
   __device__ __forceinline__ void run() {
     const ProblemParams& problem = params.problem;
-    const WorkItem place =
-        work_item<Heaviest::kLast>(blockIdx.x, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads);
+    const WorkItem place = place_of_block<C, Heaviest::kLast>(params, problem.num_heads);
     BackwardItem item = backward_item<C>(params, place, place.tile * C.tile_q);
     const int end = min(item.first + C.tile_q, item.q_length);
     TileRange range{0, 0, 0, 0};
-    if (end > item.first) range = visible_tiles<C.band>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
-    RoundWalk<C.segments> walk{range.begin, range.end - range.begin, 0};
-    if constexpr (C.segments) {
-      walk.others = problem.kv_ranges + int64_t(item.batch) * ceil_div(problem.kv_len, C.tile_kv);
-      walk.own = problem.q_ranges[int64_t(item.batch) * params.tiles + place.tile];
+    if (end > item.first) {
+      range = visible_tiles<has_index_band(C)>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
     }
+    RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
+    walk.filter.template load<false>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
+    if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, item.head, place.tile);
     int tile = walk.next();
     item.runs = tile >= 0;
     if (leads()) control.item = item;
@@ -109,11 +144,13 @@ struct QueryProducer {
       const int next = walk.next();
       int flags = next < 0 ? kLastStep : 0;
       flags |= tile >= range.full_end ? kLimitsAbove : 0;
-      if constexpr (C.band) flags |= tile < range.full_begin ? kLimitsBelow : 0;
+      if constexpr (has_index_band(C)) flags |= tile < range.full_begin ? kLimitsBelow : 0;
+      if constexpr (has_position_band(C)) flags |= walk.filter.inside_band(tile) ? 0 : kComparesPositions;
+      if constexpr (C.mask) flags |= walk.state(tile) == kMaskTileMixed ? kComparesMask : 0;
       bool has_padding = C.lengths && item.kv_length < problem.kv_len && (tile + 1) * C.tile_kv > item.kv_length;
       if constexpr (C.segments) {
-        flags |= segments_equal(walk.own, walk.others[tile]) ? 0 : kComparesSegments;
-        has_padding = has_padding || holds_padding(walk.others[tile]);
+        flags |= walk.filter.same_segment(tile) ? 0 : kComparesSegments;
+        has_padding = has_padding || walk.filter.padding(tile);
       }
       load_keys(item, tile, flags, has_padding);
       tile = next;
@@ -137,6 +174,7 @@ struct QueryConsumer {
   int warpgroup;   // among the consumers
   RingPosition<C.stages> k_ring;
   RingPosition<kLayout.v_stages> v_ring;
+  RingPosition<kLayout.bias_slots> bias_ring;
   float lse_log2[2], delta[2];
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
@@ -153,22 +191,58 @@ struct QueryConsumer {
     }
   }
 
+  __device__ __forceinline__ FragmentOrigin origin(int first_key) const {
+    const int row = row_in_tile(), column = lane() % 4 * 2;
+    return {control.item.first + row, first_key + column, row, column};
+  }
+
+  __device__ __forceinline__ void decide_drops(Drops<C, C.tile_kv / 2>& drops, int first_key) const {
+    if constexpr (C.dropout_rows) {
+      drops.template decide<false>(control.terms[0], origin(first_key), control.own_ids, control.own_positions,
+                                   control.positions[k_ring.index], params.problem);
+    } else if constexpr (C.dropout) {
+      drops.template decide<false>(control.terms[0], origin(first_key), nullptr, nullptr, nullptr, params.problem);
+    }
+  }
+
   // Scores become weights: probabilities times the slope of the score stage.
-  __device__ __forceinline__ void finish_scores(Scores& s, const StepHeader& header) const {
-    if constexpr (Stage::kActive) {
+  __device__ __forceinline__ void finish_scores(Scores& s, const StepHeader& header, const Drops<C, C.tile_kv / 2>& drops) {
+    const int* own_positions = nullptr;
+    const int* positions = nullptr;
+    if constexpr (C.positions) {
+      own_positions = control.own_positions;
+      positions = control.positions[k_ring.index];
+    }
+    KeptSlopes<C, C.tile_kv / 2> slopes;
+    if constexpr (Stage::kMakesExponents) {
+      if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
+      make_exponents<C, false>(s, slopes, control.terms[0], control.item, origin(header.first),
+                               tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C), own_positions, positions,
+                               params.problem, [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
+      if constexpr (bias_tile_bytes(C) > 0) {
+        release_by_warp(&control.bias_empty[bias_ring.index]);
+        bias_ring.advance();
+      }
+    } else if constexpr (Stage::kActive) {
 #pragma unroll
       for (int i = 0; i < C.tile_kv / 2; ++i) s[i] = Stage::score(s[i], params.problem);
     }
-    if (header.flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
-      const int row = row_in_tile(), column = lane() % 4 * 2;
-      mask_scores<C, false>(s, header.flags, control.item,
-                            {control.item.first + row, header.first + column, row, column}, control.own_ids,
+    if (header.flags & kMaskFlags<C>) {
+      mask_scores<C, false>(s, header.flags, control.item, origin(header.first), control.own_ids,
                             control.ids[C.segments ? k_ring.index : 0]);
+      mask_positions<C, false>(s, header.flags, origin(header.first), own_positions, positions, params.problem);
+      if constexpr (C.mask) {
+        mask_by_words<C>(s, header.flags, row_in_tile(), control.mask_words[k_ring.index], params.mask.words_row);
+      }
     }
     const float inverse = Stage::softcap_inverse(params.problem);
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) {
-      s[i] = Stage::weights(s[i], lse_log2[i / 2 % 2], params.problem, inverse).with_slope;
+      if constexpr (Stage::kMakesExponents) {
+        s[i] = marked<C>(exp2_fast(s[i]) * slopes[i], drops[i]);
+      } else {
+        s[i] = marked<C>(Stage::weights(s[i], lse_log2[i / 2 % 2], params.problem, inverse).with_slope, drops[i]);
+      }
     }
   }
 
@@ -185,20 +259,24 @@ struct QueryConsumer {
       wait(&control.second_full[v_ring.index], v_ring.parity);
       start_row_product<C.element, C.tile_q, C.tile_kv, C.head_dim_v>(
           dp, tiles + kLayout.dout + first_row() * kChunkRowBytes, tiles + kLayout.v + v_ring.index * kVBytes);
+      Drops<C, C.tile_kv / 2> drops;
+      decide_drops(drops, header.first);
       wait_products<1>();
       pin_registers(s);
       pin_registers(dq);
       if (k_read >= 0) release_by_warpgroup(&control.first_empty[k_read]);
       k_read = k_ring.index;
-      finish_scores(s, header);
+      finish_scores(s, header, drops);
       wait_products<0>();
       pin_registers(dp);
       release_by_warpgroup(&control.second_empty[v_ring.index]);
+      float factor = 1.0f;
+      if constexpr (C.dropout) factor = control.terms[0].factor;
       Fragments ds;
 #pragma unroll
       for (int i = 0; i < C.tile_kv / 4; ++i) {
-        ds[i] = ElementTraits<C.element>::pack(s[2 * i] * (dp[2 * i] - delta[i % 2]),
-                                               s[2 * i + 1] * (dp[2 * i + 1] - delta[i % 2]));
+        ds[i] = ElementTraits<C.element>::pack(score_gradient<C>(s[2 * i], dp[2 * i], delta[i % 2], factor),
+                                               score_gradient<C>(s[2 * i + 1], dp[2 * i + 1], delta[i % 2], factor));
       }
       start_fragment_product<C.element, C.tile_kv, C.head_dim>(dq, ds, tiles + kLayout.k + k_ring.index * kKBytes);
     }

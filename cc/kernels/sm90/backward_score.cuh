@@ -5,7 +5,7 @@
 #pragma once
 
 #include "base/numeric.cuh"
-#include "sm90/backward_work.cuh"
+#include "sm90/backward_terms.cuh"
 
 namespace jattn::sm90 {
 
@@ -13,7 +13,8 @@ namespace jattn::sm90 {
 // them by a positive scale. kActive true turns raw products into finished scores in log2 units.
 template <Config C>
 struct BackwardScoreStage {
-  static constexpr bool kActive = C.softcap || C.scale_first;
+  static constexpr bool kMakesExponents = has_score_terms(C);  // by make_exponents(), and this is not used
+  static constexpr bool kActive = (C.softcap || C.scale_first) && !kMakesExponents;
 
   __device__ __forceinline__ static float score(float product, const ProblemParams& problem) {
     if constexpr (C.softcap) return problem.softcap_log2 * tanh_accurate<false>(product * problem.softcap_in);
@@ -39,13 +40,12 @@ struct BackwardScoreStage {
   }
 };
 
-// Sets scores of pairs that are invisible to -inf. kTransposed: rows are keys. row and column are those of this thread's
-// first value in the sequence; ids belong to the whole tile, row_in_tile and column_in_tile address them.
-struct FragmentOrigin {
-  int row, column;                  // of the first value of this thread, in the sequences
-  int row_in_tile, column_in_tile;  // the same in the tiles
-};
+// The flags that call for mask_scores().
+template <Config C>
+inline constexpr int kMaskFlags = kLimitsAbove | kLimitsBelow | kComparesSegments |
+                                  (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
 
+// Sets scores of pairs that are invisible to -inf. kTransposed: rows are keys. ids belong to the whole tile.
 template <Config C, bool kTransposed, int kCount>
 __device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const BackwardItem& item,
                                             FragmentOrigin origin, const int* row_ids, const int* column_ids) {
@@ -57,10 +57,10 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const
     for (int r = 0; r < 2; ++r) {
       const int row = origin.row + 8 * r;
       if constexpr (kTransposed) {
-        limit[r] = C.band ? row - item.upper_offset + 1 - origin.column : -kAll;
+        limit[r] = has_index_band(C) ? row - item.upper_offset + 1 - origin.column : -kAll;
         if (row >= item.kv_length) limit[r] = kAll;
       } else {
-        limit[r] = (C.band ? min(item.kv_length, row + item.upper_offset) : item.kv_length) - origin.column;
+        limit[r] = (has_index_band(C) ? min(item.kv_length, row + item.upper_offset) : item.kv_length) - origin.column;
       }
     }
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const
       if (kTransposed ? column < limit[i / 2 % 2] : column >= limit[i / 2 % 2]) s[i] = -infinity();
     }
   }
-  if constexpr (C.band) {
+  if constexpr (has_index_band(C)) {
     if (flags & kLimitsBelow) {
       int limit[2];
 #pragma unroll
@@ -100,17 +100,82 @@ __device__ __forceinline__ void mask_scores(float (&s)[kCount], int flags, const
   }
 }
 
+// The same for a band of positions.
+template <Config C, bool kTransposed, int kCount>
+__device__ __forceinline__ void mask_positions(float (&s)[kCount], int flags, FragmentOrigin origin,
+                                               const int* row_positions, const int* column_positions,
+                                               const ProblemParams& problem) {
+  if constexpr (has_position_band(C)) {
+    if (!(flags & kComparesPositions)) return;
+    const int row_position[2] = {row_positions[origin.row_in_tile], row_positions[origin.row_in_tile + 8]};
+    // Limits of column - row; positions and limits are at most 2^29 and 2^30 in size.
+    const int low = kTransposed ? -problem.band_right : -problem.band_left;
+    const int high = kTransposed ? problem.band_left : problem.band_right;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const int2 positions = *reinterpret_cast<const int2*>(column_positions + origin.column_in_tile + 8 * i);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int first = positions.x - row_position[r], second = positions.y - row_position[r];
+        if (first < low || first > high) s[4 * i + 2 * r] = -infinity();
+        if (second < low || second > high) s[4 * i + 2 * r + 1] = -infinity();
+      }
+    }
+  }
+}
+
+// The same for a dense mask. words: those of the tile, words_row apart from row to row.
+template <Config C, int kCount>
+__device__ __forceinline__ void mask_by_words(float (&s)[kCount], int flags, int row_in_tile, const uint32_t* words,
+                                              int words_row) {
+  if constexpr (C.mask) {
+    if (!(flags & kComparesMask)) return;
+    const uint32_t* own = words + row_in_tile * words_row + threadIdx.x % 4;
+    const uint32_t bits[2] = {own[0], own[8 * words_row]};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if ((bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) == 0) s[i] = -infinity();
+    }
+  }
+}
+
 __device__ __forceinline__ float2 load_pair(unsigned address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
 
+// Exponents of queries that see no key, whose lse is +inf, become -inf whatever the bias was.
+template <int kCount>
+__device__ __forceinline__ void mask_empty_columns(float (&exponents)[kCount], unsigned lse_address) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const float2 lse = load_pair(lse_address + 32 * i);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (lse.x == infinity()) exponents[4 * i + 2 * r] = -infinity();
+      if (lse.y == infinity()) exponents[4 * i + 2 * r + 1] = -infinity();
+    }
+  }
+}
+
+// A weight is not negative: its sign bit marks a dropped pair, for which dv takes 0 and ds knows no dp.
+template <Config C>
+__device__ __forceinline__ float marked(float weight, bool dropped) {
+  if constexpr (!C.dropout) return weight;
+  return dropped ? -fabsf(weight) : fabsf(weight);
+}
+template <Config C>
+__device__ __forceinline__ unsigned pack_kept(float low, float high) {
+  using Traits = ElementTraits<C.element>;
+  return C.dropout ? Traits::pack_clamped(low, high) : Traits::pack(low, high);
+}
+
 // Transposed scores become probabilities, packed as the operand of dv = p dout, and weights: probabilities times slope.
 // lse_address: that of this thread's first column.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned (&p)[kCount / 2], unsigned lse_address,
-                                                   const ProblemParams& problem) {
+                                                   const ProblemParams& problem, const Drops<C, kCount>& drops) {
   using Stage = BackwardScoreStage<C>;
   const float inverse = Stage::softcap_inverse(problem);
 #pragma unroll
@@ -118,29 +183,58 @@ __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned 
     const float2 lse = load_pair(lse_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float& low = s[4 * i + 2 * r];
-      float& high = s[4 * i + 2 * r + 1];
+      const int index = 4 * i + 2 * r;
+      float& low = s[index];
+      float& high = s[index + 1];
       const auto first = Stage::weights(low, lse.x, problem, inverse);
       const auto second = Stage::weights(high, lse.y, problem, inverse);
-      p[2 * i + r] = ElementTraits<C.element>::pack(first.p, second.p);
-      low = first.with_slope;
-      high = second.with_slope;
+      p[2 * i + r] = pack_kept<C>(marked<C>(first.p, drops[index]), marked<C>(second.p, drops[index + 1]));
+      low = marked<C>(first.with_slope, drops[index]);
+      high = marked<C>(second.with_slope, drops[index + 1]);
     }
   }
+}
+
+// The same from exponents.
+template <Config C, int kCount>
+__device__ __forceinline__ void weights_of_exponents(float (&s)[kCount], unsigned (&p)[kCount / 2],
+                                                     const KeptSlopes<C, kCount>& slopes,
+                                                     const Drops<C, kCount>& drops) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    float& low = s[2 * i];
+    float& high = s[2 * i + 1];
+    low = marked<C>(exp2_fast(low), drops[2 * i]);
+    high = marked<C>(exp2_fast(high), drops[2 * i + 1]);
+    p[i] = pack_kept<C>(low, high);
+    if constexpr (C.softcap) {
+      low *= fabsf(slopes[2 * i]);
+      high *= fabsf(slopes[2 * i + 1]);
+    }
+  }
+}
+
+// weight (dp - delta), where dp is 0 for a dropped pair and multiplied by factor for others. Without dropout plain.
+template <Config C>
+__device__ __forceinline__ float score_gradient(float weight, float dp, float delta, float factor) {
+  if constexpr (!C.dropout) return weight * (dp - delta);
+  const bool dropped = __float_as_int(weight) < 0;
+  return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
 // ds = weights (dp - delta), packed as the operand of dk = ds q.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const float (&weights)[kCount],
-                                                     const float (&dp)[kCount], unsigned delta_address) {
+                                                     const float (&dp)[kCount], unsigned delta_address, float factor) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const float2 delta = load_pair(delta_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int low = 4 * i + 2 * r;
-      ds[2 * i + r] = ElementTraits<C.element>::pack(weights[low] * (dp[low] - delta.x),
-                                                     weights[low + 1] * (dp[low + 1] - delta.y));
+      ds[2 * i + r] =
+          ElementTraits<C.element>::pack(score_gradient<C>(weights[low], dp[low], delta.x, factor),
+                                         score_gradient<C>(weights[low + 1], dp[low + 1], delta.y, factor));
     }
   }
 }
@@ -148,7 +242,7 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
 // The same from weights rounded to the element type.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const unsigned (&weights)[kCount / 2],
-                                                     const float (&dp)[kCount], unsigned delta_address) {
+                                                     const float (&dp)[kCount], unsigned delta_address, float factor) {
   using Traits = ElementTraits<C.element>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
@@ -157,8 +251,8 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
     for (int r = 0; r < 2; ++r) {
       const unsigned both = weights[2 * i + r];
       const int low = 4 * i + 2 * r;
-      ds[2 * i + r] =
-          Traits::pack(Traits::low(both) * (dp[low] - delta.x), Traits::high(both) * (dp[low + 1] - delta.y));
+      ds[2 * i + r] = Traits::pack(score_gradient<C>(Traits::low(both), dp[low], delta.x, factor),
+                                   score_gradient<C>(Traits::high(both), dp[low + 1], delta.y, factor));
     }
   }
 }

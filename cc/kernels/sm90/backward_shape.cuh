@@ -7,9 +7,6 @@ namespace jattn::sm90 {
 
 // One producer and two consumer warpgroups, whatever the tile.
 inline constexpr int kBackwardConsumers = 2;
-inline constexpr int kBackwardConsumerRegisters = 240;
-inline constexpr int kBackwardProducerRegisters = 24;
-
 JATTN_HOST_DEVICE constexpr int backward_threads(const Config&) { return (1 + kBackwardConsumers) * kWarpgroupThreads; }
 
 // One block per multiprocessor; without a bound ptxas ignores the hand-over of registers (C7508).
@@ -20,8 +17,43 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
   return config.head_dim > 128 || config.head_dim_v > 128;
 }
 
+// Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at positions
+// and segments does not do with 24; consumers spare them where they have them.
+JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
+  const bool spares = splits_gradients(config) || (config.head_dim == 64 && config.tile_q == 64);
+  return config.positions && config.segments && spares;
+}
+JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {
+  return has_wide_producer(config) ? 232 : 240;
+}
+JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config) {
+  return has_wide_producer(config) ? 40 : 24;
+}
+
 // Bytes of lse or delta of the queries of one stage.
 JATTN_HOST_DEVICE constexpr int statistics_bytes(const Config& config) { return 4 * config.tile_q; }
+
+// Scores have summands beside the product: exponents are then made in one pass over the fragment.
+JATTN_HOST_DEVICE constexpr bool has_score_terms(const Config& config) { return config.bias || config.alibi; }
+JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
+  return has_score_terms(config) || config.dropout;
+}
+
+// Bytes of one tile of a bias in shared memory, chunks of 64 keys, queries along rows; 0 if it is read where it lies.
+JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
+  return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
+}
+
+// Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
+inline constexpr int kStepTermsBytes = 32;
+inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
+JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
+  const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
+  const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
+  const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
+  const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
+  return positions + mask + terms + barriers;
+}
 
 // Barriers, headers, statistics, ids: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, bool owns_queries) {
@@ -30,13 +62,16 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
   const int barriers = 8 * (2 + 4 * config.stages + 4);
+  const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
-  return (statistics + ids + 16 * config.stages + kItem + barriers + kAlignment - 1) / kAlignment * kAlignment;
+  return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *
+         kAlignment;
 }
 
 // Places in the shared memory of a kernel that owns keys: k, v, rings of q and dout, and what the kernel needs besides.
 struct KeyLayout {
-  int k, v, q, dout, ds, staging, control, bytes;
+  int k, v, q, dout, ds, staging, bias, control, bytes;
+  int bias_slots;  // a bias tile is needed for the shortest part of a step, so one slot where memory is short
 };
 
 // fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q]; split kernels pass probabilities through it.
@@ -47,8 +82,11 @@ JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fuse
   layout.dout = layout.q + config.stages * tile_bytes(config.tile_q, config.head_dim);
   layout.ds = layout.dout + config.stages * tile_bytes(config.tile_q, config.head_dim_v);
   layout.staging = layout.ds + (fused || splits_gradients(config) ? 2 * config.tile_kv * config.tile_q * 2 : 0);
-  layout.control = layout.staging + (fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0);
-  layout.bytes = layout.control + backward_control_bytes(config, false);
+  layout.bias = layout.staging + (fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0);
+  const int control_bytes = backward_control_bytes(config, false), bias_bytes = bias_tile_bytes(config);
+  layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
+  layout.control = layout.bias + layout.bias_slots * bias_bytes;
+  layout.bytes = layout.control + control_bytes;
   return layout;
 }
 
@@ -58,7 +96,8 @@ JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool
 
 // Places in the shared memory of the kernel that owns queries: q (later dq), dout, rings of k and v.
 struct QueryLayout {
-  int q, dout, k, v, control, bytes;
+  int q, dout, k, v, bias, control, bytes;
+  int bias_slots;  // 1 where memory is short
   int v_stages;  // v is needed for the shortest part of a step, so one stage less than k where memory is short
 };
 
@@ -69,13 +108,41 @@ JATTN_HOST_DEVICE constexpr QueryLayout query_layout(const Config& config) {
   layout.v = layout.k + config.stages * tile_bytes(config.tile_kv, config.head_dim);
   const int v_bytes = tile_bytes(config.tile_kv, config.head_dim_v);
   const int control_bytes = backward_control_bytes(config, true);
-  layout.v_stages = layout.v + config.stages * v_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
-  layout.control = layout.v + layout.v_stages * v_bytes;
+  const int bias_bytes = bias_tile_bytes(config);
+  layout.v_stages =
+      layout.v + config.stages * v_bytes + bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
+  layout.bias = layout.v + layout.v_stages * v_bytes;
+  layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
+  layout.control = layout.bias + layout.bias_slots * bias_bytes;
   layout.bytes = layout.control + control_bytes;
   return layout;
 }
 
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) { return query_layout(config).bytes; }
+
+// Places in the shared memory of the kernel for dbias: a ring of C.stages places, each for q and k or dout and v; the bias.
+struct DbiasLayout {
+  int place_bytes, bias, control, bytes;
+};
+
+JATTN_HOST_DEVICE constexpr int dbias_control_bytes(const Config& config) {
+  const int row_bytes = (config.segments ? 4 : 0) + (config.positions ? 4 : 0);
+  const int rows = row_bytes * (config.tile_q + config.tile_kv) + (config.mask ? config.tile_q * kMaskRowBytes : 0);
+  constexpr int kStepBytes = 32, kBarriers = 16, kSmallest = 128;
+  return config.stages * (rows + kStepBytes + kStepTermsBytes + kBarriers) + kSmallest;
+}
+
+JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
+  DbiasLayout layout{};
+  const int width = config.head_dim > config.head_dim_v ? config.head_dim : config.head_dim_v;
+  layout.place_bytes = tile_bytes(config.tile_q, width) + tile_bytes(config.tile_kv, width);
+  layout.bias = config.stages * layout.place_bytes;
+  layout.control = layout.bias + bias_tile_bytes(config);
+  layout.bytes = layout.control + dbias_control_bytes(config);
+  return layout;
+}
+
+JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) { return dbias_layout(config).bytes; }
 
 // How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A warp
 // holds 16 rows and dq_part_columns() columns.
@@ -89,6 +156,11 @@ JATTN_HOST_DEVICE constexpr int prepare_min_blocks(const Config&) { return 4; }
 JATTN_HOST_DEVICE constexpr int prepare_row_lanes(const Config& config) {
   return config.head_dim_v <= 64 ? 8 : config.head_dim_v <= 128 ? 16 : 32;
 }
+
+// A thread adds up 16 bytes of every part.
+inline constexpr int kSumElements = 8;
+JATTN_HOST_DEVICE constexpr int sum_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int sum_min_blocks(const Config&) { return 4; }
 
 // One block per query tile of a head, with the warps of sm90_backward: each takes one of their parts.
 JATTN_HOST_DEVICE constexpr int cast_threads(const Config&) { return kBackwardConsumers * kWarpgroupThreads; }

@@ -25,6 +25,7 @@ struct SplitConsumer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> ring;
   RingPosition<2> exchange;
+  RingPosition<kLayout.bias_slots> bias_ring;
 
   __device__ __forceinline__ unsigned q_address() const { return tiles + kLayout.q + ring.index * kQBytes; }
   __device__ __forceinline__ unsigned dout_address() const { return tiles + kLayout.dout + ring.index * kDoutBytes; }
@@ -57,20 +58,23 @@ struct SplitConsumer {
     exchange.advance();
   }
 
-  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, const StepHeader& header) {
-    if constexpr (BackwardScoreStage<C>::kActive) {
-#pragma unroll
-      for (int i = 0; i < C.tile_q / 2; ++i) s[i] = BackwardScoreStage<C>::score(s[i], params.problem);
+  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags) {
+    Drops<C, C.tile_q / 2> drops;
+    const int stage = ring.index, row = warp_row() + lane() / 4, column = lane() % 4 * 2;
+    if constexpr (C.dropout) {
+      const FragmentOrigin origin{control.item.first + row, control.headers[stage].first + column, row, column};
+      if constexpr (C.dropout_rows) {
+        drops.template decide<true>(control.terms[stage], origin, control.ids[stage], control.own_positions,
+                                    control.positions[stage], params.problem);
+      } else {
+        drops.template decide<true>(control.terms[stage], origin, nullptr, nullptr, nullptr, params.problem);
+      }
     }
-    const int column = lane() % 4 * 2;
-    if (header.flags & (kLimitsAbove | kLimitsBelow | kComparesSegments)) {
-      const int row = warp_row() + lane() / 4;
-      mask_scores<C, true>(s, header.flags, control.item,
-                           {control.item.first + row, header.first + column, row, column}, control.own_ids,
-                           control.ids[C.segments ? ring.index : 0]);
-    }
-    transposed_weights<C>(s, p, shared_address(control.lse_log2[ring.index]) + column * 4, params.problem);
-    if constexpr (C.softcap) {
+    wait_products<0>();
+    pin_registers(s);
+    finish_transposed_scores<C, C.tile_q / 2, kLayout.bias_slots>(s, p, flags, drops, params, control, stage,
+                                                                  tiles + kLayout.bias, bias_ring, row, column);
+    if constexpr (C.softcap || C.dropout) {
       Fragments weights;
 #pragma unroll
       for (int i = 0; i < C.tile_q / 4; ++i) weights[i] = ElementTraits<C.element>::pack(s[2 * i], s[2 * i + 1]);
@@ -83,14 +87,12 @@ struct SplitConsumer {
   __device__ __forceinline__ void visit_for_dv(float (&dv)[C.head_dim_v / 2]) {
     for (bool last = false; !last; ring.advance()) {
       wait(&control.first_full[ring.index], ring.parity);
-      const StepHeader header = control.headers[ring.index];
-      last = header.flags & kLastStep;
+      const int flags = control.headers[ring.index].flags;
+      last = flags & kLastStep;
       Scores s;
       Fragments p;
       start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k, q_address());
-      wait_products<0>();
-      pin_registers(s);
-      finish_scores(s, p, header);
+      finish_scores(s, p, flags);
       release_by_warp(&control.first_empty[ring.index]);
       wait(&control.second_full[ring.index], ring.parity);
       start_fragment_product<C.element, C.tile_q, C.head_dim_v>(dv, p, dout_address());
@@ -111,8 +113,10 @@ struct SplitConsumer {
       pin_registers(dp);
       Fragments weights, ds;
       take(weights);
+      float factor = 1.0f;
+      if constexpr (C.dropout) factor = control.terms[ring.index].factor;
       transposed_gradients<C, C.tile_q / 2>(ds, weights, dp,
-                                            shared_address(control.delta[ring.index]) + lane() % 4 * 8);
+                                            shared_address(control.delta[ring.index]) + lane() % 4 * 8, factor);
       release_by_warp(&control.second_empty[ring.index]);
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());
       wait_products<0>();
@@ -145,7 +149,9 @@ struct SplitConsumer {
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
       if (runs) visit_for_dv(dv);
-      write<C.head_dim_v>(dv, 1.0f, tiles + kLayout.v, 0, &params.dv, params.wants_dv);
+      float factor = 1.0f;
+      if constexpr (C.dropout) factor = kept_factor(params.problem, control.item.batch);
+      write<C.head_dim_v>(dv, factor, tiles + kLayout.v, 0, &params.dv, params.wants_dv);
     } else {
       float dk[C.head_dim / 2];
 #pragma unroll

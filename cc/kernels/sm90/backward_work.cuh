@@ -2,12 +2,14 @@
 // records by which the producer warp tells the consumer warpgroups.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/schedule.cuh"
 #include "attn/sequence.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/barrier.cuh"
+#include "sm90/tma.cuh"
 
 namespace jattn::sm90 {
 
@@ -15,8 +17,13 @@ enum BackwardFlags : int {
   kLastStep = 1,         // no further tile for this item
   kLimitsAbove = 2,      // some key lies beyond the upper limit of its query, or beyond the keys of the batch entry
   kLimitsBelow = 4,      // some key lies below the lower limit of its query
-  kComparesSegments = 8  // segment ids must be compared
+  kComparesSegments = 8,    // segment ids must be compared
+  kComparesPositions = 16,  // positions may lie outside the band
+  kComparesMask = 32,       // the packed mask of this step is there and has zeros
+  kHasEmptyRows = 64        // some query sees no key: its bias may be anything
 };
+inline constexpr int kAnyMask =
+    kLimitsAbove | kLimitsBelow | kComparesSegments | kComparesPositions | kComparesMask | kHasEmptyRows;
 
 // Travels beside each tile of the visited axis, valid once the tile is full.
 struct StepHeader {
@@ -36,8 +43,66 @@ struct BackwardItem {
   bool runs;  // there is a tile to visit
 };
 
+// What the scores of a step need beside the products; of one batch entry and query head.
+struct alignas(16) StepTerms {
+  int64_t bias;               // element of the bias of query 0 and key 0
+  int head;                   // query head
+  float slope;                // of ALiBi: -log2(e) * slope
+  PhiloxKey key;              // of dropout, as the two that follow
+  uint32_t threshold_high;
+  float factor;
+};
+static_assert(sizeof(StepTerms) == kStepTermsBytes);
+
+// Parts of the control block that only some variants have: an empty base takes no room.
+template <int kRows, int kStages>
+struct MaskWordsPart {
+  alignas(16) uint32_t mask_words[kStages][kRows * 4];  // PackedMask, of the rows that the block owns
+};
+template <int kStages>
+struct StepTermsPart {
+  StepTerms terms[kStages];
+};
+template <int kOwned, int kVisited, int kStages>
+struct PositionsPart {
+  int own_positions[kOwned];
+  int positions[kStages][kVisited];
+};
+template <int kStages>
+struct BiasBarriersPart {
+  Barrier bias_full[kStages], bias_empty[kStages];
+};
+template <int kKind>
+struct NoPart {};
+
+template <bool kCondition, class First, class Second>
+struct ConditionalType {
+  using Type = First;
+};
+template <class First, class Second>
+struct ConditionalType<false, First, Second> {
+  using Type = Second;
+};
+template <bool kCondition, class First, class Second>
+using Conditional = typename ConditionalType<kCondition, First, Second>::Type;
+
 template <Config C, bool kOwnsQueries>
-struct alignas(16) BackwardControl {
+using MaskWordsOf = Conditional<C.mask, MaskWordsPart<(kOwnsQueries ? C.tile_q : C.tile_kv), C.stages>, NoPart<0>>;
+template <Config C>
+using StepTermsOf = Conditional<has_step_terms(C), StepTermsPart<C.stages>, NoPart<1>>;
+template <Config C, bool kOwnsQueries>
+using PositionsOf =
+    Conditional<C.positions,
+                    PositionsPart<(kOwnsQueries ? C.tile_q : C.tile_kv), (kOwnsQueries ? C.tile_kv : C.tile_q), C.stages>,
+                    NoPart<2>>;
+template <Config C>
+using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.stages>, NoPart<3>>;
+
+template <Config C, bool kOwnsQueries>
+struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
+                                     StepTermsOf<C>,
+                                     PositionsOf<C, kOwnsQueries>,
+                                     BiasBarriersOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -72,16 +137,48 @@ __device__ __forceinline__ Band band_of(const BackwardItem& item) {
   return {-item.lower_offset, item.upper_offset - 1, 0};
 }
 
-// Walks tiles upwards from position `start` of a range, round its end, leaving out those whose segments cannot meet. A warp
-// looks at 32 tiles with one load; all its lanes get the same answer.
-template <bool kSegments>
+// Whose turn a block is: heads of a batch entry follow each other, or batch entries of a head where these share a bias.
+template <Config C, Heaviest kHeaviest>
+__device__ __forceinline__ WorkItem place_of_block(const BackwardParams& params, int heads) {
+  const int batch = params.problem.batch;
+  if constexpr (C.stores_ds) heads = params.launched_kv_heads;
+  const int first_head = C.stores_ds ? params.first_kv_head : 0;
+  if constexpr (C.bias) {
+    if (params.batch_fastest) {
+      const WorkItem turned =
+          work_item<kHeaviest>(blockIdx.x, batch, heads, params.tiles, 1, params.section_heads);
+      return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
+    }
+    WorkItem place = work_item<kHeaviest>(blockIdx.x, heads, batch, params.tiles, 1, params.section_heads);
+    place.head += first_head;
+    return place;
+  }
+  return work_item<kHeaviest>(blockIdx.x, heads, batch, params.tiles, 1, params.section_heads);
+}
+
+// Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
+// segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same answer.
+template <Config C>
 struct RoundWalk {
+  static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
+
   int begin, count, start;
-  const SegmentRange* others = nullptr;  // ranges of the other axis, of this batch entry
-  SegmentRange own{0, 0};
+  TileFilter<C> filter;
+  const uint8_t* states = nullptr;  // MaskTile of tile 0 of the other axis
+  int state_stride = 0;
   int position = 0;  // tiles looked at
   uint32_t hits = 0;
   int window = 0;  // position of bit 0 of `hits`
+
+  // For a tile of the own axis of a query head.
+  __device__ __forceinline__ void look_at_mask(const PackedMask& mask, int batch, int head, int own_tile) {
+    if constexpr (C.mask) {  // rows of the packed mask are the axis that the block owns
+      states = mask.states + batch * mask.states_batch + head * mask.states_head +
+               int64_t(own_tile) * mask.states_row_tile;
+      state_stride = mask.states_column_tile;
+    }
+  }
+  __device__ __forceinline__ int state(int tile) const { return C.mask ? states[int64_t(tile) * state_stride] : 0; }
 
   __device__ __forceinline__ int tile_at(int index) const {
     const int from_begin = start + index;
@@ -91,15 +188,19 @@ struct RoundWalk {
     position = 0;
     hits = 0;
   }
+  __device__ __forceinline__ bool meets(int tile) const {
+    if constexpr (C.mask) return filter.meets(tile) && state(tile) != kMaskTileEmpty;
+    return filter.meets(tile);
+  }
   // The next tile, or -1.
   __device__ __forceinline__ int next() {
-    if constexpr (!kSegments) {
+    if constexpr (!kFilters) {
       return position < count ? tile_at(position++) : -1;
     } else {
       while (hits == 0) {
         if (position >= count) return -1;
         const int candidate = position + int(threadIdx.x & 31);
-        const bool hit = candidate < count && segments_meet(own, others[tile_at(candidate)]);
+        const bool hit = candidate < count && meets(tile_at(candidate));
         hits = __ballot_sync(0xffffffffu, hit);
         window = position;
         position += 32;
@@ -111,12 +212,75 @@ struct RoundWalk {
   }
 };
 
+// What a kept pair is multiplied by.
+__device__ __forceinline__ float kept_factor(const ProblemParams& problem, int batch) {
+  return __fdiv_rn(65536.0f, float(65536 - dropout_threshold(problem, batch)));
+}
+
+// The terms of a step for a query head.
+template <Config C>
+__device__ __forceinline__ StepTerms step_terms(const ProblemParams& problem, int batch, int head) {
+  StepTerms terms{};
+  terms.head = head;
+  if constexpr (C.bias) terms.bias = batch * problem.bias.stride_batch + head * problem.bias.stride_head;
+  if constexpr (C.alibi) {
+    const PerHeadFloat& slopes = problem.alibi_slopes;
+    terms.slope =
+        -kLog2E * __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
+  }
+  if constexpr (C.dropout) {
+    terms.threshold_high = uint32_t(dropout_threshold(problem, batch)) << 16;
+    terms.factor = kept_factor(problem, batch);
+    if constexpr (!C.dropout_rows) {
+      const PerHeadWords& keys = problem.dropout_keys;
+      const uint32_t* words = keys.data + int64_t(batch) * keys.stride_batch + int64_t(head) * keys.stride_head;
+      terms.key = {__ldg(words), __ldg(words + 1)};
+    }
+  }
+  return terms;
+}
+
+// Copies the tile of a bias whose first pair is (query, key). By one thread.
+template <Config C>
+__device__ __forceinline__ void load_bias_tile(unsigned tile, const BackwardParams& params, Barrier* full, int batch,
+                                               int head, int query, int key) {
+  const BroadcastArray& bias = params.problem.bias;
+  arrive_and_expect_bytes(full, bias_tile_bytes(C));
+#pragma unroll
+  for (int chunk = 0; chunk < num_chunks(C.tile_kv); ++chunk) {
+    load_box(tile + chunk * C.tile_q * kChunkRowBytes, &params.bias, full, key + chunk * kChunkColumns, query,
+             bias.stride_head == 0 ? 0 : head, bias.stride_batch == 0 ? 0 : batch);
+  }
+}
+
+// Copies the words of a tile of the packed mask onto a barrier; mask_words_bytes() are to be announced.
+template <Config C, bool kOwnsQueries>
+__device__ __forceinline__ int mask_words_bytes(const PackedMask& mask) {
+  return mask.words_row == 0 ? kMaskRowBytes : (kOwnsQueries ? C.tile_q : C.tile_kv) * kMaskRowBytes;
+}
+template <Config C, bool kOwnsQueries>
+__device__ __forceinline__ void load_mask_words(uint32_t* words, const PackedMask& mask, Barrier* full, int batch,
+                                                int head, int first_row, int column_tile) {
+  const uint32_t* source = mask.words + batch * mask.words_batch + head * mask.words_head +
+                           column_tile * mask.words_column_tile + int64_t(first_row) * mask.words_row;
+  load_bytes(shared_address(words), source, mask_words_bytes<C, kOwnsQueries>(mask), full);
+}
+
 // -1 and -2 mark padding of the two axes: different from every id and from each other.
 template <int kPadding>
 __device__ __forceinline__ int segment_id(const int32_t* ids, int64_t first, int row, int length) {
   if (row >= length) return kPadding;
   const int id = ids[first + row];
   return id < 0 ? kPadding : id;
+}
+
+// Positions of the rows [first, first + kRows), by one warp; 0 outside the array.
+template <int kRows>
+__device__ __forceinline__ void load_positions(int* target, const int32_t* positions, int batch, int first,
+                                               int length) {
+  for (int i = threadIdx.x % 32; i < kRows; i += 32) {
+    target[i] = first + i < length ? positions[int64_t(batch) * length + first + i] : 0;
+  }
 }
 
 // Writes zeros over the rows of a tile for which is_padding(row) holds, by one warp.
@@ -136,9 +300,11 @@ __device__ __forceinline__ void clear_rows(unsigned tile, IsPadding is_padding) 
   }
 }
 
-// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it.
+// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it; bias_readers:
+// warps that read tiles of a bias.
 template <Config C, bool kOwnsQueries>
-__device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers) {
+__device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
+                                             int bias_readers) {
   init_barrier(&control.own_full, 1);
   init_barrier(&control.landed, 1);
   for (int stage = 0; stage < C.stages; ++stage) {
@@ -150,6 +316,12 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
   for (int buffer = 0; buffer < 2; ++buffer) {
     init_barrier(&control.exchange_full[buffer], givers);
     init_barrier(&control.exchange_empty[buffer], givers);
+  }
+  if constexpr (bias_tile_bytes(C) > 0) {
+    for (int slot = 0; slot < C.stages; ++slot) {
+      init_barrier(&control.bias_full[slot], 1);
+      init_barrier(&control.bias_empty[slot], bias_readers);
+    }
   }
   fence_barrier_init();
 }

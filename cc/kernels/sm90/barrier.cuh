@@ -2,9 +2,22 @@
 // Source: PTX ISA, parallel synchronization and communication instructions.
 #pragma once
 
+#include "base/sleeps.cuh"
+
 namespace jattn::sm90 {
 
 using Barrier = unsigned long long;  // one mbarrier
+
+// Sleeps now and then, up to two microseconds, in builds that look for missing waits; else nothing.
+__device__ __forceinline__ void sleep_at_random() {
+  if constexpr (kSleepsAtRandom) {
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    unsigned state = (unsigned(clock64()) ^ unsigned(time >> 5) ^ threadIdx.x / 32 * 0x9E3779B9u) * 0x85EBCA6Bu;
+    state = __shfl_sync(__activemask(), state ^ state >> 15, __ffs(__activemask()) - 1);  // a warp sleeps as one
+    if (state % 4 == 0) __nanosleep(state / 4 % 2048);
+  }
+}
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -20,6 +33,7 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 
 __device__ __forceinline__ void arrive(Barrier* barrier) {
+  sleep_at_random();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
@@ -30,6 +44,7 @@ __device__ __forceinline__ void expect_bytes(Barrier* barrier, int bytes) {
 }
 
 __device__ __forceinline__ void arrive_and_expect_bytes(Barrier* barrier, int bytes) {
+  sleep_at_random();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
@@ -45,10 +60,12 @@ __device__ __forceinline__ void wait(Barrier* barrier, unsigned parity) {
       "ready:\n}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+  sleep_at_random();
 }
 
 // Barrier of `threads` threads of the block; id 0 is __syncthreads().
 __device__ __forceinline__ void sync_named(int id, int threads) {
+  sleep_at_random();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

@@ -17,21 +17,24 @@ namespace jattn::sm90 {
 template <Config C>
 struct Consumer {
   using S = Shape<C>;
-  using Softmax = OnlineSoftmax<ScoreStage<C>::kActive, C.integer_max>;
+  using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max>;
   using Scores = float[C.tile_kv / 2];
   using Probabilities = unsigned[C.tile_kv / 4];
   using Output = float[C.head_dim_v / 2];
   using Queries = unsigned[C.q_in_registers ? C.head_dim / 4 : 1];
   using Ring = RingPosition<C.stages>;
 
+  static constexpr int kMasks =
+      kMaskUpper | kMaskLower | kMaskSegments | (has_position_band(C) ? kMaskPositions : 0) | (C.mask ? kMaskDense : 0);
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
 
   const ForwardParams& params;
   ForwardControl<C>& control;
-  unsigned tiles;      // shared address of the first tile
-  int warpgroup;       // among the consumers
-  Ring ring;           // of the tile whose scores are computed next
-  unsigned items = 0;  // begun before the present one
+  unsigned tiles;             // shared address of the first tile
+  int warpgroup;              // among the consumers
+  Ring ring;                  // of the tile whose scores are computed next
+  unsigned items = 0;         // begun before the present one
+  bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -57,6 +60,11 @@ struct Consumer {
   }
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
   __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
+
+  // Of this warpgroup's rows of the tile.
+  __device__ __forceinline__ unsigned bias_address(int stage) const {
+    return tiles + S::kBiasOffset + stage * S::kBiasBytes + first_row() * kChunkRowBytes;
+  }
 
   __device__ __forceinline__ TileHeader wait_k() const {
     wait(&control.k_full[ring.index], ring.parity);
@@ -97,14 +105,26 @@ struct Consumer {
   }
 
   // From raw products to probabilities; frees the k tile on the way.
-  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
-    if constexpr (!C.segments) release(&control.k_empty[ring.index]);
+  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
+                                                Softmax& softmax) const {
+    if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     ScoreStage<C>::apply(s, params);
-    if (header.flags & (kMaskUpper | kMaskLower | kMaskSegments)) {
-      apply_masks<C>(s, header, ring.index, items % S::kItemSlots, control, place());
+    if constexpr (ScoreStage<C>::kAddsTerms) {
+      add_terms<C>(s, context(header), [&](int step) { return fragment_address(bias_address(ring.index), step); });
     }
-    if constexpr (C.segments) release(&control.k_empty[ring.index]);
+    if (header.flags & kMasks) {
+      apply_masks<C>(s, header, ring.index, items % S::kItemSlots, control, params, place());
+    }
+    if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
     softmax.update(s);
+    if constexpr (C.dropout) drops.apply(s, context(header));
+    if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+  }
+
+  __device__ __forceinline__ TileContext<C> context(const TileHeader& header) const {
+    const int slot = items % S::kItemSlots;
+    const ItemRecord& item = control.items[slot];
+    return {params, control, item, header, ring.index, slot, place(), item.q_begin + first_row() + warp_row()};
   }
 
   // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
@@ -114,14 +134,16 @@ struct Consumer {
     {
       Scores s;
       start_scores_of_stage(s, q);
+      TileDrops<C> drops;
+      drops.make(context(header));
       wait_products<0>();
       pin_registers(s);
-      finish_scores(s, header, softmax);
+      finish_scores(s, header, drops, softmax);
       pack_fragment<C.element>(p, s);
     }
     for (;;) {
-      const bool ends = header.flags & kLastTile;  // its item ends with the tile whose p is ready
-      if (ends && !next_item_follows()) break;
+      const bool ends = is_last(header);  // its item ends with the tile whose p is ready
+      if (ends && !next_item_follows(header)) break;
       if (ends) begin_next_item(q);
       const Ring before = ring;
       ring.advance();
@@ -135,9 +157,11 @@ struct Consumer {
         factors = finish_rows(softmax, items - 1);
         reset(softmax);
       }
+      TileDrops<C> drops;
+      drops.make(context(header));
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, header, softmax);
+      finish_scores(s, header, drops, softmax);
       wait_products<0>();
       pin_registers(out);
       release(&control.v_empty[before.index]);
@@ -149,6 +173,7 @@ struct Consumer {
         softmax.rescale_output(out);
       }
     }
+    leaves_tiles = leaves_tiles_behind(header);
     finish_last_tile(p, out, softmax);
   }
 
@@ -158,15 +183,17 @@ struct Consumer {
     Scores s;
     TileHeader header = wait_k();
     start_scores_of_stage(s, q);
+    TileDrops<C> first_drops;
+    first_drops.make(context(header));
     wait_products<0>();
     pin_registers(s);
-    finish_scores(s, header, softmax);
+    finish_scores(s, header, first_drops, softmax);
     int v_read = -1;      // stage of the v tile that the running output product reads
     bool starts = false;  // out holds the item before the one of s
     RowFactors factors;
     for (;;) {
-      const bool ends = header.flags & kLastTile;
-      if (ends && !next_item_follows()) break;
+      const bool ends = is_last(header);
+      if (ends && !next_item_follows(header)) break;
       Probabilities p;
       const Ring before = ring;
       ring.advance();
@@ -190,9 +217,11 @@ struct Consumer {
         reset(softmax);
       }
       starts = ends;
+      TileDrops<C> drops;
+      drops.make(context(header));
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, header, softmax);
+      finish_scores(s, header, drops, softmax);
     }
     wait_products<0>();
     pin_registers(out);
@@ -204,6 +233,7 @@ struct Consumer {
     Probabilities p;
     pack_fragment<C.element>(p, s);
     softmax.rescale_output(out);
+    leaves_tiles = leaves_tiles_behind(header);
     finish_last_tile(p, out, softmax);
   }
 
@@ -225,13 +255,16 @@ struct Consumer {
   __device__ __forceinline__ void visit_tiles_serially(Queries& q, Output& out, Softmax& softmax) {
     for (bool last = false; !last; ring.advance()) {
       const TileHeader header = wait_k();
-      last = header.flags & kLastTile;
+      last = is_last(header);
+      leaves_tiles = leaves_tiles_behind(header);
       Scores s;
       start_scores_of_stage(s, q);
+      TileDrops<C> drops;
+      drops.make(context(header));
       wait_products<0>();
       pin_registers(s);
       if (kReleasesQAtLastTile && last) release_q();
-      finish_scores(s, header, softmax);
+      finish_scores(s, header, drops, softmax);
       softmax.rescale_output(out);
       Probabilities p;
       pack_fragment<C.element>(p, s);
@@ -244,6 +277,32 @@ struct Consumer {
     write(out, finish_rows(softmax, items), items);
   }
 
+  // The last tile of the item, or the last that this warpgroup needs.
+  __device__ __forceinline__ bool is_last(const TileHeader& header) const {
+    return header.flags & (has_index_band(C) ? kLastTile | kLastOfWarpgroup << warpgroup : kLastTile);
+  }
+
+  __device__ __forceinline__ static bool leaves_tiles_behind(const TileHeader& last) {
+    return has_index_band(C) && !(last.flags & kLastTile);
+  }
+
+  // Frees the rest of the item's tiles: below a window the last warpgroups need fewer than the first. At a window of 128
+  // and tiles of 192 x 128 every fourth product.
+  __device__ __forceinline__ void pass_over_tiles() {
+    for (bool last = false; !last; ring.advance()) {
+      last = wait_k().flags & kLastTile;
+      free_unread_tile();
+    }
+  }
+
+  // A stage is freed only after it was filled: an early arrival would count for the round before.
+  __device__ __forceinline__ void free_unread_tile() {
+    wait(&control.v_full[ring.index], ring.parity);
+    sync_warpgroup();  // every warp has read the header
+    release(&control.k_empty[ring.index]);
+    release(&control.v_empty[ring.index]);
+  }
+
   __device__ __forceinline__ void release_q() const {
     if (thread() == 0) arrive(&control.q_empty[items % S::kQBuffers]);
   }
@@ -254,7 +313,7 @@ struct Consumer {
   __device__ __forceinline__ int end_of_keys(const ItemRecord& item) const {
     const int first = item.q_begin + first_row();
     const int end = first < item.q_length ? item.kv_length : 0;
-    return C.band ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
+    return has_index_band(C) ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
   }
 
   // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there
@@ -265,11 +324,7 @@ struct Consumer {
     for (;;) {
       const TileHeader header = wait_k();
       if (header.kv_tile * C.tile_kv < end) return true;
-      // A stage is freed only after it was filled: an early arrival would count for the round before.
-      wait(&control.v_full[ring.index], ring.parity);
-      sync_warpgroup();  // every warp has read the header
-      release(&control.k_empty[ring.index]);
-      release(&control.v_empty[ring.index]);
+      free_unread_tile();
       ring.advance();
       if (header.flags & kLastTile) break;
     }
@@ -279,8 +334,9 @@ struct Consumer {
 
   // Whether the next item's first tile can be computed beside the last output product of this one: the item runs, and
   // this warpgroup sees its first tile.
-  __device__ __forceinline__ bool next_item_follows() const {
+  __device__ __forceinline__ bool next_item_follows(const TileHeader& last) const {
     if constexpr (C.chain_items) {
+      if (leaves_tiles_behind(last)) return false;
       const unsigned next = items + 1;
       wait(&control.q_full[next % S::kQBuffers], next / S::kQBuffers % 2);
       const ItemRecord& item = control.items[next % S::kItemSlots];
@@ -325,17 +381,63 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int t = item.q_begin + place().row + 8 * r;
       const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
-      factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
+      float lse_with_sink = 0.0f;
+      if constexpr (C.sinks) {
+        const auto result = softmax.with_sink(r, control.numbers[number % S::kItemSlots].sink);
+        factors.row[r] = sees_keys ? result.factor : 0.0f;
+        lse_with_sink = result.lse;
+      } else {
+        factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
+      }
+      if constexpr (C.dropout) factors.row[r] *= control.numbers[number % S::kItemSlots].dropout.factor;
       if (lane() % 4 == 0 && t < params.problem.q_len) {
+        if constexpr (C.partial_results) {
+          params.row_parts[row_of_part(item, number, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
+                                                            softmax.unit(), softmax.natural_unit()};
+          continue;
+        }
         const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head;
-        params.lse[head * params.problem.q_len + t] = sees_keys ? softmax.lse(r) : -infinity();
+        params.lse[head * params.problem.q_len + t] = !sees_keys ? -infinity()
+                                                      : C.sinks  ? lse_with_sink
+                                                                 : softmax.lse(r);
       }
     }
     return factors;
   }
 
+  // Index of a row among those of all parts.
+  __device__ __forceinline__ int64_t row_of_part(const ItemRecord& item, unsigned number, int t) const {
+    const ProblemParams& problem = params.problem;
+    const int64_t entry = int64_t(control.parts[number % S::kItemSlots]) * problem.batch + item.batch;
+    return (entry * problem.num_heads + item.head) * problem.q_len + t;
+  }
+
+  // Writes the rows as floats, straight from the fragments.
+  __device__ __forceinline__ void write_part(const Output& out, RowFactors factors, unsigned number) const {
+    const ItemRecord& item = control.items[number % S::kItemSlots];
+    const int width = params.problem.head_dim_v;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int t = item.q_begin + place().row + 8 * r;
+      if (t >= params.problem.q_len) continue;
+      float* row = params.partial_out + row_of_part(item, number, t) * width;
+      const float f = factors.row[r];
+#pragma unroll
+      for (int i = 0; i < C.head_dim_v / 8; ++i) {
+        const int column = 8 * i + place().column;
+        if (column >= width) continue;
+        const float2 pair = f == 0.0f ? float2{0.0f, 0.0f}  // selected: out may hold NaN there
+                                      : float2{out[4 * i + 2 * r] * f, out[4 * i + 2 * r + 1] * f};
+        *reinterpret_cast<float2*>(row + column) = pair;
+      }
+    }
+    sync_warpgroup();  // every warp is done with q
+    if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty[number % S::kQBuffers]);
+  }
+
   // Writes the output rows of this warpgroup.
   __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
+    if constexpr (C.partial_results) return write_part(out, factors, number);
     const ItemRecord& item = control.items[number % S::kItemSlots];
     const unsigned out_tile = tiles + S::kOutOffset + first_row() * kChunkRowBytes;
     if (thread() == 0) wait_stores_read();
@@ -398,6 +500,8 @@ struct Consumer {
         } else {
           visit_tiles_serially(q, out, softmax);
         }
+        if (leaves_tiles) pass_over_tiles();
+        leaves_tiles = false;
       } else {
         write(out, finish_rows(softmax, items), items);
       }

@@ -10,6 +10,12 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
+// What one part of the keys says of a row: p = exp2((score - row_max) * unit_log2), row_sum is their sum, and
+// row_max * unit is in natural units. A sum of 0 means: no visible key.
+struct alignas(16) RowPart {
+  float row_max, row_sum, unit_log2, unit;
+};
+
 struct ForwardParams {
   TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
@@ -21,6 +27,24 @@ struct ForwardParams {
   int32_t tiles;          // query tiles of one head
   int32_t items;          // B * N * tiles
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  TensorMap bias;         // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1), likewise; read if Config::staged_bias
+  int32_t bias_heads, bias_batch;  // extents of those axes
+  PackedMask mask;                 // of queries as rows; read if Config::mask
+  bool batch_fastest;              // neighbouring items differ in the batch entry, not the head: they share a bias
+  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
+  RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
+  int32_t key_splits;  // items are parts of tiles: the part is the fastest index
+};
+
+// sm90/forward_combine.cuh
+struct CombineParams {
+  const float* partial_out;  // as in ForwardParams
+  const RowPart* row_parts;
+  void* out;           // [B, T, N, Dv]
+  float* lse;          // [B, N, T]
+  PerHeadFloat sinks;  // read only if Config::sinks
+  int64_t rows;        // B * N * T
+  int32_t q_len, num_heads, head_dim_v;
 };
 
 }  // namespace jattn::sm90

@@ -1,6 +1,7 @@
 // The producer warp: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
 #pragma once
 
+#include "attn/score.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/work.cuh"
 
@@ -37,11 +38,32 @@ struct ItemQueue {
   }
 };
 
+// The filter of the walk, with the states of the tiles of a dense mask.
+template <Config C, bool kMask = C.mask>
+struct ItemFilter : TileFilter<C> {};
+template <Config C>
+struct ItemFilter<C, true> : TileFilter<C> {
+  static constexpr bool kActive = true;
+
+  const uint8_t* states;  // of the item's row of tiles
+  int stride;
+
+  __device__ __forceinline__ void load_mask(const PackedMask& mask, const ItemRecord& record) {
+    states = mask.states + record.batch * mask.states_batch + record.head * mask.states_head +
+             int64_t(record.q_begin / C.tile_q) * mask.states_row_tile;
+    stride = mask.states_column_tile;
+  }
+  __device__ __forceinline__ int state(int tile) const { return states[tile * stride]; }
+  __device__ __forceinline__ bool meets(int tile) const {
+    return TileFilter<C>::meets(tile) && state(tile) != kMaskTileEmpty;
+  }
+};
+
 // The key tiles of one item: which to visit, from the last to the first, and what each needs.
 template <Config C>
 struct ItemTiles {
   TileRange range;
-  TileWalk<C.segments> walk;
+  TileWalk<C, ItemFilter<C>> walk;
   bool v_ends_early;  // rows of v behind the keys of this batch entry exist
   int kv_length;
 
@@ -50,11 +72,17 @@ struct ItemTiles {
     const ProblemParams& problem = params.problem;
     v_ends_early = C.lengths && kv_length < problem.kv_len;
     walk.begin = range.begin;
-    if constexpr (C.segments) {
-      const int64_t kv_tiles = ceil_div(problem.kv_len, C.tile_kv);
-      walk.others = problem.kv_ranges + record.batch * kv_tiles;
-      walk.own = problem.q_ranges[int64_t(record.batch) * params.tiles + record.q_begin / C.tile_q];
-    }
+    walk.filter.template load<false>(problem, record.batch, record.q_begin / C.tile_q,
+                                     {problem.band_left, problem.band_right, 0});
+    if constexpr (C.mask) walk.filter.load_mask(params.mask, record);
+  }
+
+  // Leaves one part of the range, a contiguous piece that may be empty.
+  __device__ __forceinline__ void take_part(int part, int parts) {
+    const int tiles = ceil_div(max(range.end - range.begin, 0), parts);
+    range.end = min(range.end, range.begin + (part + 1) * tiles);
+    range.begin += part * tiles;
+    walk.begin = range.begin;
   }
 
   __device__ __forceinline__ int last() { return walk.at_or_below(range.end - 1); }
@@ -62,8 +90,10 @@ struct ItemTiles {
 
   __device__ __forceinline__ int flags(int tile) const {
     int flags = tile >= range.full_end ? kMaskUpper : 0;
-    if constexpr (C.band) flags |= tile < range.full_begin ? kMaskLower : 0;
-    if constexpr (C.segments) flags |= segments_equal(walk.own, walk.others[tile]) ? 0 : kMaskSegments;
+    if constexpr (has_index_band(C)) flags |= tile < range.full_begin ? kMaskLower : 0;
+    if constexpr (C.segments) flags |= walk.filter.same_segment(tile) ? 0 : kMaskSegments;
+    if constexpr (has_position_band(C)) flags |= walk.filter.inside_band(tile) ? 0 : kMaskPositions;
+    if constexpr (C.mask) flags |= walk.filter.state(tile) == kMaskTileFull ? 0 : kMaskDense;
     return flags;
   }
 
@@ -71,7 +101,7 @@ struct ItemTiles {
   // tiles pass through clear_padding. Rows beyond the array arrive as zeros.
   __device__ __forceinline__ bool has_padding(int tile) const {
     bool padding = v_ends_early && (tile + 1) * C.tile_kv > kv_length;
-    if constexpr (C.segments) padding = padding || holds_padding(walk.others[tile]);
+    padding = padding || walk.filter.padding(tile);
     return padding;
   }
 };
@@ -84,6 +114,7 @@ struct Producer {
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
   unsigned landed_parity = 0;
   unsigned items = 0;  // published so far
+  int part = 0;        // of the present item's keys
 
   using S = Shape<C>;
 
@@ -106,9 +137,14 @@ struct Producer {
       }
       __syncwarp();
     }
+    if constexpr (has_control_extras(C)) {
+      if (record.status != kItemsEnd) publish_extras(record, slot);
+      __syncwarp();
+    }
     if (leads()) {
       Barrier* full = &control.q_full[buffer];
       control.items[slot] = record;
+      if constexpr (C.partial_results) control.parts[slot] = part;
       if (record.status == kItemRuns) {
         arrive_and_expect_bytes(full, S::kQBytes);
         load_tile<C.tile_q, C.head_dim>(tiles + buffer * S::kQBytes, &params.q, full, record.q_begin, record.head,
@@ -119,11 +155,103 @@ struct Producer {
     }
   }
 
+  // The tiles that an item visits.
+  __device__ __forceinline__ ItemTiles<C> tiles_of(const ItemRecord& record, int item) {
+    ItemTiles<C> visit(params, record);
+    if constexpr (C.partial_results) {
+      part = item % params.key_splits;
+      visit.take_part(part, params.key_splits);
+    }
+    return visit;
+  }
+
+  // What the consumers need of an item beside its record.
+  __device__ __forceinline__ void publish_extras(const ItemRecord& record, int slot) {
+    const ProblemParams& problem = params.problem;
+    if constexpr (C.positions) {
+      for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
+        const int t = record.q_begin + row;
+        control.q_positions[slot][row] =
+            t < problem.q_len ? problem.q_positions[int64_t(record.batch) * problem.q_len + t] : 0;
+      }
+    }
+    if constexpr (has_head_numbers(C)) {
+      HeadNumbers numbers{};
+      if constexpr (C.alibi) numbers.slope = number_of_head(problem.alibi_slopes, record);
+      if constexpr (C.sinks) numbers.sink = number_of_head(problem.sinks, record);
+      if constexpr (C.dropout) numbers.dropout = dropout_of<C>(problem, record.batch, record.head);
+      if (leads()) control.numbers[slot] = numbers;
+    }
+  }
+
+  __device__ __forceinline__ static float number_of_head(const PerHeadFloat& array, const ItemRecord& record) {
+    return array.data[int64_t(record.batch) * array.stride_batch + int64_t(record.head) * array.stride_head];
+  }
+
+  // Copies what travels beside a tile of k and needs a copy of its own; returns after the ordinary stores. The bytes of
+  // copies are announced here.
+  __device__ __forceinline__ void load_beside_k(const ItemRecord& record, int kv_tile, int flags, Barrier* full) {
+    const ProblemParams& problem = params.problem;
+    const int stage = k_ring.index;
+    if constexpr (S::kBiasBytes > 0) {
+      if (leads()) {
+        expect_bytes(full, S::kBiasBytes);
+        const int head = params.bias_heads == 1 ? 0 : record.head, batch = params.bias_batch == 1 ? 0 : record.batch;
+#pragma unroll
+        for (int chunk = 0; chunk < num_chunks(C.tile_kv); ++chunk) {
+          load_box(tiles + S::kBiasOffset + stage * S::kBiasBytes + chunk * C.tile_q * kChunkRowBytes, &params.bias,
+                   full, kv_tile * C.tile_kv + chunk * kChunkColumns, record.q_begin, head, batch);
+        }
+      }
+    }
+    if constexpr (C.mask) {
+      if ((flags & kMaskDense) && leads()) {
+        const PackedMask& mask = params.mask;
+        const bool all_rows = mask.words_row != 0;
+        const int bytes = all_rows ? 16 * C.tile_q : 16;
+        expect_bytes(full, bytes);
+        load_bytes(shared_address(control.mask_words[stage]),
+                   mask.words + record.batch * mask.words_batch + record.head * mask.words_head +
+                       kv_tile * mask.words_column_tile + int64_t(all_rows ? record.q_begin : 0) * 4,
+                   bytes, full);
+      }
+    }
+    if constexpr (C.positions || C.row_bias) {
+      for (int column = threadIdx.x % 32; column < C.tile_kv; column += 32) {
+        const int j = kv_tile * C.tile_kv + column;
+        const bool exists = j < problem.kv_len;
+        if constexpr (C.positions) {
+          control.kv_positions[stage][column] =
+              exists ? problem.kv_positions[int64_t(record.batch) * problem.kv_len + j] : 0;
+        }
+        if constexpr (C.row_bias) {
+          const BroadcastArray& bias = problem.bias;
+          const int64_t index = record.batch * bias.stride_batch + record.head * bias.stride_head + j * bias.stride_key;
+          control.row_bias[stage][column] = exists ? load_element<C.bias_element>(bias.data, index) : 0.0f;
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  // Which warpgroups need no tile below this one: those whose first query sees no key before it.
+  __device__ __forceinline__ static int last_of_warpgroups(const ItemRecord& record, int kv_tile) {
+    int flags = 0;
+    if constexpr (has_index_band(C)) {
+      const int lowest = record.q_begin + record.lower_offset;  // that the first query of the item sees
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < S::kConsumers; ++warpgroup) {
+        if (kv_tile * C.tile_kv <= lowest + warpgroup * kWarpgroupRows) flags |= kLastOfWarpgroup << warpgroup;
+      }
+    }
+    return flags;
+  }
+
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
     Barrier* full = &control.k_full[k_ring.index];
     wait(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
-      control.headers[k_ring.index] = {kv_tile, flags};
+      control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        kv_tile * C.tile_kv, record.head / params.problem.group_size, record.batch);
@@ -136,6 +264,7 @@ struct Producer {
       }
       __syncwarp();
     }
+    if constexpr (C.bias || C.mask || C.positions) load_beside_k(record, kv_tile, flags, full);
     if (leads()) arrive(full);
     k_ring.advance();
   }
@@ -191,7 +320,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
       ItemRecord record = item_record<C>(params, queue.item);
-      ItemTiles<C> visit(params, record);
+      ItemTiles<C> visit = tiles_of(record, queue.item);
       int tile = visit.last();
       if (tile < 0) record.status = kItemEmpty;
       int next = tile < 0 ? -1 : visit.before(tile);
@@ -220,7 +349,7 @@ struct Producer {
     bool held_padding = false;
     for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
       ItemRecord record = item_record<C>(params, queue.item);
-      ItemTiles<C> visit(params, record);
+      ItemTiles<C> visit = tiles_of(record, queue.item);
       int tile = visit.last();
       if (tile < 0) {
         record.status = kItemEmpty;

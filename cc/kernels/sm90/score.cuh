@@ -1,7 +1,9 @@
 // What happens to a score between the first product and the softmax: the score stage, then the masks.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "sm90/softmax.cuh"
+#include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
 
 namespace jattn::sm90 {
@@ -12,22 +14,236 @@ struct FragmentPlace {
   int column;  // of the tile of keys
 };
 
-// The place where anything acts on scores. kActive false leaves them raw, and the softmax multiplies by the scale in
-// its exponent. kActive true turns raw products into finished scores in log2 units.
+// What the stages below need to know of the tile at hand.
+template <Config C>
+struct TileContext {
+  const ForwardParams& params;
+  const ForwardControl<C>& control;
+  const ItemRecord& item;
+  TileHeader header;
+  int stage, slot;      // of the ring, and of the item
+  FragmentPlace place;  // of this thread
+  int first_row;        // of the warp, in the sequence
+
+  __device__ __forceinline__ int query(int r) const { return item.q_begin + place.row + 8 * r; }
+  __device__ __forceinline__ int first_key() const { return header.kv_tile * C.tile_kv + place.column; }
+};
+
+// The place where anything acts on scores. Raw scores stay as they are, and the softmax multiplies by the scale in its
+// exponent. Else raw products become finished scores, in natural units if terms are added to them: a term may be as
+// large as any float, and the multiplication by log2(e) is then part of the exponent.
 template <Config C>
 struct ScoreStage {
-  static constexpr bool kActive = C.softcap || C.scale_first;
+  static constexpr bool kAddsTerms = C.bias || C.alibi;
+  static constexpr ScoreUnits kUnits = kAddsTerms                   ? ScoreUnits::kNatural
+                                       : C.softcap || C.scale_first ? ScoreUnits::kLog2
+                                                                    : ScoreUnits::kRaw;
 
   template <int kCount>
   __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params) {
     if constexpr (C.softcap) {
+      const float cap = kAddsTerms ? params.problem.softcap_log2 * kLn2 : params.problem.softcap_log2;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        s[i] = params.problem.softcap_log2 * tanh_accurate<false>(s[i] * params.problem.softcap_in);
-      }
-    } else if constexpr (C.scale_first) {
+      for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate<false>(s[i] * params.problem.softcap_in);
+    } else if constexpr (C.scale_first && !kAddsTerms) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] *= params.problem.scale_log2;
+    }
+  }
+
+  // Adds a term to a score; the first one scales the product, unless the softcap has.
+  template <bool kFirst>
+  __device__ __forceinline__ static void add(float& s, float term, float scale) {
+    s = kFirst && !C.softcap ? fmaf(s, scale, term) : s + term;
+  }
+};
+
+// Any bias, read where it lies.
+template <Config C>
+__device__ __forceinline__ void add_bias_directly(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
+  using Stage = ScoreStage<C>;
+  using Traits = ElementTraits<C.bias_element>;
+  using Storage = typename Traits::Storage;
+  const ProblemParams& problem = context.params.problem;
+  const BroadcastArray& bias = problem.bias;
+  const int first_key = context.first_key();
+  const int columns = problem.kv_len - first_key;  // that exist, from this thread's first on
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int t = context.query(r);
+    const Storage* row = static_cast<const Storage*>(bias.data) + context.item.batch * bias.stride_batch +
+                         context.item.head * bias.stride_head + t * bias.stride_query + first_key * bias.stride_key;
+    const int here = t < problem.q_len ? columns : 0;
+    if (bias.pairs) {
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 8; ++i) {
+        float low = 0.0f, high = 0.0f;
+        if (8 * i < here) {
+          if constexpr (C.bias_element == Element::kF32) {
+            const float2 pair = __ldg(reinterpret_cast<const float2*>(row + 8 * i));
+            low = pair.x;
+            high = pair.y;
+          } else {
+            const unsigned pair = __ldg(reinterpret_cast<const unsigned*>(row + 8 * i));
+            low = Traits::low(pair);
+            high = Traits::high(pair);
+          }
+        }
+        Stage::template add<true>(s[4 * i + 2 * r], low, problem.scale);
+        Stage::template add<true>(s[4 * i + 2 * r + 1], high, problem.scale);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 8; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const float value = 8 * i + c < here ? Traits::to_float(__ldg(row + (8 * i + c) * bias.stride_key)) : 0.0f;
+          Stage::template add<true>(s[4 * i + 2 * r + c], value, problem.scale);
+        }
+      }
+    }
+  }
+}
+
+// s - slope * |distance|.
+template <Config C>
+__device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
+  using Stage = ScoreStage<C>;
+  const ProblemParams& problem = context.params.problem;
+  const float fall = -context.control.numbers[context.slot].slope;
+  if constexpr (C.positions) {
+    const int* q_positions = context.control.q_positions[context.slot] + context.place.row;
+    const int position[2] = {q_positions[0], q_positions[8]};
+    const int* kv_positions = context.control.kv_positions[context.stage] + context.place.column;
+#pragma unroll
+    for (int i = 0; i < C.tile_kv / 8; ++i) {
+      const int2 keys = *reinterpret_cast<const int2*>(kv_positions + 8 * i);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        Stage::template add<!C.bias>(s[4 * i + 2 * r], fabsf(float(keys.x - position[r])) * fall, problem.scale);
+        Stage::template add<!C.bias>(s[4 * i + 2 * r + 1], fabsf(float(keys.y - position[r])) * fall, problem.scale);
+      }
+    }
+  } else {
+    const int offset = problem.lower_right ? context.item.kv_length - context.item.q_length : 0;
+    // Distances beyond 2^24 are rounded, as they would be on the way to a float.
+    float distance[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) distance[r] = float(context.first_key() - context.query(r) - offset);
+#pragma unroll
+    for (int i = 0; i < C.tile_kv / 2; ++i) {
+      const float d = distance[i / 2 % 2] + float(i / 4 * 8 + i % 2);
+      Stage::template add<!C.bias>(s[i], fabsf(d) * fall, problem.scale);
+    }
+  }
+}
+
+// Bias and slopes. bias_tile: shared address of this warpgroup's rows of the staged tile; fragment_address as in the
+// consumer: where the 16 x 16 block of a number lies.
+template <Config C, class FragmentAddress>
+__device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileContext<C>& context,
+                                          FragmentAddress fragment_address) {
+  using Stage = ScoreStage<C>;
+  const ProblemParams& problem = context.params.problem;
+  if constexpr (C.bias && C.staged_bias) {
+    using Traits = ElementTraits<C.bias_element>;
+#pragma unroll
+    for (int step = 0; step < C.tile_kv / 16; ++step) {
+      unsigned words[4];  // rows 8 (i % 2), columns 8 (i / 2) of the block
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(fragment_address(step))
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Stage::template add<true>(s[8 * step + 2 * i], Traits::low(words[i]), problem.scale);
+        Stage::template add<true>(s[8 * step + 2 * i + 1], Traits::high(words[i]), problem.scale);
+      }
+    }
+  } else if constexpr (C.bias && C.row_bias) {
+    const float* row = context.control.row_bias[context.stage] + context.place.column;
+#pragma unroll
+    for (int i = 0; i < C.tile_kv / 8; ++i) {
+      const float2 bias = *reinterpret_cast<const float2*>(row + 8 * i);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        Stage::template add<true>(s[4 * i + 2 * r], bias.x, problem.scale);
+        Stage::template add<true>(s[4 * i + 2 * r + 1], bias.y, problem.scale);
+      }
+    }
+  } else if constexpr (C.bias) {
+    add_bias_directly<C>(s, context);
+  }
+  if constexpr (C.alibi) add_slopes<C>(s, context);
+}
+
+// Dropout by a key for each row: rows of a fragment do not belong together, and every pair is a call of its own.
+template <Config C>
+__device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], const TileContext<C>& context) {
+  static_assert(C.segments && C.positions);
+  const unsigned threshold = context.control.numbers[context.slot].dropout.threshold_high;
+  const int* kv_positions = context.control.kv_positions[context.stage] + context.place.column;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = context.place.row + 8 * r;
+    const int position = context.control.q_positions[context.slot][row];
+    const PhiloxKey key =
+        dropout_row_key(context.params.problem, context.control.q_ids[context.slot][row], context.item.head);
+    const PhiloxRowPart row_part = philox_row_part(key, dropout_row_group(position));
+    unsigned dropped = 0;  // bit 2 i + c
+#pragma unroll 1
+    for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
+      const int kv_position = kv_positions[bit / 2 * 8 + bit % 2];
+      dropped |= unsigned(pair_dropped(key, row_part, position, kv_position, threshold)) << bit;
+    }
+#pragma unroll
+    for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
+      if (dropped & 1u << bit) p[bit / 2 * 4 + 2 * r + bit % 2] = 0.0f;
+    }
+  }
+}
+
+// Which pairs of a tile dropout removes. Made before the scores are waited for, so that the integer work runs beside the
+// products; kept as the random words themselves, because their comparisons cost no more than those of packed bits.
+template <Config C>
+struct TileDrops {
+  static constexpr bool kAhead = C.dropout && !C.dropout_rows;
+
+  unsigned words[kAhead ? C.tile_kv / 4 : 1];
+
+  __device__ __forceinline__ void make(const TileContext<C>& context) {
+    if constexpr (kAhead) {
+      Dropout dropout = context.control.numbers[context.slot].dropout;
+      dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
+      const QueryRowDrops drops(dropout, context.first_row);
+#pragma unroll
+      for (int pair = 0; pair < C.tile_kv / 16; ++pair) {
+        const QueryRowBits bits = drops.bits(context.header.kv_tile * C.tile_kv + 16 * pair);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[4 * pair + i] = bits.words.word[i];
+      }
+      pin_registers(words);
+    }
+  }
+
+  // Probabilities of dropped pairs become 0. Their row sum is known before; the factor of the kept ones comes at the end
+  // of the row.
+  __device__ __forceinline__ void apply(float (&p)[C.tile_kv / 2], const TileContext<C>& context) const {
+    if constexpr (C.dropout_rows) {
+      drop_pairs_by_rows<C>(p, context);
+    } else if constexpr (C.dropout) {
+      const unsigned threshold = __shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold_high, 0);
+#pragma unroll
+      for (int pair = 0; pair < C.tile_kv / 16; ++pair) {
+        QueryRowBits bits;
+        bits.threshold_high = threshold;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits.words.word[i] = words[4 * pair + i];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (bits.dropped(i / 4, i / 2 % 2, i % 2)) p[8 * pair + i] = 0.0f;
+        }
+      }
     }
   }
 };
@@ -35,20 +251,24 @@ struct ScoreStage {
 // Sets scores to -inf where the header says that pairs of this tile may be invisible.
 template <Config C>
 __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const TileHeader& header, int stage, int slot,
-                                            const ForwardControl<C>& control, FragmentPlace place) {
+                                            const ForwardControl<C>& control, const ForwardParams& params,
+                                            FragmentPlace place) {
   const ItemRecord& item = control.items[slot];
   const int row = item.q_begin + place.row;
   const int first_column = header.kv_tile * C.tile_kv + place.column;
   if (header.flags & kMaskUpper) {
     int upper[2];  // columns from here on, counted from this thread's first, are invisible
 #pragma unroll
-    for (int r = 0; r < 2; ++r) upper[r] = min(item.kv_length, row + 8 * r + item.upper_offset) - first_column;
+    for (int r = 0; r < 2; ++r) {
+      const int end = C.positions ? item.kv_length : min(item.kv_length, row + 8 * r + item.upper_offset);
+      upper[r] = end - first_column;
+    }
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) {
       if (i / 4 * 8 + i % 2 >= upper[i / 2 % 2]) s[i] = -infinity();
     }
   }
-  if constexpr (C.band) {
+  if constexpr (has_index_band(C)) {
     if (header.flags & kMaskLower) {
       int lower[2];  // columns before this are invisible
 #pragma unroll
@@ -56,6 +276,39 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
 #pragma unroll
       for (int i = 0; i < C.tile_kv / 2; ++i) {
         if (i / 4 * 8 + i % 2 < lower[i / 2 % 2]) s[i] = -infinity();
+      }
+    }
+  }
+  if constexpr (C.positions && C.band) {
+    if (header.flags & kMaskPositions) {
+      const ProblemParams& problem = params.problem;
+      int lowest[2];  // position that is visible
+#pragma unroll
+      for (int r = 0; r < 2; ++r) lowest[r] = control.q_positions[slot][place.row + 8 * r] - problem.band_left;
+      const int64_t width = int64_t(problem.band_left) + problem.band_right;
+      const bool shows = width >= 0;
+      const int* kv_positions = control.kv_positions[stage] + place.column;
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 8; ++i) {
+        const int2 keys = *reinterpret_cast<const int2*>(kv_positions + 8 * i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (!shows || unsigned(keys.x) - unsigned(lowest[r]) > unsigned(width)) s[4 * i + 2 * r] = -infinity();
+          if (!shows || unsigned(keys.y) - unsigned(lowest[r]) > unsigned(width)) s[4 * i + 2 * r + 1] = -infinity();
+        }
+      }
+    }
+  }
+  if constexpr (C.mask) {
+    if (header.flags & kMaskDense) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = params.mask.words_row == 0 ? 0 : place.row + 8 * r;
+        const unsigned visible = control.mask_words[stage][row][place.column / 2];
+#pragma unroll
+        for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
+          if (!(visible & 1u << bit)) s[bit / 2 * 4 + 2 * r + bit % 2] = -infinity();
+        }
       }
     }
   }

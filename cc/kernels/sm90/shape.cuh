@@ -26,12 +26,18 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
+// Whether the producer looks up segments and more besides: 24 registers then spill.
+JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
+  return num_consumers(config) == 2 && config.segments &&
+         (config.mask || config.bias || config.positions || config.alibi || config.sinks || config.dropout);
+}
+
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
 JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) {
-  return num_consumers(config) == 3 ? 32 : 24;
+  return num_consumers(config) == 3 ? 32 : has_busy_producer(config) ? 40 : 24;
 }
 JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
-  return num_consumers(config) == 3 ? 160 : 240;
+  return num_consumers(config) == 3 ? 160 : has_busy_producer(config) ? 232 : 240;
 }
 
 // With chained items the next q arrives while this one is in use.
@@ -40,17 +46,39 @@ JATTN_HOST_DEVICE constexpr int q_buffers(const Config& config) { return config.
 // Records of items: one is written when q's buffer is free again, while the item before may still be in its last tile.
 JATTN_HOST_DEVICE constexpr int item_slots(const Config& config) { return 2 * q_buffers(config); }
 
+// Bytes of a tile of the bias in shared memory, chunks of 64 keys with queries along rows; 0 if it is read elsewhere.
+JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
+  return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
+}
+
+// Numbers of an item's head that the consumers need: slope, sink, dropout.
+JATTN_HOST_DEVICE constexpr bool has_head_numbers(const Config& config) {
+  return config.alibi || config.sinks || config.dropout;
+}
+
+JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
+  return config.mask || config.row_bias || config.positions || config.partial_results || has_head_numbers(config);
+}
+
 // Barriers, tile headers, item records: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
+  const int rows = item_slots(config) * config.tile_q, columns = config.stages * config.tile_kv;
   const int barriers = 8 * (1 + 2 * q_buffers(config) + 4 * config.stages);
   const int headers = 8 * config.stages;
   const int records = item_slots(config) * 32;
-  const int ids = config.segments ? 4 * (item_slots(config) * config.tile_q + config.stages * config.tile_kv) : 0;
-  return barriers + 8 + headers + records + ids;
+  const int ids = config.segments ? 4 * (rows + columns) : 0;
+  const int positions = config.positions ? 4 * (rows + columns) : 0;
+  const int row_bias = config.row_bias ? 4 * columns : 0;
+  const int mask = config.mask ? 16 * config.stages * config.tile_q : 0;
+  const int numbers = has_head_numbers(config) ? 24 * item_slots(config) : 0;
+  const int parts = config.partial_results ? 4 * item_slots(config) : 0;
+  const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
+  return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders;
 }
 
 JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
-  return tile_bytes(config.tile_kv, config.head_dim) + tile_bytes(config.tile_kv, config.head_dim_v);
+  return tile_bytes(config.tile_kv, config.head_dim) + tile_bytes(config.tile_kv, config.head_dim_v) +
+         staged_bias_bytes(config);
 }
 
 JATTN_HOST_DEVICE constexpr int q_bytes(const Config& config) {
@@ -78,6 +106,10 @@ JATTN_HOST_DEVICE constexpr int v_offset(const Config& config) {
   return k_offset(config) + config.stages * tile_bytes(config.tile_kv, config.head_dim);
 }
 
+JATTN_HOST_DEVICE constexpr int bias_offset(const Config& config) {
+  return v_offset(config) + config.stages * tile_bytes(config.tile_kv, config.head_dim_v);
+}
+
 JATTN_HOST_DEVICE constexpr int control_offset(const Config& config) {
   return k_offset(config) + config.stages * stage_bytes(config);
 }
@@ -86,9 +118,19 @@ JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
   return control_offset(config) + control_bytes(config);
 }
 
+// Warps read what travels beside k after the product with k.
+JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
+  return config.segments || config.positions || config.mask || config.row_bias || config.staged_bias;
+}
+
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
-// all; where warps still read the stage's segment ids, each must speak for itself.
-JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return config.segments ? 4 : 1; }
+// all; where warps still read the stage, each must speak for itself.
+JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return reads_beside_k(config) ? 4 : 1; }
+
+// forward_combine: one thread per eight columns of a row.
+inline constexpr int kCombineColumns = 8;
+JATTN_HOST_DEVICE constexpr int combine_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int combine_min_blocks(const Config&) { return 1; }
 
 // The same as constants, for device code.
 template <Config C>
@@ -100,10 +142,12 @@ struct Shape {
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kKBytes = tile_bytes(C.tile_kv, C.head_dim);
   static constexpr int kVBytes = tile_bytes(C.tile_kv, C.head_dim_v);
+  static constexpr int kBiasBytes = staged_bias_bytes(C);
   static constexpr bool kOutAliasesQ = out_aliases_q(C);
   static constexpr int kOutOffset = out_offset(C);
   static constexpr int kKOffset = k_offset(C);
   static constexpr int kVOffset = v_offset(C);
+  static constexpr int kBiasOffset = bias_offset(C);
 };
 
 }  // namespace jattn::sm90

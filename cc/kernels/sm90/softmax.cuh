@@ -67,13 +67,19 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   }
 }
 
-// kScaled: scores arrive in log2 units; else they are multiplied by a positive scale_log2 inside the exponent.
-//
+// Units of the scores that the softmax is given, and by what the exponent multiplies them.
+enum class ScoreUnits {
+  kRaw,      // products: by a positive scale_log2
+  kLog2,     // by nothing
+  kNatural,  // by log2(e); a score may be as large as any float (a bias)
+};
+
 // row_max is the maximum that probabilities refer to, not always the true one: it follows only when a row of the warp
 // has outgrown it by kLazyLog2, so p stays below 2^8 and the output is rarely rescaled (source: FlashAttention-4;
 // measured on H200: +10 % at head_dim 128). The results out / row_sum and lse do not depend on it but for rounding.
-template <bool kScaled, bool kIntegerMax>
+template <ScoreUnits kUnits, bool kIntegerMax>
 struct OnlineSoftmax {
+  static constexpr bool kScaled = kUnits == ScoreUnits::kLog2;
   static constexpr float kLazyLog2 = 8.0f;
   static constexpr float kLargestExactShift = 16777216.0f;  // 2^24: from here on neighbouring floats are 2 apart
 
@@ -83,6 +89,10 @@ struct OnlineSoftmax {
   float row_sum[2];  // over this thread's columns
   float alpha[2];    // factor of the output so far; 1 unless rescale
   bool rescale;
+
+  __device__ __forceinline__ float unit() const {
+    return kScaled ? 1.0f : kUnits == ScoreUnits::kNatural ? kLog2E : scale_log2;
+  }
 
   // A row that must take no part (beyond q_length) starts at +inf: all its p are 0 and it never asks for rescaling.
   __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part) {
@@ -96,7 +106,7 @@ struct OnlineSoftmax {
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
   template <int kCount>
   __device__ __forceinline__ void update(float (&s)[kCount]) {
-    const float unit = kScaled ? 1.0f : scale_log2;
+    const float unit = this->unit();
     float largest[2] = {row_max[0], row_max[1]};
     if constexpr (kIntegerMax) {
       raise_row_max_integer(largest, s);
@@ -147,11 +157,23 @@ struct OnlineSoftmax {
     bool inexact[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      shift[r] = __fmul_rn(row_max[r], scale_log2);
-      inexact[r] = fabsf(shift[r]) >= kLargestExactShift && fabsf(shift[r]) < infinity();
+      shift[r] = __fmul_rn(row_max[r], unit());
+      const float bounded = kUnits == ScoreUnits::kNatural ? row_max[r] : shift[r];
+      inexact[r] = fabsf(shift[r]) >= kLargestExactShift && fabsf(bounded) < infinity();
     }
-    if (!__any_sync(~0u, inexact[0] || inexact[1])) return;
+    if (!__any_sync(~0u, inexact[0] || inexact[1])) {
+      // Rows whose first tiles hold the least float of a bias leave it behind with the first other score.
+      if constexpr (kUnits == ScoreUnits::kNatural) lazy = kLazyLog2;
+      return;
+    }
     lazy = -1.0f;
+    if constexpr (kUnits == ScoreUnits::kNatural) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (inexact[i / 2 % 2]) s[i] -= row_max[i / 2 % 2];
+      }
+      return;
+    }
     const float back = 1.0f / scale_log2;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -173,9 +195,41 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) row_sum[r] = quad_sum(row_sum[r]);
   }
 
+  // What row_max times it is in natural units.
+  __device__ __forceinline__ float natural_unit() const {
+    return kUnits == ScoreUnits::kNatural ? 1.0f : unit() * kLn2;
+  }
+
+  // The maximum that the sum refers to, in natural units.
+  __device__ __forceinline__ float natural_max(int r) const {
+    return kUnits == ScoreUnits::kNatural ? row_max[r] : row_max[r] * unit() * kLn2;
+  }
+
   __device__ __forceinline__ float lse(int r) const {
-    const float unit = kScaled ? 1.0f : scale_log2;
-    return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit + log2_fast(row_sum[r])) * kLn2;
+    if constexpr (kUnits == ScoreUnits::kNatural) {
+      return row_sum[r] == 0.0f ? -infinity() : bounded_lse(row_max[r] + log2_fast(row_sum[r]) * kLn2);
+    } else {
+      return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit() + log2_fast(row_sum[r])) * kLn2;
+    }
+  }
+
+  // A backward pass multiplies lse by log2(e), which must not turn a finite one into infinity.
+  __device__ __forceinline__ static float bounded_lse(float lse) {
+    return fabsf(lse) < infinity() ? fminf(fmaxf(lse, -2.3e38f), 2.3e38f) : lse;
+  }
+
+  // The row with one more key of score `sink` (natural units, may be infinite) that has no value: lse, and what the
+  // output is multiplied by. For rows that see keys.
+  struct RowResult {
+    float factor, lse;
+  };
+  __device__ __forceinline__ RowResult with_sink(int r, float sink) const {
+    const float keys = natural_max(r);
+    const float greatest = fmaxf(keys, sink);
+    const float keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);
+    const float sink_part = sink == greatest ? 1.0f : exp2_fast((sink - greatest) * kLog2E);
+    const float total = fmaf(row_sum[r], keys_part, sink_part);
+    return {keys_part / total, bounded_lse(greatest + log2_fast(total) * kLn2)};
   }
 };
 

@@ -2,6 +2,7 @@
 // records by which the producer warp tells the consumer warpgroups.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/schedule.cuh"
 #include "sm90/barrier.cuh"
@@ -11,10 +12,13 @@
 namespace jattn::sm90 {
 
 enum TileFlags : int {
-  kLastTile = 1,      // no further key tile for this item
-  kMaskUpper = 2,     // some pair lies beyond the upper limit of its row
-  kMaskLower = 4,     // some pair lies below the lower limit of its row
-  kMaskSegments = 8,  // segment ids must be compared
+  kLastTile = 1,          // no further key tile for this item
+  kMaskUpper = 2,         // some pair lies beyond the upper limit of its row
+  kMaskLower = 4,         // some pair lies below the lower limit of its row
+  kMaskSegments = 8,      // segment ids must be compared
+  kMaskPositions = 16,    // the band of positions must be compared
+  kMaskDense = 32,        // bits of the dense mask must be looked up
+  kLastOfWarpgroup = 64,  // shifted by its number: no query of that warpgroup sees a key of a further tile
 };
 
 // Travels beside each k tile, valid once the k tile is full.
@@ -26,7 +30,7 @@ struct TileHeader {
 enum ItemStatus : int { kItemRuns, kItemEmpty, kItemsEnd };
 
 // Travels beside q, valid once q is full. Query t sees keys lower_offset + t <= j < min(upper_offset + t, kv_length);
-// the offsets are read only if there is a band.
+// the offsets are read only if there is a band of indices.
 struct ItemRecord {
   int status;
   int q_begin;  // first query of the tile
@@ -38,8 +42,27 @@ struct ItemRecord {
   int lower_offset;
 };
 
+// Numbers of the item's head, beside its record.
+struct HeadNumbers {
+  float slope, sink;
+  Dropout dropout;
+};
+
+// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move.
+template <Config C, bool kThere = has_control_extras(C)>
+struct ControlExtras {};
 template <Config C>
-struct ForwardControl {
+struct ControlExtras<C, true> {
+  alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
+  float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? C.tile_kv : 2];  // natural units
+  int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
+  int q_positions[C.positions ? item_slots(C) : 1][C.positions ? C.tile_q : 2];
+  HeadNumbers numbers[has_head_numbers(C) ? item_slots(C) : 1];
+  int parts[C.partial_results ? item_slots(C) : 1];
+};
+
+template <Config C>
+struct ForwardControl : ControlExtras<C> {
   Barrier q_full[q_buffers(C)], q_empty[q_buffers(C)];
   Barrier v_landed;  // a v tile whose padding rows must be cleared before the consumers may see it
   Barrier k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
@@ -56,8 +79,16 @@ __device__ __forceinline__ int clamped_length(const int32_t* lengths, int batch,
 template <Config C>
 __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, int item) {
   const ProblemParams& problem = params.problem;
-  const WorkItem place =
-      work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads);
+  if constexpr (C.partial_results) item /= params.key_splits;
+  WorkItem place;
+  if (C.bias && params.batch_fastest) {
+    place = work_item<Heaviest::kLast>(item, problem.batch, problem.num_heads, params.tiles, 1, params.section_heads);
+    const int head = place.batch;
+    place.batch = place.head;
+    place.head = head;
+  } else {
+    place = work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads);
+  }
   ItemRecord record;
   record.status = kItemRuns;
   record.q_begin = place.tile * C.tile_q;
@@ -82,7 +113,7 @@ __device__ __forceinline__ TileRange item_tiles(const ItemRecord& record) {
   const int last = min(record.q_begin + C.tile_q, record.q_length);
   if (last <= record.q_begin) return {0, 0, 0, 0};
   const Band band{-record.lower_offset, record.upper_offset - 1, 0};
-  return visible_tiles<C.band>(record.q_begin, last, band, record.kv_length, C.tile_kv);
+  return visible_tiles<has_index_band(C)>(record.q_begin, last, band, record.kv_length, C.tile_kv);
 }
 
 }  // namespace jattn::sm90

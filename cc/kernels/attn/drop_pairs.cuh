@@ -1,0 +1,84 @@
+// Which pairs of an accumulator fragment dropout removes (coordinates as in score.cuh), for whole warps.
+#pragma once
+
+#include "attn/dropout.cuh"
+#include "attn/positions.cuh"
+#include "base/ptx.cuh"
+#include "config.cuh"
+#include "params.cuh"
+
+namespace jattn {
+
+// Keys of rows, by segment: rows of a fragment do not belong together, and every pair is a call of its own.
+template <bool kTransposed, int kM, int kN, class Body>
+__device__ __forceinline__ void each_drop_by_rows(const ProblemParams& problem, const Dropout& dropout, int batch,
+                                                  int head, int row0, int column0, Body body) {
+  static_assert(kN <= 16);
+  const FragmentPositions<kTransposed> positions(problem, batch);
+  const int32_t* segments = problem.q_segments + int64_t(batch) * problem.q_len;
+  const int lane = ptx::thread_index_anew() & 31;
+  // The keys and row parts of queries that are columns change with every pair: nothing is gained by keeping them.
+  const auto dropped = [&](int query, int query_position, int key_position) {
+    const PhiloxKey key = dropout_row_key(problem, query < problem.q_len ? __ldg(segments + query) : 0, head);
+    return pair_dropped(key, philox_row_part(key, dropout_row_group(query_position)), query_position, key_position,
+                        dropout.threshold_high);
+  };
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row0 + 16 * m + 8 * h + (lane >> 2);
+      const int row_position = positions.row_at(row);
+      uint32_t drops = 0;
+#pragma unroll 1
+      for (int i = 0; i < 2 * kN; ++i) {
+        const int column = column0 + 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
+        const int column_position = positions.column_at(column);
+        const bool drop =
+            kTransposed ? dropped(column, column_position, row_position) : dropped(row, row_position, column_position);
+        drops |= uint32_t(drop) << i;
+      }
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) body(m, n, h, e, (drops >> (2 * n + e) & 1) != 0);
+      }
+    }
+  }
+}
+
+// Calls body(m, n, h, e, dropped) for every pair of the fragment.
+template <Config kConfig, bool kTransposed, int kM, int kN, class Body>
+__device__ __forceinline__ void each_drop(const ProblemParams& problem, const Dropout& dropout, int batch, int head,
+                                          int row0, int column0, Body body) {
+  if constexpr (kConfig.dropout_rows) {
+    static_assert(kConfig.segments && kConfig.positions);
+    each_drop_by_rows<kTransposed, kM, kN>(problem, dropout, batch, head, row0, column0, body);
+  } else {
+    static_assert(kN % 2 == 0);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const auto drops = [&] {
+        if constexpr (kTransposed) {
+          return KeyRowDrops(dropout, row0 + 16 * m);
+        } else {
+          return QueryRowDrops(dropout, row0 + 16 * m);
+        }
+      }();
+#pragma unroll
+      for (int p = 0; p < kN / 2; ++p) {
+        const auto bits = drops.bits(column0 + 16 * p);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) body(m, 2 * p + w, h, e, bits.dropped(w, h, e));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jattn

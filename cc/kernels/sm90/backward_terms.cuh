@@ -1,0 +1,239 @@
+// What is added to scores beside the product (bias, slopes), and which pairs dropout removes, for one score fragment.
+//
+// Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries. A bias changes the exponent of p, so
+// scores, bias and lse meet in one pass: exponent = scale q.k + bias - slope |distance| - lse, in log2 units.
+#pragma once
+
+#include "attn/score.cuh"
+#include "sm90/backward_work.cuh"
+
+namespace jattn::sm90 {
+
+// Where the first value of this thread lies, in the sequences and in their tiles.
+struct FragmentOrigin {
+  int row, column;
+  int row_in_tile, column_in_tile;
+};
+
+// Eight values of a bias at a time, those of columns [16 step, 16 step + 16): value 4 i + 2 r + c.
+template <Config C, bool kTransposed>
+struct BiasSource {
+  const ProblemParams& problem;
+  int64_t base;          // element of query 0 and key 0
+  FragmentOrigin origin;
+  unsigned tile;         // shared address; staged only
+
+  // Queries lie along the rows of the tile; transposed fragments are read transposed.
+  __device__ __forceinline__ void load_staged(float (&bias)[8], int step) const {
+    using Traits = ElementTraits<C.bias_element>;
+    const int lane = threadIdx.x % 32;
+    const int warp_row = origin.row_in_tile - lane / 4;
+    unsigned words[4];
+    if constexpr (kTransposed) {
+      const int query = 16 * step + lane / 16 * 8 + lane % 8;
+      const int column16 = warp_row % kChunkColumns / 8 + lane / 8 % 2;
+      const unsigned address = tile + (warp_row / kChunkColumns * C.tile_q + query) * kChunkRowBytes +
+                               (column16 ^ query % 8) * 16;
+      ptx::load_matrix_x4_transposed(words, address);
+    } else {
+      const int query = warp_row + lane % 16;
+      const int column16 = step % 4 * 2 + lane / 16;
+      const unsigned address =
+          tile + (step / 4 * C.tile_q + query) * kChunkRowBytes + (column16 ^ query % 8) * 16;
+      ptx::load_matrix_x4(words, address);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bias[2 * i] = Traits::low(words[i]);
+      bias[2 * i + 1] = Traits::high(words[i]);
+    }
+  }
+
+  // Outside the array 0. Values shared by all columns are read in the first step and kept. Volatile: without order the
+  // compiler reads the whole tile ahead, for which there are no registers.
+  __device__ __forceinline__ void load_direct(float (&bias)[8], int step) const {
+    const BroadcastArray& array = problem.bias;
+    const int rows = kTransposed ? problem.kv_len : problem.q_len;
+    const int columns = kTransposed ? problem.q_len : problem.kv_len;
+    const int64_t row_stride = kTransposed ? array.stride_key : array.stride_query;
+    const int64_t column_stride = kTransposed ? array.stride_query : array.stride_key;
+    if (column_stride == 0 && step > 0) return;
+    constexpr int kBytes = element_bytes(C.bias_element);
+    const auto* data = static_cast<const unsigned char*>(array.data);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int row = origin.row + 8 * (k / 2 % 2);
+      const int column = origin.column + 16 * step + 8 * (k / 4) + k % 2;
+      const bool inside = row < rows && (column < columns || column_stride == 0);
+      const unsigned char* address = data + (base + row * row_stride + column * column_stride) * kBytes;
+      if constexpr (C.bias_element == Element::kF32) {
+        asm volatile(
+            "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
+            : "=f"(bias[k])
+            : "l"(address), "r"(int(inside)));
+      } else {
+        uint16_t x;
+        asm volatile(
+            "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
+            : "=h"(x)
+            : "l"(address), "r"(int(inside)));
+        bias[k] = ElementTraits<C.bias_element>::to_float(x);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(float (&bias)[8], int step) const {
+    if constexpr (C.staged_bias) {
+      load_staged(bias, step);
+    } else {
+      load_direct(bias, step);
+    }
+  }
+};
+
+// The slope of the softcap, kept while a score becomes an exponent: half precision, an absolute error of 2^-12 at most.
+template <Config C, int kCount>
+struct KeptSlopes {
+  static constexpr bool kUsed = C.softcap && has_score_terms(C);
+  unsigned words[kUsed ? kCount / 2 : 1];
+
+  __device__ __forceinline__ void keep(int pair, float low, float high) {
+    if constexpr (kUsed) words[pair] = ElementTraits<Element::kF16>::pack(low, high);
+  }
+  __device__ __forceinline__ float operator[](int index) const {
+    using Traits = ElementTraits<Element::kF16>;
+    if constexpr (!kUsed) return 1.0f;
+    return index % 2 == 0 ? Traits::low(words[index / 2]) : Traits::high(words[index / 2]);
+  }
+};
+
+// Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both its
+// rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
+template <Config C, bool kTransposed, int kCount, class Lse>
+__device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C, kCount>& slopes,
+                                               const StepTerms& terms, const BackwardItem& item,
+                                               const FragmentOrigin& origin, unsigned bias_tile,
+                                               const int* row_positions, const int* column_positions,
+                                               const ProblemParams& problem, Lse lse) {
+  const float slope = C.alibi ? terms.slope : 0.0f;
+  float first[2] = {0.0f, 0.0f};  // distance of the first column, up to its sign
+  int row_position[2] = {0, 0};
+  if constexpr (C.alibi && C.positions) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_position[r] = row_positions[origin.row_in_tile + 8 * r];
+  } else if constexpr (C.alibi) {
+    const int offset = item.upper_offset - 1 - problem.band_right;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      first[r] = float(origin.column - origin.row - 8 * r + (kTransposed ? offset : -offset));
+    }
+  }
+  const float softcap_inverse = C.softcap ? reciprocal_fast(problem.softcap_log2) : 0.0f;
+  const BiasSource<C, kTransposed> source{problem, terms.bias, origin, bias_tile};
+  float bias[8];
+#pragma unroll
+  for (int step = 0; step < kCount / 8; ++step) {
+    if constexpr (C.bias) source.load(bias, step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 2 * step + half;
+      const float2 shift = lse(i);
+      int2 positions = make_int2(0, 0);
+      if constexpr (C.alibi && C.positions) {
+        positions = *reinterpret_cast<const int2*>(column_positions + origin.column_in_tile + 8 * i);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float kept[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[4 * i + 2 * r + c];
+          float rest = kTransposed ? (c == 0 ? -shift.x : -shift.y) : (r == 0 ? -shift.x : -shift.y);
+          if constexpr (C.alibi) {
+            const float distance = C.positions ? float((c == 0 ? positions.x : positions.y) - row_position[r])
+                                               : first[r] + float(8 * i + c);
+            rest = fmaf(slope, fabsf(distance), rest);
+          }
+          if constexpr (C.bias) rest = fmaf(bias[4 * half + 2 * r + c], kLog2E, rest);
+          if constexpr (C.softcap) {
+            const float capped = problem.softcap_log2 * tanh_accurate<false>(x * problem.softcap_in);
+            const float t = capped * softcap_inverse;
+            kept[c] = fmaf(-t, t, 1.0f);
+            x = capped + rest;
+          } else {
+            x = fmaf(x, problem.scale_log2, rest);
+          }
+        }
+        slopes.keep(2 * i + r, kept[0], kept[1]);
+      }
+    }
+  }
+}
+
+// Which pairs of a fragment dropout removes, one bit each.
+template <Config C, int kCount>
+struct Drops {
+  unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
+
+  __device__ __forceinline__ bool operator[](int index) const {
+    if constexpr (!C.dropout) return false;
+    return (words[index / 32] >> index % 32 & 1) != 0;
+  }
+
+  // origin: of this fragment. q_ids, positions: of the tiles; read only if rows have keys of their own. Whole warps.
+  template <bool kTransposed>
+  __device__ __forceinline__ void decide(const StepTerms& terms, const FragmentOrigin& origin, const int* q_ids,
+                                         const int* row_positions, const int* column_positions,
+                                         const ProblemParams& problem) {
+    if constexpr (C.dropout) {
+#pragma unroll
+      for (unsigned& word : words) word = 0;
+      const unsigned threshold_high = __shfl_sync(~0u, terms.threshold_high, 0);
+      if constexpr (C.dropout_rows) {
+#pragma unroll
+        for (int w = 0; w < (kCount + 31) / 32; ++w) {
+#pragma unroll 1
+          for (int bit = 0; bit < min(32, kCount); ++bit) {
+            const int index = 32 * w + bit;
+            const int row = origin.row_in_tile + index / 2 % 2 * 8;
+            const int column = origin.column_in_tile + index / 4 * 8 + index % 2;
+            const int query = kTransposed ? column_positions[column] : row_positions[row];
+            const int key = kTransposed ? row_positions[row] : column_positions[column];
+            const PhiloxKey words_of_row = dropout_row_key(problem, q_ids[kTransposed ? column : row], terms.head);
+            const PhiloxRowPart part = philox_row_part(words_of_row, dropout_row_group(query));
+            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold_high)) << bit;
+          }
+        }
+      } else {
+        const int lane = threadIdx.x % 32;
+        const Dropout dropout{{__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)},
+                              threshold_high, 0.0f};
+        const int row0 = origin.row - lane / 4, column0 = origin.column - lane % 4 * 2;
+        const auto drops = [&] {
+          if constexpr (kTransposed) {
+            return KeyRowDrops(dropout, row0);
+          } else {
+            return QueryRowDrops(dropout, row0);
+          }
+        }();
+        // Rolled: two calls at a time take all registers that the running products leave.
+#pragma unroll
+        for (unsigned word = 0; word < sizeof(words) / sizeof(unsigned); ++word) {
+#pragma unroll 1
+          for (int step = 0; step < min(kCount, 32) / 8; ++step) {
+            const auto bits = drops.bits(column0 + 64 * int(word) + 16 * step);
+            unsigned eight = 0;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) eight |= unsigned(bits.dropped(k / 4, k / 2 % 2, k % 2)) << k;
+            words[word] |= eight << 8 * step;
+          }
+        }
+      }
+      // Here and not later: this runs under the products that are waited for next.
+#pragma unroll
+      for (unsigned& word : words) asm volatile("" : "+r"(word)::"memory");
+    }
+  }
+};
+
+}  // namespace jattn::sm90

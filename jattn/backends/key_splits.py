@@ -1,0 +1,122 @@
+"""Few queries: into how many parts the Hopper forward pass splits the keys, and when heads share a tile.
+
+Few queries of many keys give fewer work items than the device has multiprocessors. Then each item is cut into parts of
+its keys that blocks compute beside each other, and a second kernel adds them up
+(``cc/kernels/sm90/forward_combine.cuh``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from jattn.masks import UNBOUNDED, UNBOUNDED_BAND
+from jattn.spec import Spec
+
+# Of the H100 and H200 modules. Others of the architecture have up to twenty fewer, for which the choice is as good.
+MULTIPROCESSORS = 132
+MOST_SPLITS = 64
+MOST_WAVES = 8  # of parts: more only add partial results
+
+# A model of time, in microseconds; it only has to rank numbers of parts.
+_FLOPS_PER_US = 4.5e6  # of one multiprocessor
+_ITEM_US = 5.0  # start and end of an item: loads before the first product, stores after the last
+_COMBINE_US = 5.0  # the second launch
+_PART_US = 0.1  # of the second kernel, which reads a row's parts one after the other
+_BYTES_PER_US = 3.0e6  # partial results, written and read
+_LEAST_GAIN = 0.9  # splitting must take less than this part of the time
+
+
+class _Band(Protocol):
+    @property
+    def left(self) -> int: ...
+    @property
+    def right(self) -> int: ...
+    @property
+    def lower_right(self) -> bool: ...
+
+
+class _Problem(Protocol):
+    @property
+    def q_len(self) -> int: ...
+    @property
+    def kv_len(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def head_dim_v(self) -> int: ...
+    @property
+    def band(self) -> _Band: ...
+
+
+# What a problem may have for the heads of a group to share a tile (``packs_heads`` in cc/cuda/forward_sm90.cc); sinks
+# are left to the kernel that adds up parts.
+_PACKABLE = frozenset(
+    {"grouped_heads", "lengths", "softcap", "negative_scale", "value_head_dim", "sinks"}
+)
+
+
+def without_idle_band(spec: Spec) -> Spec:
+    """Returns the problem of a single query without a causal band that hides nothing: that of the last position."""
+    band = spec.band
+    idle = band.lower_right and band.left == UNBOUNDED and band.right >= 0
+    if spec.q_len == 1 and idle and not spec.q_lengths and spec.alibi_slopes is None:
+        return dataclasses.replace(spec, band=UNBOUNDED_BAND)
+    return spec
+
+
+def heads_of_items(spec: Spec) -> int:
+    """Returns how many heads of a batch entry have tiles of their own: single queries of a group share one."""
+    if spec.q_len == 1 and not spec.q_lengths and spec.features() <= _PACKABLE:
+        return spec.num_kv_heads
+    return spec.num_heads
+
+
+def choose_splits(problem: _Problem, heads: int, tile_q: int, tile_kv: int) -> int:
+    """Returns the number of parts, 1 if the keys are better left together.
+
+    Args:
+      problem: lengths, head dims, band.
+      heads: query heads of all batch entries.
+      tile_q, tile_kv: tile of the kernel.
+    """
+    q_tiles = -(-problem.q_len // tile_q)
+    items = heads * q_tiles
+    if not 0 < items < MULTIPROCESSORS:
+        return 1
+    visited = [_visible_tiles(problem, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
+    most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(visited))
+    times = {
+        splits: _time_us(problem, heads, visited, splits, tile_q, tile_kv)
+        for splits in range(1, most + 1)
+    }
+    best = min(times, key=lambda splits: times[splits], default=1)
+    return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
+
+
+def _visible_tiles(problem: _Problem, first: int, tile_q: int, tile_kv: int) -> int:
+    """Counts the key tiles that queries first, first + 1, ... of one tile may see."""
+    band = problem.band
+    offset = problem.kv_len - problem.q_len if band.lower_right else 0
+    last = min(first + tile_q, problem.q_len) - 1
+    low = max(0, first + offset - band.left)
+    high = min(problem.kv_len, last + offset + band.right + 1)
+    return -(-high // tile_kv) - low // tile_kv if low < high else 0
+
+
+def _time_us(
+    problem: _Problem, heads: int, visited: list[int], splits: int, tile_q: int, tile_kv: int
+) -> float:
+    tile_us = 2.0 * tile_q * tile_kv * (problem.head_dim + problem.head_dim_v) / _FLOPS_PER_US
+    pieces = [-(-tiles // splits) * tile_us + _ITEM_US for tiles in visited]
+    mean = sum(pieces) / len(pieces)
+    waves = -(-heads * len(visited) * splits // MULTIPROCESSORS)
+    time_us = waves * mean + max(pieces) - mean
+    if splits > 1:
+        row_bytes = 8 * problem.head_dim_v
+        time_us += (
+            _COMBINE_US
+            + splits * _PART_US
+            + splits * heads * problem.q_len * row_bytes / _BYTES_PER_US
+        )
+    return time_us

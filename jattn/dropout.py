@@ -1,0 +1,217 @@
+"""Which pairs dropout keeps: Philox4x32-10 in plain jnp, and how seeds, keys and bits hang together.
+
+  seed, offset     two uint32 words each, 64 bits little-endian; ``seed_from_key`` makes a seed out of a JAX key
+  keys[b, n]       words 0 and 1 of Philox(counter = (b, n, offset 0, offset 1), key = seed)
+  words            Philox(counter = (row group, column group, 0, 0), key = keys[b, n])
+                   row group = t / 16 * 8 + t % 8        column group = j / 16 * 4 + j % 8 / 2
+  bits of (t, j)   16 bits of word 2 * (t / 8 % 2) + j / 8 % 2: the lower half for even j, the upper one for odd j
+  threshold        min(round(65536 * rate), 65535)
+  the pair is dropped if its bits < threshold; a kept weight is multiplied by 65536 / (65536 - threshold)
+
+So the decision is a pure function of (seed, offset, b, n, t, j): no tile size, backend, sharding or packing enters.
+Only uint32 arithmetic is used, so it is the same with and without ``jax_enable_x64``.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox, its constants).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jattn.jax_interface import vary_like
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LEVELS = 1 << 16  # 16 bits decide about a pair
+
+Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def _full_product(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 32 bits of ``constant * x``, by products of 16-bit halves: none exceeds 32 bits."""
+    low, high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
+    x_low, x_high = x & 0xFFFF, x >> 16
+    middle = high * x_low + (low * x_low >> 16)
+    crossed = low * x_high + (middle & 0xFFFF)
+    return high * x_high + (middle >> 16) + (crossed >> 16), jnp.uint32(constant) * x
+
+
+def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
+    """Returns the four words of Philox4x32-10 for uint32 counters and keys that broadcast against each other.
+
+    A loop and not 10 rounds written out: XLA would recompute those for every one of the eight pairs that share a call
+    (9 times slower on a CPU), and compiles twice as long.
+    """
+    shape = jnp.broadcast_shapes(*(x.shape for x in (*counter, *key)))
+    words = tuple(jnp.broadcast_to(word, shape) for word in counter)
+
+    def mix_and_bump(_: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        c0, c1, c2, c3, k0, k1 = state
+        high0, low0 = _full_product(_MULTIPLIERS[0], c0)
+        high1, low1 = _full_product(_MULTIPLIERS[1], c2)
+        mixed = (high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0)
+        return *mixed, k0 + jnp.uint32(_KEY_INCREMENTS[0]), k1 + jnp.uint32(_KEY_INCREMENTS[1])
+
+    state = vary_like((*words, *key), (*counter, *key))
+    c0, c1, c2, c3, _, _ = jax.lax.fori_loop(0, _ROUNDS, mix_and_bump, state)
+    return c0, c1, c2, c3
+
+
+def seed_from_key(key: jax.Array) -> jax.Array:
+    """Returns the dropout seed of a JAX key, ``jax.random.bits(key, (2,), uint32)``; the offset that goes with it is 0.
+
+    Args:
+      key: one key, typed (``jax.random.key``) or raw (``jax.random.PRNGKey``).
+    """
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def keys(seed: jax.Array, offset: jax.Array, batch: int, num_heads: int) -> jax.Array:
+    """Returns the Philox keys (batch, num_heads, 2) uint32 of a seed and an offset, uint32[2] each.
+
+    With ``batch`` or ``num_heads`` 1 the one key serves all of them.
+    """
+    counter = (
+        jax.lax.broadcasted_iota(jnp.uint32, (batch, 1), 0),
+        jax.lax.broadcasted_iota(jnp.uint32, (1, num_heads), 1),
+        offset[0],
+        offset[1],
+    )
+    first, second, _, _ = philox(counter, (seed[0], seed[1]))
+    return jnp.stack([first, second], axis=-1)
+
+
+def threshold(rate: jax.Array) -> jax.Array:
+    """Returns how many of 65536 values of the bits of a pair drop it: uint32, in the shape of ``rate`` (float32)."""
+    scaled = jnp.rint(rate.astype(jnp.float32) * _LEVELS)
+    return jnp.clip(scaled, 0, _LEVELS - 1).astype(jnp.uint32)
+
+
+def kept_factor(rate: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns what kept weights are multiplied by, in the shape of ``rate``: the inverse of the kept share."""
+    return _LEVELS / (_LEVELS - threshold(rate).astype(dtype))
+
+
+def _half(word: jax.Array, column: jax.Array) -> jax.Array:
+    return jnp.where(column & 1, word >> 16, word & 0xFFFF)
+
+
+def bits_of_block(
+    keys: jax.Array, first_row: ArrayLike, first_column: ArrayLike, num_rows: int, num_columns: int
+) -> jax.Array:
+    """Returns the bits of the pairs of a block of rows and columns, one Philox call for eight pairs.
+
+    Args:
+      keys: (..., 2) uint32.
+      first_row, first_column: multiples of 16, traced or not.
+      num_rows, num_columns: of any size.
+
+    Returns:
+      uint32 (..., num_rows, num_columns) below 65536.
+    """
+    row_tiles, column_tiles = -(-num_rows // 16), -(-num_columns // 16)
+    row_groups = jnp.asarray(first_row, jnp.uint32) // 2 + jnp.arange(
+        8 * row_tiles, dtype=jnp.uint32
+    )
+    column_groups = jnp.asarray(first_column, jnp.uint32) // 4 + jnp.arange(
+        4 * column_tiles, dtype=jnp.uint32
+    )
+    zero = jnp.uint32(0)
+    lead = keys.shape[:-1]
+    words = philox(
+        (row_groups[:, None], column_groups[None, :], zero, zero),
+        (keys[..., 0, None, None], keys[..., 1, None, None]),
+    )
+    halves = jnp.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], axis=-1)
+    # Row = 16 a + 8 h + i and column = 16 c + 8 w + 2 q + e, the word being 2 h + w and the half e.
+    split = halves.reshape(
+        *lead, row_tiles, 8, column_tiles, 4, 2, 2, 2
+    )  # ..., a, i, c, q, h, w, e
+    n = len(lead)
+    order = (*range(n), n, n + 4, n + 1, n + 2, n + 5, n + 3, n + 6)  # ..., a, h, i, c, w, q, e
+    bits = split.transpose(order).reshape(*lead, 16 * row_tiles, 16 * column_tiles)
+    return bits[..., :num_rows, :num_columns]
+
+
+def bits_at(keys: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Returns the bits of pairs at any coordinates, one Philox call each.
+
+    Args:
+      keys: (..., 2) uint32; ``keys[..., 0]``, ``rows`` and ``columns`` broadcast against each other.
+      rows, columns: integers; negative ones count as their uint32 bit pattern.
+
+    Returns:
+      uint32 below 65536, of the broadcast shape.
+    """
+    t, j = rows.astype(jnp.uint32), columns.astype(jnp.uint32)
+    zero = jnp.uint32(0)
+    w0, w1, w2, w3 = philox(
+        ((t >> 4) * 8 + (t & 7), (j >> 4) * 4 + (j & 7) // 2, zero, zero),
+        (keys[..., 0], keys[..., 1]),
+    )
+    upper = jnp.where((j & 8) != 0, w3, w2)
+    lower = jnp.where((j & 8) != 0, w1, w0)
+    return _half(jnp.where((t & 8) != 0, upper, lower), j)
+
+
+def words_of(name: str, value: ArrayLike) -> jax.Array:
+    """Returns a seed or offset as uint32[2]; a Python int below 2**64 is split into its lower and upper word.
+
+    Raises:
+      ValueError: ``value`` is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"{name} is {value}, must be at least 0 and below 2**64")
+        return jnp.asarray([value & 0xFFFFFFFF, value >> 32], jnp.uint32)
+    words = jnp.asarray(value)
+    if words.shape != (2,) or words.dtype != jnp.uint32:
+        raise ValueError(
+            f"{name} has shape {words.shape} and dtype {words.dtype}, must be uint32 of shape (2,), the lower word"
+            " first: use jattn.seed_from_key, or a Python int"
+        )
+    return words
+
+
+def dropout_mask(
+    seed: ArrayLike, offset: ArrayLike, shape: tuple[int, int, int, int], p: ArrayLike
+) -> jax.Array:
+    """Returns which weights dropout keeps, the same for every backend: ``jattn.dot_product_attention`` keeps exactly
+    these.
+
+    ``weights = jnp.where(mask, weights / (1 - r), 0)`` with r = p rounded to a multiple of 1/65536 is what the
+    attention function does with the normalised weights.
+
+    Args:
+      seed: uint32[2], the lower word first, or a Python int below 2**64. Of a JAX key: ``jattn.seed_from_key(key)``.
+      offset: likewise; 0 goes with a seed that came from a key.
+      shape: (B, N, T, S). With ``broadcast_dropout`` the one mask of a call is that of (1, 1, T, S).
+      p: probability of dropping, 0 <= p < 1; may be traced.
+
+    Returns:
+      bool (B, N, T, S), True where the weight is kept. An entry depends on its own indices alone, so the mask of a
+      smaller shape is a corner of that of a larger one.
+
+    Raises:
+      ValueError: a wrong shape or type, or a known p outside [0, 1).
+    """
+    if not isinstance(p, jax.core.Tracer) and not 0 <= float(p) < 1:  # type: ignore[arg-type]
+        raise ValueError(f"jattn.dropout_mask: p is {p}, must be at least 0 and below 1")
+    seed_words = words_of("jattn.dropout_mask: seed", seed)
+    offset_words = words_of("jattn.dropout_mask: offset", offset)
+    return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _mask(
+    seed: jax.Array, offset: jax.Array, rate: jax.Array, shape: tuple[int, int, int, int]
+) -> jax.Array:
+    batch, num_heads, q_len, kv_len = shape
+    of_heads = keys(seed, offset, batch, num_heads)
+    return bits_of_block(of_heads, 0, 0, q_len, kv_len) >= threshold(rate)

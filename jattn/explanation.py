@@ -1,0 +1,425 @@
+"""Asking without running: who would run a call, with what, and why nobody else.
+
+``explain`` takes a call or a whole function; a function is traced, and every call site in it is explained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from jattn import call_timing, config, device, dispatch
+from jattn.api import _Call
+from jattn.backends import Wants
+from jattn.call_plan import Pass, PassName, plan_pass
+from jattn.call_timing import Timing
+from jattn.config import Options
+from jattn.device import Device
+from jattn.errors import Reason
+from jattn.jax_interface import equations, source_line
+from jattn.masks import CausalBias
+from jattn.spec import Operands, Spec
+
+Shaped = Any  # an array, or anything with shape and dtype
+
+_NAME = "jattn.explain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would run a call, and why nothing else.
+
+    Attributes:
+      chosen: name of the backend, or None if every candidate refuses.
+      reasons: backend -> its reasons for refusing; empty for one that could run the call but is not chosen.
+      spec: the problem.
+      device: the machine that the answer is for.
+      needs_grad: whether the answer is for a call that is differentiated.
+      planner: finds ``passes``.
+      timings: one for each pass if times were asked for, else empty.
+    """
+
+    chosen: str | None
+    reasons: dict[str, tuple[Reason, ...]]
+    spec: Spec
+    device: Device
+    needs_grad: bool
+    planner: Callable[[], tuple[Pass, ...]] = dataclasses.field(repr=False, compare=False)
+    timings: tuple[Timing, ...] = ()
+
+    @functools.cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """What runs, forward first; empty if nobody does. Of a call site in a function: its one pass.
+
+        Found when first asked for, because it traces the backend.
+        """
+        return self.planner()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for JSON."""
+        return {
+            "chosen": self.chosen,
+            "device": str(self.device),
+            "needs_grad": self.needs_grad,
+            "problem": str(self.spec),
+            "reasons": {
+                backend: [
+                    {**dataclasses.asdict(reason), "actual": str(reason.actual)}
+                    for reason in reasons
+                ]
+                for backend, reasons in self.reasons.items()
+            },
+            "passes": [dataclasses.asdict(each) for each in self.passes],
+            "timings": [dataclasses.asdict(each) for each in self.timings],
+        }
+
+    def __str__(self) -> str:
+        what = "forward and backward" if self.needs_grad else "forward"
+        lines = [f"attention on {self.device}, {what}", *self._chosen(), *self._others()]
+        return "\n".join(lines)
+
+    def _chosen(self) -> list[str]:
+        lines = [f"  {self.spec}", f"chosen: {self.chosen}"]
+        for number, each in enumerate(self.passes):
+            timing = self.timings[number] if self.timings else None
+            lines.append("  " + _describe_pass(each, timing))
+            lines.extend(f"    {kernel}" for kernel in each.kernels)
+        return lines
+
+    def _others(self) -> list[str]:
+        lines: list[str] = []
+        for backend, reasons in self.reasons.items():
+            lines.append(f"{backend}: {'would run' if not reasons else 'refuses'}")
+            lines.extend(f"  - {reason}" for reason in reasons)
+        return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSite:
+    """One place in a function that runs a pass of attention.
+
+    Attributes:
+      where: "file:line (function)" of the user's program.
+      count: how often it runs in one call of the function; the body of a ``while`` loop counts once.
+      explanation: who runs it; its ``passes`` has one entry.
+    """
+
+    where: str
+    count: int
+    explanation: Explanation
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionExplanation:
+    """Every call site of attention in a function, in the order in which they run; equal ones are joined."""
+
+    sites: tuple[CallSite, ...]
+
+    @property
+    def flops(self) -> float | None:
+        """Floating-point operations of all attention in the function; None if an extent is symbolic."""
+        total = 0.0
+        for site in self.sites:
+            for each in site.explanation.passes:
+                if each.flops is None:
+                    return None
+                total += site.count * each.flops
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for JSON."""
+        return {
+            "flops": self.flops,
+            "sites": [
+                {
+                    "where": site.where,
+                    "count": site.count,
+                    **site.explanation.as_dict(),
+                }
+                for site in self.sites
+            ],
+        }
+
+    def __str__(self) -> str:
+        if not self.sites:
+            return "no call of jattn.dot_product_attention"
+        lines: list[str] = []
+        first_with: dict[tuple[str, ...], int] = {}
+        for number, site in enumerate(self.sites, 1):
+            found = site.explanation
+            pass_name = found.passes[0].name
+            times = f", {site.count} times" if site.count > 1 else ""
+            lines.append(f"{number}. {pass_name} on {found.device}{times}, {site.where}")
+            others = tuple(found._others())
+            same = first_with.setdefault(others, number)
+            shown = others if same == number else (f"others: as in {same}",)
+            lines.extend("   " + line for line in (*found._chosen(), *shown))
+        return "\n".join(lines)
+
+
+def _describe_pass(each: Pass, timing: Timing | None) -> str:
+    parts = [each.name if timing is None else f"{each.name} {timing.median_us:,.1f} us"]
+    if each.flops is not None:
+        bound = "at most " if each.data_dependent else ""
+        parts.append(f"{bound}{_with_unit(each.flops)}FLOP")
+    if each.moved_bytes is not None:
+        parts.append(f"{_with_unit(each.moved_bytes)}B of operands and results")
+    if each.scratch_bytes:
+        parts.append(f"{_with_unit(each.scratch_bytes)}B scratch")
+    if timing is not None and timing.flops_per_second is not None:
+        parts.append(f"{_with_unit(timing.flops_per_second)}FLOP/s")
+        parts.append(f"{timing.matmul_fraction:.0%} of a matrix product")
+    return ", ".join(parts)
+
+
+def _with_unit(value: float) -> str:
+    for prefix in (" ", " k", " M", " G"):
+        if abs(value) < 1000:
+            return f"{value:.3g}{prefix}"
+        value /= 1000
+    return f"{value:.3g} T"
+
+
+@overload
+def explain(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = ...,
+    mask: Shaped | CausalBias | None = ...,
+    *,
+    needs_grad: bool = ...,
+    device: Device | None = ...,
+    timed: bool = ...,
+    **options: Any,
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    function: Callable[..., Any],
+    /,
+    *arguments: Any,
+    device: Device | None = ...,
+    timed: bool = ...,
+    **keywords: Any,
+) -> FunctionExplanation: ...
+
+
+def explain(
+    *arguments: Any,
+    needs_grad: bool = False,
+    device: Device | None = None,
+    timed: bool = False,
+    **options: Any,
+) -> Explanation | FunctionExplanation:
+    """Says which backend and which kernels would run a call, or every call in a function, and why not the others.
+
+    ``explain(query, key, value, bias, mask, **options)`` takes what ``dot_product_attention`` takes; arrays may be
+    given as anything with ``shape`` and ``dtype``. ``explain(function, *arguments, **keywords)`` traces a
+    function, jitted or not, and explains each pass of each call in it: give it ``jax.grad(loss)`` to see the
+    backward passes.
+
+    Args:
+      *arguments: the call, or a function and its arguments.
+      needs_grad: whether the call will be differentiated, with respect to query, key and value. Not for a function.
+      device: the machine to answer for; None: where the call would run here.
+      timed: also runs each pass, alone, on random arrays of its shapes that hide no pair, and a square matrix product
+        for comparison. For this machine only.
+      **options: the keyword arguments of ``dot_product_attention``, or those of the function.
+
+    Returns:
+      An ``Explanation``, or for a function a ``FunctionExplanation``: print it, or take its ``as_dict()``.
+
+    Raises:
+      ValueError: the call is wrong, or ``timed`` with another machine's ``device``.
+      TypeError: an option is not one of ``dot_product_attention``, or ``needs_grad`` with a function.
+      jattn.NoBackendError: a call in the function that nobody can run.
+    """
+    if arguments and callable(arguments[0]) and not hasattr(arguments[0], "shape"):
+        if needs_grad:
+            raise TypeError(
+                f"{_NAME}: needs_grad is True with a function, must be left out: explain jax.grad(function) instead"
+            )
+        return _explain_function(arguments[0], arguments[1:], options, device, timed)
+    return _explain_call(_parse(*arguments, **options), needs_grad, device, timed)
+
+
+def select_backend(
+    *arguments: Any, needs_grad: bool = False, device: Device | None = None, **options: Any
+) -> str:
+    """Returns the name of the backend that would run a call; arguments as for ``explain``.
+
+    Raises:
+      NoBackendError: none would.
+    """
+    call = _parse(*arguments, **options)
+    where = _device_of(call.options, device)
+    # Asked directly, so that a mere question warns of no fallback; the exception is that of the call itself.
+    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
+    backend = decision.backend or dispatch.choose_or_raise(
+        call.spec, where, call.options, needs_grad=needs_grad
+    )
+    return backend.name
+
+
+# ---- A call
+
+
+def _parse(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    bias: Shaped | None = None,
+    mask: Shaped | CausalBias | None = None,
+    **options: Any,
+) -> _Call:
+    """Checks a call whose arrays may be mere shapes; the arrays of the result are tracers, and of no use."""
+    for name in ("return_lse", "return_residual"):
+        options.pop(name, None)
+    named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
+    arrays = {name: _shape_of(x) for name, x in named.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in named.items() if name not in arrays}
+    for name in ("query", "key", "value"):
+        if name in static:
+            arrays[name] = _shape_of(jnp.asarray(static.pop(name)))
+    found: list[_Call] = []
+
+    def parse(traced: dict[str, Any]) -> None:
+        found.append(_Call.parse(**traced, **static))
+
+    jax.eval_shape(parse, arrays)
+    return found[0]
+
+
+def _shape_of(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _device_of(options: Options, named: Device | None) -> Device:
+    return named if named is not None else device.expected(options.device)
+
+
+def _explain_call(call: _Call, needs_grad: bool, named: Device | None, timed: bool) -> Explanation:
+    where = _device_of(call.options, named)
+    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
+
+    def plan() -> tuple[Pass, ...]:
+        if decision.backend is None:
+            return ()
+        names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
+        determinism = call.options.determinism
+        return tuple(
+            plan_pass(name, decision.backend, call.spec, where, _wants_qkv(), determinism)
+            for name in names
+        )
+
+    found = Explanation(
+        chosen=decision.backend.name if decision.backend else None,
+        reasons=dict(decision.refusals),
+        spec=call.spec,
+        device=where,
+        needs_grad=needs_grad,
+        planner=plan,
+    )
+    return _with_timings(found, call.options, _wants_qkv(), has_dlse=False) if timed else found
+
+
+def _wants_qkv() -> Wants:
+    names = [field.name for field in dataclasses.fields(Wants)]
+    return Wants(**{name: name in ("q", "k", "v") for name in names})
+
+
+def _with_timings(
+    found: Explanation, options: Options, wants: Wants, *, has_dlse: bool
+) -> Explanation:
+    call_timing.require_here(found.device)
+    timings = tuple(
+        call_timing.time_pass(each, found.spec, options, wants, has_dlse=has_dlse)
+        for each in found.passes
+    )
+    return dataclasses.replace(found, timings=timings)
+
+
+# ---- A function
+
+
+def _explain_function(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    named: Device | None,
+    timed: bool,
+) -> FunctionExplanation:
+    elsewhere = contextlib.nullcontext() if named is None else config.target_device(named)
+    with elsewhere:
+        jaxpr = jax.make_jaxpr(function)(*arguments, **keywords).jaxpr
+    sites: list[CallSite] = []
+    seen: dict[tuple[Any, ...], int] = {}
+    for equation, count in _attention_equations(jaxpr):
+        where = source_line(equation, _own_folders())
+        key = (where, equation.primitive.name, tuple(sorted(equation.params.items(), key=str)))
+        if key in seen:
+            site = sites[seen[key]]
+            sites[seen[key]] = dataclasses.replace(site, count=site.count + count)
+            continue
+        seen[key] = len(sites)
+        sites.append(CallSite(where, count, _explain_equation(equation, timed)))
+    return FunctionExplanation(tuple(sites))
+
+
+_PASSES: dict[str, PassName] = {
+    "jattn_forward": "forward",
+    "jattn_backward": "backward",
+    "jattn_tangent": "tangent",
+}
+
+
+def _attention_equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    for equation, count in equations(jaxpr):
+        if equation.primitive.name in _PASSES:
+            yield equation, count
+
+
+def _own_folders() -> tuple[Path, ...]:
+    import importlib.util
+
+    folders = [Path(__file__).parent]
+    flax = importlib.util.find_spec("flax")
+    folders += [Path(root) for root in (flax.submodule_search_locations or [])] if flax else []
+    return tuple(folders)
+
+
+def _explain_equation(equation: Any, timed: bool) -> Explanation:
+    params = equation.params
+    options: Options = params["options"]
+    name = _PASSES[equation.primitive.name]
+    avals = tuple(variable.aval for variable in equation.invars)
+    spec: Spec = params["spec"]
+    operands = Operands.unflatten(spec, avals[: Operands.count(spec)])
+    spec = spec.for_operands(operands)
+    wants: Wants = params.get("wants", _wants_qkv())
+    has_dlse: bool = params.get("has_dlse", False)
+    needs_grad = name != "forward" or params["needs_grad"]
+    where = _device_of(options, None)
+    decision = dispatch.choose(spec, where, options, needs_grad)
+    assert decision.backend is not None, "a call that nobody runs raises while it is traced"
+    planned = plan_pass(
+        name, decision.backend, spec, where, wants, options.determinism, has_dlse=has_dlse
+    )
+    found = Explanation(
+        chosen=planned.backend,
+        reasons=dict(decision.refusals),
+        spec=spec,
+        device=where,
+        needs_grad=needs_grad,
+        planner=lambda: (planned,),
+    )
+    return _with_timings(found, options, wants, has_dlse=has_dlse) if timed else found

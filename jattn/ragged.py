@@ -1,0 +1,356 @@
+"""Ragged batches: sequences of different lengths as rows of one array, one after another.
+
+``RaggedArray`` is the type; ``jattn.ragged_dot_product_attention`` (ragged_attention.py) attends over it. Everything
+here but ``to_list`` and the checks of values works under ``jit``, without a transfer to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class RaggedArray:
+    """Holds a batch of sequences as consecutive rows; a pytree, whose gradient flows to ``values`` alone.
+
+    Sequence i is the rows ``offsets[i] : offsets[i + 1]``, or the first ``lengths[i]`` of them where ``lengths`` is
+    there: the rest is a hole. Rows in holes and beyond the last sequence are padding: what they hold never matters.
+    Run-time values that make no sense are harmless: offsets are clamped to the rows there are, a decreasing one
+    counts as the largest before it, and a sequence longer than ``max_length`` is cut there.
+
+    Attributes:
+      values: (total, ...), the rows; (total, N, D) for an operand of attention.
+      offsets: (B + 1,) int32.
+      lengths: (B,) int32, or None: no holes.
+      max_length: upper bound of the lengths, static; None: the number of rows.
+      min_length: lower bound of the lengths, static; None: unknown.
+    """
+
+    values: jax.Array
+    offsets: jax.Array
+    lengths: jax.Array | None = None
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
+    min_length: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return int(self.offsets.shape[0]) - 1
+
+    @property
+    def longest(self) -> int:
+        """The static bound of the lengths that ``max_length`` and the number of rows give."""
+        total = int(self.values.shape[0])
+        return total if self.max_length is None else min(self.max_length, total)
+
+    @property
+    def constant_length(self) -> int | None:
+        """The length of every sequence where the static bounds agree on one, else None."""
+        return self.max_length if self.max_length == self.min_length else None
+
+    def with_values(self, values: jax.Array) -> RaggedArray:
+        """Returns other rows in the same sequences."""
+        return dataclasses.replace(self, values=values)
+
+    # ---- Where the rows are
+
+    def bounds(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the first row of each sequence and the row behind its last: (B,) int32 twice, clamped."""
+        return _bounds(self.offsets, self.lengths, self.values.shape[0], self.longest)
+
+    def rows(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the sequence of each row, -1 for padding, and its position in it (0 there): (total,) int32 twice."""
+        return _rows(self.offsets, self.lengths, self.values.shape[0], self.longest)
+
+    def segment_ids(self) -> jax.Array:
+        """Returns the sequence of each row, (total,) int32; -1 for padding."""
+        return self.rows()[0]
+
+    # ---- Conversions
+
+    @staticmethod
+    def from_list(
+        arrays: Sequence[Any],
+        *,
+        alignment: int = 1,
+        max_length: int | None = None,
+        min_length: int | None = None,
+    ) -> RaggedArray:
+        """Packs arrays of shapes (L_i, ...).
+
+        Args:
+          arrays: at least one; they agree in all but the first axis, and in the dtype.
+          alignment: every sequence starts at a multiple of this many rows; the holes hold zeros.
+          max_length, min_length: static bounds; None: those of these lengths.
+
+        Raises:
+          ValueError: no array, arrays that do not fit together, or lengths outside the bounds.
+        """
+        if not arrays:
+            raise ValueError(
+                "jattn.RaggedArray: arrays is empty, must hold at least one: its shape says what a row is"
+            )
+        parts = [jnp.asarray(x) for x in arrays]
+        if any(x.shape[1:] != parts[0].shape[1:] or x.dtype != parts[0].dtype for x in parts):
+            shapes = ", ".join(f"{x.dtype} {x.shape}" for x in parts)
+            raise ValueError(
+                f"jattn.RaggedArray: arrays are {shapes}; they must agree in dtype and in every axis but the first"
+            )
+        lengths = [int(x.shape[0]) for x in parts]
+        padded = [-(-length // alignment) * alignment for length in lengths]
+        pieces: list[jax.Array] = []
+        for x, room in zip(parts, padded, strict=True):
+            pieces.append(x)
+            if room > x.shape[0]:
+                pieces.append(jnp.zeros((room - x.shape[0], *x.shape[1:]), x.dtype))
+        values = jnp.concatenate(pieces)
+        made = RaggedArray(
+            values,
+            jnp.asarray(np.concatenate([[0], np.cumsum(padded)]), jnp.int32),
+            jnp.asarray(lengths, jnp.int32) if padded != lengths else None,
+            max(lengths) if max_length is None else max_length,
+            min(lengths) if min_length is None else min_length,
+        )
+        return made.checked()
+
+    def to_list(self) -> list[jax.Array]:
+        """Returns the sequences, (L_i, ...) each.
+
+        Raises:
+          ValueError: offsets or lengths are traced, so that the shapes are not known.
+        """
+        lengths = self.known_lengths()
+        if lengths is None:
+            raise ValueError(
+                "jattn.RaggedArray.to_list: offsets are traced: use to_padded under jit, or leave it first"
+            )
+        total = self.values.shape[0]
+        starts = np.maximum.accumulate(np.clip(np.asarray(self.offsets, np.int64), 0, total))
+        return [self.values[a : a + n] for a, n in zip(starts, lengths, strict=False)]
+
+    def known_lengths(self) -> npt.NDArray[np.int64] | None:
+        """Returns the lengths as numbers, clamped as in ``bounds``; None where they are traced."""
+        if isinstance(self.offsets, jax.core.Tracer) or isinstance(self.lengths, jax.core.Tracer):
+            return None
+        total = self.values.shape[0]
+        edges = np.maximum.accumulate(np.clip(np.asarray(self.offsets, np.int64), 0, total))
+        lengths = np.diff(edges)
+        if self.lengths is not None:
+            lengths = np.clip(np.asarray(self.lengths, np.int64), 0, lengths)
+        return np.minimum(lengths, self.longest)
+
+    @staticmethod
+    def from_padded(x: jax.Array, lengths: jax.Array, *, total: int | None = None) -> RaggedArray:
+        """Packs the first ``lengths[i]`` rows of every x[i].
+
+        Args:
+          x: (B, T, ...).
+          lengths: (B,) integers, clamped to [0, T].
+          total: how many rows to make, static; None: B * T, which always suffices. Rows that do not fit are lost.
+        """
+        batch, longest = x.shape[:2]
+        counts = jnp.clip(lengths, 0, longest).astype(jnp.int32)
+        offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        empty = jnp.zeros((batch * longest if total is None else total, 0))
+        which, position = RaggedArray(empty, offsets).rows()
+        flat = x.reshape(batch * longest, *x.shape[2:])
+        values = take_rows(flat, which * longest + position, which >= 0)
+        return RaggedArray(values, offsets, None, longest)
+
+    def to_padded(self, length: int | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns the sequences as (B, length, ...), zeros behind them, and their lengths (B,) int32.
+
+        Args:
+          length: static; None: ``longest``. Longer sequences are cut.
+        """
+        length = self.longest if length is None else length
+        starts, stops = self.bounds()
+        counts = jnp.minimum(stops - starts, length)
+        position = jnp.arange(length, dtype=jnp.int32)
+        inside = position < counts[:, None]
+        return take_rows(self.values, starts[:, None] + position, inside), counts
+
+    @staticmethod
+    def from_segment_ids(
+        values: jax.Array, ids: jax.Array, num_sequences: int, *, max_length: int | None = None
+    ) -> RaggedArray:
+        """Takes rows whose ids (total,) say to which of ``num_sequences`` sequences they belong.
+
+        The rows of a sequence must be neighbours and the sequences in rising order; ids outside [0, num_sequences)
+        mark padding, which may stand between and behind sequences. Checked where the ids are not traced.
+
+        Raises:
+          ValueError: a sequence is in pieces, or the ids do not rise.
+        """
+        total = values.shape[0]
+        if not isinstance(ids, jax.core.Tracer):
+            _check_ids(np.asarray(ids), total, num_sequences)
+        row = jnp.arange(total, dtype=jnp.int32)
+        bucket = jnp.where((ids >= 0) & (ids < num_sequences), ids, num_sequences)
+        size = num_sequences + 1
+        counts = jnp.zeros(size, jnp.int32).at[bucket].add(1)[:-1]
+        stops = jnp.zeros(size, jnp.int32).at[bucket].max(row + 1)[:-1]
+        # An empty sequence starts where the one before it stops.
+        stops = jax.lax.cummax(stops) if num_sequences else stops
+        starts = jnp.where(
+            counts > 0, stops - counts, jnp.concatenate([jnp.zeros(1, jnp.int32), stops])[:-1]
+        )
+        offsets = jnp.concatenate(
+            [starts, stops[-1:] if num_sequences else jnp.zeros(1, jnp.int32)]
+        )
+        return RaggedArray(values, offsets, counts, max_length)
+
+    @staticmethod
+    def from_mask(x: jax.Array, mask: jax.Array, *, check: bool = True) -> RaggedArray:
+        """Packs the rows of x (B, T, ...) that mask (B, T), True for a real row, keeps; it must be left-aligned.
+
+        Args:
+          check: False: takes the first ``mask[i].sum()`` rows of every x[i], whichever they are. True needs a mask
+            that is not traced.
+
+        Raises:
+          ValueError: the mask is not left-aligned, or it is traced and ``check`` is True.
+        """
+        if check:
+            if isinstance(mask, jax.core.Tracer):
+                raise ValueError(
+                    "jattn.RaggedArray.from_mask: mask is traced, so its values cannot be checked: pass check=False,"
+                    " or pack outside of jit"
+                )
+            if not bool(is_left_aligned(mask)):
+                raise ValueError(
+                    "jattn.RaggedArray.from_mask: mask is not left-aligned, each row must be True and then False:"
+                    " pass it as mask= of jattn.dot_product_attention"
+                )
+        return RaggedArray.from_padded(x, mask.sum(1))
+
+    # ---- Checks
+
+    def check_static(self, name: str) -> None:
+        """Checks what is known while tracing.
+
+        Raises:
+          ValueError: offsets or lengths have the wrong dtype or shape.
+        """
+        for field, x, rank in (("offsets", self.offsets, 1), ("lengths", self.lengths, 1)):
+            if x is None:
+                continue
+            if x.dtype != jnp.int32:
+                raise ValueError(f"{name}.{field} has dtype {x.dtype}, must be int32: cast it")
+            if x.ndim != rank or (field == "offsets" and x.shape[0] == 0):
+                raise ValueError(
+                    f"{name}.{field} has shape {x.shape}, must have rank 1 and B + 1 elements"
+                )
+        if self.lengths is not None and self.lengths.shape[0] != self.num_sequences:
+            raise ValueError(
+                f"{name}.lengths has shape {self.lengths.shape}, must be ({self.num_sequences},): one less than offsets"
+            )
+
+    def checked(self, name: str = "jattn.RaggedArray") -> RaggedArray:
+        """Returns itself after a check of the values of offsets and lengths too, where they are not traced.
+
+        Raises:
+          ValueError: offsets decrease or leave the rows, or lengths leave their room or the static bounds.
+        """
+        self.check_static(name)
+        if isinstance(self.offsets, jax.core.Tracer) or isinstance(self.lengths, jax.core.Tracer):
+            return self
+        offsets = np.asarray(self.offsets, np.int64)
+        total = self.values.shape[0]
+        room = np.diff(offsets)
+        if (room < 0).any() or offsets[0] < 0 or offsets[-1] > total:
+            raise ValueError(
+                f"{name}.offsets are {offsets.tolist()}, must not decrease and must lie in [0, {total}], the rows there"
+                " are"
+            )
+        lengths = room if self.lengths is None else np.asarray(self.lengths, np.int64)
+        if (lengths < 0).any() or (lengths > room).any():
+            raise ValueError(
+                f"{name}.lengths are {lengths.tolist()}, must lie between 0 and the distances of the offsets,"
+                f" {room.tolist()}"
+            )
+        for bound, broken, word in (
+            (
+                self.max_length,
+                self.max_length is not None and (lengths > self.max_length).any(),
+                "at most",
+            ),
+            (
+                self.min_length,
+                self.min_length is not None and (lengths < self.min_length).any(),
+                "at least",
+            ),
+        ):
+            if broken:
+                raise ValueError(
+                    f"{name} has lengths {lengths.tolist()}, which must be {word} the bound {bound}"
+                )
+        return self
+
+
+# Compiled also where the caller is not, so that an eager call is one program and not twenty.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _bounds(
+    offsets: jax.Array, lengths: jax.Array | None, total: int, longest: int
+) -> tuple[jax.Array, jax.Array]:
+    edges = jax.lax.cummax(jnp.clip(offsets.astype(jnp.int32), 0, total))
+    starts, counts = edges[:-1], edges[1:] - edges[:-1]
+    if lengths is not None:
+        counts = jnp.clip(lengths.astype(jnp.int32), 0, counts)
+    return starts, starts + jnp.minimum(counts, longest)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _rows(
+    offsets: jax.Array, lengths: jax.Array | None, total: int, longest: int
+) -> tuple[jax.Array, jax.Array]:
+    if offsets.shape[0] == 1:
+        return jnp.full(total, NO_SEQUENCE, jnp.int32), jnp.zeros(total, jnp.int32)
+    starts, stops = _bounds(offsets, lengths, total, longest)
+    row = jnp.arange(total, dtype=jnp.int32)
+    # Of sequences that start at one row all but the last are empty.
+    found = jnp.searchsorted(starts, row, side="right", method="scan_unrolled") - 1
+    which = jnp.maximum(found.astype(jnp.int32), 0)
+    inside = (row >= starts[which]) & (row < stops[which])
+    return jnp.where(inside, which, NO_SEQUENCE), jnp.where(inside, row - starts[which], 0)
+
+
+def take_rows(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
+    """Returns ``rows[index]`` where ``valid``, else zeros, through which no gradient flows."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
+    # An index beyond all rows is filled, and dropped by the transpose: nothing is multiplied by zero.
+    return rows.at[jnp.where(valid, index, rows.shape[0])].get(mode="fill", fill_value=0)
+
+
+def is_left_aligned(mask: jax.Array) -> jax.Array:
+    """Says whether every row of mask (B, T) is True up to some column and False from there on; a bool scalar."""
+    kept = jnp.asarray(mask, bool)
+    return ~jnp.any(~kept[..., :-1] & kept[..., 1:])
+
+
+def _check_ids(ids: npt.NDArray[Any], total: int, num_sequences: int) -> None:
+    name = "jattn.RaggedArray.from_segment_ids"
+    if ids.shape != (total,):
+        raise ValueError(
+            f"{name}: ids have shape {ids.shape}, must be ({total},), one for each row"
+        )
+    real = np.flatnonzero((ids >= 0) & (ids < num_sequences))
+    if (np.diff(ids[real]) < 0).any():
+        raise ValueError(f"{name}: ids must not decrease; sort the rows by sequence")
+    holes = real.size and np.diff(real)[np.diff(ids[real]) == 0].max(initial=1) > 1
+    if holes:
+        raise ValueError(
+            f"{name}: the rows of a sequence must be neighbours, padding stands between some"
+        )

@@ -1,0 +1,111 @@
+"""What the Hopper backward kernels add to scores costs registers, not spills; Python counts shared memory alike."""
+
+import itertools
+import subprocess
+from pathlib import Path
+
+import pytest
+import resources
+import test_flash_terms
+import toolchain
+
+from jattn import _core
+from jattn.backends import flash_backward_tiles as tiles
+from jattn.backends.flash_tiles import MAX_SHARED_BYTES
+from jattn.spec import Spec
+
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+# Sinks are in the lse; what the backward is given has none.
+TERMS = {name: terms for name, terms in test_flash_terms.TERMS.items() if name != "sinks"}
+TERMS["everything"] = {name: x for name, x in TERMS["everything"].items() if name != "sinks"}
+FORMS = {"fused": False, "two-kernels": True}
+KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
+
+
+def attention_keys(spec: Spec, *, deterministic: bool) -> list[str]:
+    """The keys of the kernels with products in the plan of all gradients."""
+    plan = tiles.plan_backward(
+        spec,
+        spec.batch,
+        spec.num_heads,
+        wants=(True, True, True, spec.bias is not None),
+        deterministic=deterministic,
+    )
+    return [key for key in plan.kernels.split(";") if key.startswith("family=sm90_backward")]
+
+
+# Everything at once leaves a few registers short; it must compile, and its products must not be serialised.
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("term", TERMS)
+def test_no_spills(term: str, form: str, head_dims: tuple[int, int]) -> None:
+    toolchain.require_nvrtc()
+    spec = test_flash_terms.problem(head_dims, **TERMS[term])
+    for key in attention_keys(spec, deterministic=FORMS[form]):
+        _, log = _core.compile_kernel(key)
+        faults = resources.read_log(key, log).faults
+        if term == "everything":
+            faults = tuple(x for x in faults if "spills" not in x and "stack" not in x)
+        assert faults == (), key
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_keys_say_what_the_problem_has(term: str) -> None:
+    spec = test_flash_terms.problem((128, 128), **TERMS[term])
+    wanted = {word for word in test_flash_terms.WORDS.get(term, ()) if word != "row_bias=1"}
+    for deterministic in FORMS.values():
+        keys = attention_keys(spec, deterministic=deterministic)
+        families = {key.split()[0].removeprefix("family=") for key in keys}
+        main = {"sm90_backward_dkv", "sm90_backward_dq"} if deterministic else {"sm90_backward"}
+        assert families == main | ({"sm90_backward_dbias"} if spec.bias is not None else set())
+        for key in keys:
+            assert wanted <= set(key.split())
+
+
+def shared_bytes(keys: list[str], folder: Path) -> list[int]:
+    """What the kernels' own headers say, compiled for the host."""
+    functions = {
+        "sm90_backward": "backward_shared_bytes(c, true)",
+        "sm90_backward_dkv": "backward_shared_bytes(c, false)",
+        "sm90_backward_dq": "backward_dq_shared_bytes(c)",
+        "sm90_backward_dbias": "backward_dbias_shared_bytes(c)",
+    }
+    lines = []
+    for key in keys:
+        config = _core.kernel_unit_text(key).split("constexpr Config kConfig{")[1].split("};")[0]
+        function = functions[toolchain.word(key, "family")]
+        lines.append(f'{{ constexpr Config c{{{config}}}; std::printf("%d\\n", {function}); }}')
+    program = "\n".join(
+        [
+            '#include <cstdio>\n#include "sm90/backward_shape.cuh"',
+            "using namespace jattn;\nusing namespace jattn::sm90;\nint main() {",
+            *lines,
+            "}",
+        ]
+    )
+    source, binary = folder / "bytes.cc", folder / "bytes"
+    source.write_text(program)
+    command = ["g++", "-std=c++20", f"-I{KERNELS}", "-o", str(binary), str(source)]
+    subprocess.run(command, check=True)
+    done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
+def test_shared_memory_is_counted_as_the_kernels_count_it(tmp_path: Path) -> None:
+    keys, counted = [], []
+    for head_dims, term in itertools.product((*HEAD_DIMS, (128, 64)), TERMS):
+        spec = test_flash_terms.problem(head_dims, **TERMS[term])
+        for deterministic in FORMS.values():
+            for key in attention_keys(spec, deterministic=deterministic):
+                family = toolchain.word(key, "family")
+                if family == "sm90_backward_dq":
+                    counted.append(tiles.queries_shared_bytes(tiles.queries_tile(spec), spec))
+                elif family == "sm90_backward_dbias":
+                    counted.append(tiles.dbias_shared_bytes(tiles.dbias_tile(spec), spec))
+                else:
+                    tile = tiles.keys_tile(spec, fused=not deterministic)
+                    fused = family == "sm90_backward"
+                    counted.append(tiles.keys_shared_bytes(tile, spec, fused=fused))
+                keys.append(_core.canonical_kernel_key(key))
+    assert counted == shared_bytes(keys, tmp_path)
+    assert max(counted) <= MAX_SHARED_BYTES

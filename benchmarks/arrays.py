@@ -22,7 +22,8 @@ from jattn.testing.cases import Case
 class Arrays:
     """The arrays of one case: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), dout (B, T, N, Dv), all of its dtype.
 
-    bias and mask as their forms say; lengths (B,) and segments (B, T), (B, S) int32 on the host.
+    bias and mask as their forms say; lengths (B,), segments and positions (B, T), (B, S) int32 on the host; sinks and
+    alibi_slopes as their forms say, float32; dropout_key the JAX key of a case with dropout.
     """
 
     q: jax.Array
@@ -35,6 +36,11 @@ class Arrays:
     kv_lengths: npt.NDArray[np.int32] | None
     q_segments: npt.NDArray[np.int32] | None
     kv_segments: npt.NDArray[np.int32] | None
+    q_positions: npt.NDArray[np.int32] | None = None
+    kv_positions: npt.NDArray[np.int32] | None = None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    dropout_key: jax.Array | None = None
 
 
 def make(case: Case) -> Arrays:
@@ -62,8 +68,18 @@ def make(case: Case) -> Arrays:
             head_dim_v=1,
             bias_form=None,
             mask_form=None,
+            sinks_form=None,
+            alibi_form=None,
+            dropout_rate=0.0,
         )
     )
+    sinks = alibi_slopes = None
+    if case.sinks_form is not None:
+        sinks = jax.random.normal(keys[4], case.form_shape(case.sinks_form), jnp.float32)
+    if case.alibi_form is not None:
+        # The slopes of the paper (arXiv:2108.12409) for 2^k heads.
+        slopes = 2.0 ** (-8.0 * jnp.arange(1, case.num_heads + 1) / case.num_heads)
+        alibi_slopes = jnp.broadcast_to(slopes, case.form_shape(case.alibi_form))
     return Arrays(
         q=normal(keys[0], case.batch, case.q_len, case.num_heads, case.head_dim),
         k=normal(keys[1], case.batch, case.kv_len, case.num_kv_heads, case.head_dim),
@@ -75,14 +91,30 @@ def make(case: Case) -> Arrays:
         kv_lengths=slim.kv_lengths,
         q_segments=slim.q_segments,
         kv_segments=slim.kv_segments,
+        q_positions=slim.q_positions,
+        kv_positions=slim.kv_positions,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        dropout_key=keys[5] if case.dropout_rate else None,
     )
 
 
 def visible_pairs(case: Case, arrays: Arrays) -> float:
-    """Counts the (query, key) pairs of FLOP figures: B*T*S, halved if causal, less what bands and documents hide.
+    """Counts the (query, key) pairs of FLOP figures: B*T*S, halved if causal, less what bands, documents and lengths
+    hide.
 
-    A dense mask hides nothing here: whoever reads it still has to look at every pair.
+    A dense mask hides nothing here: whoever reads it still has to look at every pair. Nor do positions change the
+    count: the indices stand for them.
     """
+    if arrays.kv_lengths is not None and case.band == (None, None) and arrays.q_segments is None:
+        keys = np.clip(arrays.kv_lengths, 0, case.kv_len).astype(np.int64)
+        lengths = arrays.q_lengths
+        queries = (
+            np.full(case.batch, case.q_len)
+            if lengths is None
+            else np.clip(lengths, 0, case.q_len).astype(np.int64)
+        )
+        return float((keys * queries).sum())
     if case.window is None and arrays.q_segments is None:
         return case.batch * case.q_len * case.kv_len / (2.0 if case.is_causal else 1.0)
     left, right = case.band

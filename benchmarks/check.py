@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
 from benchmarks.arrays import Arrays
+from jattn import dropout
 from jattn.testing.cases import Case
 
 Tensors = dict[str, jax.Array]
@@ -44,14 +46,30 @@ def judge(case: Case, arrays: Arrays, results: dict[str, object]) -> Verdict:
     ratios = dict.fromkeys(results, 0.0)
     for batch, kv_head in {(0, 0), (case.batch - 1, case.num_kv_heads - 1)}:
         with jax.enable_x64(True):
-            want = _slice_solution(case, arrays, batch, kv_head, "float64", rounded=False)
+            want = solve(case, arrays, batch, kv_head, "float64", rounded=False)
             low = "float64" if case.dtype == "float64" else "float32"
-            baseline = _slice_solution(case, arrays, batch, kv_head, low, rounded=True)
+            baseline = solve(case, arrays, batch, kv_head, low, rounded=True)
             for name, result in results.items():
-                got = _slice_result(case, name, result, batch, kv_head)
+                got = slice_result(case, name, result, batch, kv_head)
                 ratio = _ratio(case, name, jnp.asarray(got), want[name], baseline[name])
                 ratios[name] = float(np.maximum(ratios[name], ratio))  # keeps a NaN
     return Verdict(ratios)
+
+
+Slices = dict[tuple[int, int], Tensors]  # (batch entry, key head) -> its results
+
+
+def errors(exact: Slices, got: Slices) -> dict[str, dict[str, float]]:
+    """Root mean square and largest error of each tensor, over the root mean square of what is exact."""
+    found: dict[str, dict[str, float]] = {"rms": {}, "max": {}}
+    for name in next(iter(exact.values())):
+        pairs = [(exact[at][name], got[at][name].astype(jnp.float64)) for at in exact]
+        size = float(jnp.sqrt(jnp.mean(jnp.stack([jnp.mean(want**2) for want, _ in pairs]))))
+        squares = jnp.stack([jnp.mean((want - has) ** 2) for want, has in pairs])
+        largest = max(float(jnp.abs(want - has).max()) for want, has in pairs)
+        found["rms"][name] = float(jnp.sqrt(squares.mean())) / size
+        found["max"][name] = largest / size
+    return found
 
 
 def _ratio(case: Case, name: str, got: jax.Array, want: jax.Array, baseline: jax.Array) -> float:
@@ -69,7 +87,7 @@ def _heads(case: Case, kv_head: int) -> slice:
     return slice(kv_head * case.group_size, (kv_head + 1) * case.group_size)
 
 
-def _slice_result(case: Case, name: str, result: object, batch: int, kv_head: int) -> jax.Array:
+def slice_result(case: Case, name: str, result: object, batch: int, kv_head: int) -> jax.Array:
     """Cuts (heads of the group, rows, features) of one batch entry out of a full result."""
     array = jnp.asarray(result)
     if name == "dbias":
@@ -79,7 +97,7 @@ def _slice_result(case: Case, name: str, result: object, batch: int, kv_head: in
     return array[batch, :, heads].swapaxes(0, 1)
 
 
-def _slice_solution(
+def solve(
     case: Case, arrays: Arrays, batch: int, kv_head: int, wide: str, *, rounded: bool
 ) -> Tensors:
     """Solves one key/value head of one batch entry; sums a bias gradient over the entries that share it."""
@@ -116,6 +134,9 @@ def _solve(
             widen(arrays.v, slice(kv_head, kv_head + 1))[0],
             widen(arrays.dout, heads),
             None if bias is None else bias.astype(wide),
+            _slope_term(case, arrays, batch, heads, wide),
+            None if arrays.sinks is None else _per_head(arrays.sinks, case, batch, heads, wide),
+            _kept(case, arrays, batch, heads),
             visible,
             scale=case.scale_value,
             softcap=case.softcap,
@@ -130,13 +151,20 @@ def _textbook(
     v: jax.Array,
     dout: jax.Array,
     bias: jax.Array | None,
+    slope_term: jax.Array | None,
+    sinks: jax.Array | None,
+    kept: jax.Array | None,
     visible: jax.Array,
     *,
     scale: float,
     softcap: float | None,
     round_to: str,
 ) -> Tensors:
-    """Attention of q (G, T, D) over k (S, D), v (S, Dv) and its gradients; rounds P, dP, dS and the results."""
+    """Attention of q (G, T, D) over k (S, D), v (S, Dv) and its gradients; rounds P, dP, dS and the results.
+
+    slope_term (G, T, S) is added like a bias, sinks (G, 1, 1) join the softmax, kept (G, T, S) is the factor of
+    dropout: 0, or the inverse of the kept share.
+    """
 
     def low(x: jax.Array) -> jax.Array:
         return x.astype(round_to).astype(q.dtype)
@@ -148,20 +176,26 @@ def _textbook(
         s, slope = softcap * capped, 1 - capped**2
     if bias is not None:
         s = s + bias
+    if slope_term is not None:
+        s = s + slope_term
     s = jnp.where(visible, s, -jnp.inf)
     row_max = jnp.max(s, axis=-1, keepdims=True)
     weights = jnp.where(visible, jnp.exp(s - jnp.where(row_max == -jnp.inf, 0, row_max)), 0)
     row_sum = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        row_sum = row_sum + jnp.where(row_sum == 0, 0, jnp.exp(sinks - row_max))
     p = weights / jnp.where(row_sum == 0, 1, row_sum)
-    out = low(jnp.einsum("gts,sd->gtd", low(p), v))
-    dp = low(jnp.einsum("gtd,sd->gts", dout, v))
+    factor = jnp.ones((), q.dtype) if kept is None else kept.astype(q.dtype)
+    used = low(p * factor)
+    out = low(jnp.einsum("gts,sd->gtd", used, v))
+    dp = low(factor * jnp.einsum("gtd,sd->gts", dout, v))
     ds = p * (dp - jnp.sum(dout * out, axis=-1, keepdims=True))
     dx = low(ds * slope)
     solution = {
         "out": out,
         "dq": low(scale * jnp.einsum("gts,sd->gtd", dx, k)),
         "dk": low(scale * jnp.einsum("gts,gtd->sd", dx, q))[None],
-        "dv": low(jnp.einsum("gts,gtd->sd", low(p), dout))[None],
+        "dv": low(jnp.einsum("gts,gtd->sd", used, dout))[None],
     }
     if bias is not None:
         solution["dbias"] = low(ds)
@@ -173,6 +207,39 @@ def _broadcast_slice(x: jax.Array, batch: int, heads: slice) -> jax.Array:
     shape = (1,) * (4 - x.ndim) + x.shape
     x = x.reshape(shape)[batch if shape[0] > 1 else 0]
     return x[heads] if shape[1] > 1 else x
+
+
+def _per_head(x: jax.Array, case: Case, batch: int, heads: slice, wide: str) -> jax.Array:
+    """Cuts (G, 1, 1) out of an array that broadcasts to (B, N)."""
+    full = jnp.broadcast_to(x, (case.batch, case.num_heads))
+    return full[batch, heads, None, None].astype(wide)
+
+
+def _slope_term(
+    case: Case, arrays: Arrays, batch: int, heads: slice, wide: str
+) -> jax.Array | None:
+    if arrays.alibi_slopes is None:
+        return None
+    slopes = _per_head(arrays.alibi_slopes, case, batch, heads, wide)
+    return -slopes * jnp.abs(_distance(case, arrays, batch)).astype(wide)
+
+
+def _kept(case: Case, arrays: Arrays, batch: int, heads: slice) -> jax.Array | None:
+    if arrays.dropout_key is None:
+        return None
+    zero = jnp.zeros(2, jnp.uint32)
+    seed = jattn.seed_from_key(arrays.dropout_key)
+    keys = dropout.keys(seed, zero, case.batch, case.num_heads)[batch, heads]
+    bits = dropout.bits_of_block(keys, 0, 0, case.q_len, case.kv_len)
+    threshold = round(case.dropout_rate * 65536)
+    return (bits >= threshold) * (65536 / (65536 - threshold))
+
+
+def _distance(case: Case, arrays: Arrays, batch: int) -> jax.Array:
+    """How far a key is to the right of a query, in positions or indices: (T, S)."""
+    if arrays.q_positions is not None and arrays.kv_positions is not None:
+        return jnp.asarray(arrays.kv_positions[batch][None] - arrays.q_positions[batch][:, None])
+    return jnp.arange(case.kv_len)[None] - jnp.arange(case.q_len)[:, None]
 
 
 def _visible(
@@ -191,11 +258,12 @@ def _visible(
     )
     visible = (t < q_length) & (j < kv_length)
     offset = kv_length - q_length if case.lower_right else 0
+    distance = _distance(case, arrays, batch) - offset
     left, right = case.band
     if left is not None:
-        visible &= j >= t + offset - left
+        visible &= distance >= -left
     if right is not None:
-        visible &= j <= t + offset + right
+        visible &= distance <= right
     if arrays.q_segments is not None and arrays.kv_segments is not None:
         q_segments, kv_segments = arrays.q_segments[batch][:, None], arrays.kv_segments[batch][None]
         visible &= jnp.asarray((q_segments == kv_segments) & (q_segments >= 0))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 
+from jattn.call_timing import matmul_speed
 from jattn.testing.cases import Case
 
 # Products in the backward pass: five against the forward's two, the convention of the FlashAttention papers.
@@ -107,8 +108,19 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _device_name(device: jax.Device) -> str:
+    """What the device calls itself; of a CPU its model and the number of cores in use."""
+    if device.platform != "cpu":
+        return str(device.device_kind)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else device.device_kind}, {len(os.sched_getaffinity(0))} cores"
+
+
 def circumstances() -> dict[str, object]:
-    """Collects what a number means nothing without: commit, device, clocks, versions, command."""
+    """Collects what a number means nothing without: commit, device, clocks, power, versions, command, and what a matrix
+    product reaches.
+    """
     device = jax.devices()[0]
     packages = (
         "jax",
@@ -117,21 +129,25 @@ def circumstances() -> dict[str, object]:
         "jax-cuda12-plugin",
         "nvidia-cudnn-cu13",
         "torch",
+        "tokamax",
+        "dew-flash-attn-cu13",
+        "flash-attn3-jax",
         "numpy",
     )
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": os.environ.get("JATTN_COMMIT") or _output("git", "rev-parse", "HEAD") or None,
         "modified": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
-        "device": device.device_kind,
+        "device": _device_name(device),
         "platform": device.platform,
         "cores": os.cpu_count(),
         "gpu": _output(
             "nvidia-smi",
-            "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit",
+            "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu",
             "--format=csv",
         )
         or None,
+        "matmul_tflops": {dtype: matmul_speed(dtype) / 1e12 for dtype in ("bfloat16", "float32")},
         "python": sys.version.split()[0],
         "versions": {package: _version(package) for package in packages if _version(package)},
         "command": " ".join(sys.argv[1:]),

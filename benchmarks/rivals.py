@@ -6,6 +6,7 @@ Each implementation says with a sentence why it cannot run a case; none of them 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
@@ -13,6 +14,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 import jattn
 from benchmarks.arrays import Arrays
@@ -40,6 +42,15 @@ def _refuse(name: str, case: Case, features: Sequence[str]) -> None:
         "groups": case.num_heads != case.num_kv_heads,
         "value head dim": case.head_dim != case.head_dim_v,
     }
+    extras = {
+        "positions": case.positions is not None,
+        "sinks": case.sinks_form is not None,
+        "ALiBi": case.alibi_form is not None,
+        "dropout": case.dropout_rate > 0,
+    }
+    for feature, there in extras.items():
+        if there:
+            raise UnsupportedError(f"{name} does not take: {feature}")
     for feature in features:
         if present[feature]:
             raise UnsupportedError(f"{name} does not take: {feature}")
@@ -50,9 +61,7 @@ def _refuse(name: str, case: Case, features: Sequence[str]) -> None:
 Attention = Callable[..., jax.Array]
 
 
-def _jax_contender(
-    name: str, case: Case, arrays: Arrays, attention: Attention, backward: bool
-) -> Contender:
+def jax_contender(name: str, arrays: Arrays, attention: Attention, backward: bool) -> Contender:
     """Wraps attention(q, k, v, bias) as one jitted call."""
     bias = () if arrays.bias is None else (arrays.bias,)
 
@@ -82,14 +91,8 @@ def _as_dict(results: object) -> dict[str, object]:
     return cast(dict[str, object], results)
 
 
-def jattn_contender(
-    case: Case, arrays: Arrays, backward: bool, implementation: str | None
-) -> tuple[Contender, str]:
-    """Our own; also returns which backends ran, "forward" or "forward/backward".
-
-    Raises:
-      jattn.NoBackendError: the named implementation refuses the case.
-    """
+def jattn_attention(case: Case, arrays: Arrays, implementation: str | None) -> Attention:
+    """Our own as attention(q, k, v, bias)."""
     keywords: dict[str, Any] = case.options()
     optional = {
         "mask": arrays.mask,
@@ -97,6 +100,11 @@ def jattn_contender(
         "key_value_seq_lengths": arrays.kv_lengths,
         "query_segment_ids": arrays.q_segments,
         "key_value_segment_ids": arrays.kv_segments,
+        "query_positions": arrays.q_positions,
+        "key_value_positions": arrays.kv_positions,
+        "sinks": arrays.sinks,
+        "alibi_slopes": arrays.alibi_slopes,
+        "dropout_key": arrays.dropout_key,
     }
     keywords |= {name: jnp.asarray(array) for name, array in optional.items() if array is not None}
 
@@ -105,9 +113,23 @@ def jattn_contender(
             q, k, v, *bias, implementation=implementation, **keywords
         )
 
+    return attention
+
+
+def jattn_contender(
+    case: Case, arrays: Arrays, backward: bool, implementation: str | None
+) -> tuple[Contender, str]:
+    """Our own; also returns which backends ran, "forward" or "forward/backward".
+
+    Raises:
+      jattn.NoBackendError: the named implementation refuses the case.
+    """
     jattn.reset_call_counters()
-    contender = _jax_contender(
-        f"jattn:{implementation or 'auto'}", case, arrays, attention, backward
+    contender = jax_contender(
+        f"jattn:{implementation or 'auto'}",
+        arrays,
+        jattn_attention(case, arrays, implementation),
+        backward,
     )
     counts = jattn.call_counters()
     ran = [
@@ -149,9 +171,99 @@ def _jax_nn(implementation: Literal["xla", "cudnn"]) -> Callable[[Case, Arrays, 
                 implementation=implementation,
             )
 
-        return _jax_contender(name, case, arrays, attention, backward)
+        return jax_contender(name, arrays, attention, backward)
 
     return build
+
+
+def _flash_attention_3(name: str, package: str) -> Callable[[Case, Arrays, bool], Contender]:
+    """FlashAttention-3's kernels behind one of the packages that register them as XLA custom calls.
+
+    Documents go to the entry point for packed sequences, which takes their borders.
+    """
+
+    def build(case: Case, arrays: Arrays, backward: bool) -> Contender:
+        if importlib.util.find_spec(package) is None:
+            raise UnsupportedError(f"{name}: the package {package} is not installed")
+        _refuse(name, case, ("softcap", "bias", "mask", "lengths", "value head dim"))
+        # Its causal masks and windows are aligned to the last key.
+        if case.q_len != case.kv_len and (case.is_causal or case.window is not None):
+            raise UnsupportedError(f"{name}: alignment to the first key")
+        library = importlib.import_module(package)
+        window = (-1, -1)
+        if case.window is not None:
+            left, right = case.band
+            window = (-1 if left is None else left, -1 if right is None else right)
+        options: dict[str, Any] = {
+            "softmax_scale": case.scale_value,
+            "is_causal": case.is_causal,
+            "window_size": window,
+        }
+        if arrays.q_segments is None:
+
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                return cast(jax.Array, library.flash_mha(q, k, v, **options))
+
+        else:
+            borders = packed_borders(arrays.q_segments)
+            options["max_seqlen" if package == "dew_flash_attn" else "max_seqlen_q"] = int(
+                np.diff(borders).max()
+            )
+            if package != "dew_flash_attn":
+                options["max_seqlen_k"] = options["max_seqlen_q"]
+            starts = jnp.asarray(borders, jnp.int32)
+
+            def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                out = library.flash_mha_varlen(q[0], k[0], v[0], starts, **options)
+                return cast(jax.Array, out[None])
+
+        return jax_contender(name, arrays, attention, backward)
+
+    return build
+
+
+def _tokamax(case: Case, arrays: Arrays, backward: bool) -> Contender:
+    name = "tokamax"
+    if importlib.util.find_spec(name) is None:
+        raise UnsupportedError(f"{name}: the package tokamax is not installed")
+    _refuse(name, case, ("segments", "lower right"))
+    library = importlib.import_module(name)
+    window = None
+    if case.window is not None:
+        left, right = case.window
+        window = (case.kv_len if left is None else left, case.q_len if right is None else right)
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:
+        return cast(
+            jax.Array,
+            library.dot_product_attention(
+                q,
+                k,
+                v,
+                bias[0] if bias else None,
+                arrays.mask,
+                scale=case.scale,
+                is_causal=case.is_causal,
+                local_window_size=window,
+                logits_soft_cap=case.softcap,
+                query_seq_lengths=arrays.q_lengths,
+                key_value_seq_lengths=arrays.kv_lengths,
+            ),
+        )
+
+    return jax_contender(name, arrays, attention, backward)
+
+
+def packed_borders(segments: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Finds where documents begin, and the end, in ids (1, T) that are equal inside a document only.
+
+    Raises:
+      UnsupportedError: there is padding, or several batch entries.
+    """
+    if segments.shape[0] != 1 or (segments < 0).any():
+        raise UnsupportedError("packed sequences fill one batch entry without padding")
+    inner = np.flatnonzero(np.diff(segments[0])) + 1
+    return np.concatenate([[0], inner, [segments.shape[1]]])
 
 
 # --- PyTorch ----------------------------------------------------------------------------------------------------------
@@ -174,13 +286,12 @@ def _torch_sdpa(backend: str) -> Callable[[Case, Arrays, bool], Contender]:
         if not on_gpu and backend != "flash":
             raise UnsupportedError(f"{name} needs a GPU")
         torch.backends.cuda.matmul.allow_tf32 = False
-        device = "cuda" if on_gpu else "cpu"
 
         def convert(x: jax.Array) -> Any:
-            host = np.asarray(x)
-            if host.dtype == jnp.bfloat16:
-                return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(device)
-            return torch.from_numpy(host.copy()).to(device)
+            x = jax.block_until_ready(x)
+            if x.dtype == bool:
+                return torch.from_dlpack(x.astype(jnp.uint8)).bool()
+            return torch.from_dlpack(x)
 
         # torch wants (B, N, T, D); a transposed view keeps our layout in memory, which its kernels take as it is.
         q, k, v, dout = (
@@ -226,9 +337,7 @@ def _torch_sdpa(backend: str) -> Callable[[Case, Arrays, bool], Contender]:
             named = dict(zip(("out", "dq", "dk", "dv", "dbias"), tensors, strict=False))
             # The bias was expanded before its gradient was asked for, so that gradient is not the reduced one.
             return {
-                key: jnp.asarray(value.detach().transpose(1, 2).float().cpu().numpy()).astype(
-                    case.dtype
-                )
+                key: jnp.from_dlpack(value.detach().transpose(1, 2).contiguous())
                 for key, value in named.items()
                 if key != "dbias"
             }
@@ -240,6 +349,12 @@ def _torch_sdpa(backend: str) -> Callable[[Case, Arrays, bool], Contender]:
         return Contender(name=name, enqueue=enqueue, wait=wait, results=results)
 
     return build
+
+
+def _torch_flex(case: Case, arrays: Arrays, backward: bool) -> Contender:
+    from benchmarks import flex_attention
+
+    return flex_attention.build(case, arrays, backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +370,12 @@ RIVALS: dict[str, Rival] = {
     for rival in (
         Rival("jax-cudnn", _jax_nn("cudnn")),
         Rival("jax-xla", _jax_nn("xla")),
+        Rival("fa3-dew", _flash_attention_3("fa3-dew", "dew_flash_attn")),
+        Rival("fa3-jax", _flash_attention_3("fa3-jax", "flash_attn3_jax")),
         Rival("torch-flash", _torch_sdpa("flash")),
         Rival("torch-efficient", _torch_sdpa("efficient")),
         Rival("torch-cudnn", _torch_sdpa("cudnn")),
+        Rival("torch-flex", _torch_flex),
+        Rival("tokamax", _tokamax),
     )
 }

@@ -23,6 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 import jattn
 from benchmarks import arrays as case_arrays
 from benchmarks import check, report, timing
@@ -155,22 +157,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     facts = report.circumstances()
     rows: list[report.Row] = []
-    for case in choose_cases(options):
-        operands = case_arrays.make(case)
-        for pass_name in PASSES[options.passes]:
+    work = [(case, name) for case in choose_cases(options) for name in PASSES[options.passes]]
+    operands: case_arrays.Arrays | None = None
+    drawn: Case | None = None
+    with tqdm(work, unit="problem", file=sys.stderr) as bar:
+        for case, pass_name in bar:
+            if case is not drawn or operands is None:
+                operands, drawn = case_arrays.make(case), case
+            bar.set_description(f"{case.name} {pass_name}")
             measured = measure(case, pass_name, options, operands)
             rows += measured
-            print(
-                f"{case.name} {pass_name}: "
-                + ", ".join(
-                    f"{row.contender} {row.median_us:,.1f} us"
-                    if row.median_us
-                    else f"{row.contender} {row.note}"
-                    for row in measured
-                ),
-                file=sys.stderr,
-                flush=True,
+            found = ", ".join(
+                f"{row.contender} {row.median_us:,.1f} us"
+                if row.median_us
+                else f"{row.contender} {row.note}"
+                for row in measured
             )
+            bar.write(f"{case.name} {pass_name}: {found}", file=sys.stderr)
             if (
                 options.out is not None
             ):  # after every case, so that an interrupted run keeps what it has

@@ -1,0 +1,184 @@
+// The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
+// is compiled for, the tile products, the softmax of a tile, and the whole passes. benchmarks/cpu_tiles.py compiles and
+// runs it for every set. Each part is measured right after the peak, many times, on the thread's CPU clock; the least
+// time counts, so that a busy machine disturbs it little.
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <vector>
+
+#include "cpu/backward.inl"
+#include "cpu/forward.inl"
+#if defined(__AMX_BF16__)
+#include "cpu/amx_backward_products.h"
+#include "cpu/amx_forward_products.h"
+#endif
+
+namespace jattn::cpu {
+namespace {
+
+double thread_seconds() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// The least time of one of `calls` calls.
+template <typename Body>
+double least_seconds(int repeats, int calls, const Body& body) {
+  double least = 1e30;
+  for (int i = 0; i < repeats; ++i) {
+    const double begin = thread_seconds();
+    for (int call = 0; call < calls; ++call) body();
+    const double seconds = (thread_seconds() - begin) / calls;
+    least = seconds < least ? seconds : least;
+  }
+  return least;
+}
+
+// Independent multiply-adds without any memory access. Several per chain between the marks that keep the compiler from
+// computing the result itself, since it moves registers around those.
+double peak_gflops() {
+  constexpr int kChains = 12, kSteps = 2000;
+  float total = 0;
+  const double seconds = least_seconds(20, 10, [&] {
+    Vec<float> sum[kChains];
+    for (int chain = 0; chain < kChains; ++chain) sum[chain] = broadcast(static_cast<float>(chain));
+    Vec<float> factor = broadcast(0.5f), term = broadcast(1.0f);
+    for (int step = 0; step < kSteps; ++step) {
+      factor = rounded(factor);
+#pragma GCC unroll 12
+      for (int chain = 0; chain < kChains; ++chain) sum[chain] = sum[chain] * factor + term;
+    }
+    for (const Vec<float>& chain : sum) total += chain[0];
+  });
+  if (total < 0) std::puts("never");
+  return 2.0 * kChains * kSteps * kWidth<float> / seconds * 1e-9;
+}
+
+template <typename T>
+T* memory(int64_t count) {
+  auto* data = static_cast<T*>(std::aligned_alloc(64, static_cast<size_t>((count * sizeof(T) + 63) / 64 * 64)));
+  std::memset(data, 0, static_cast<size_t>(count) * sizeof(T));
+  return data;
+}
+
+template <typename T>
+T* random_floats(int64_t count) {
+  T* data = memory<T>(count);
+  uint32_t state = 1;
+  for (int64_t i = 0; i < count; ++i) {
+    state = state * 1664525u + 1013904223u;
+    const float value = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f;
+    if constexpr (sizeof(T) == 4) {
+      data[i] = value;
+    } else {
+      Vec<float> vector = broadcast(value);
+      T narrowed[kWidth<float>];
+      narrow(narrowed, vector);
+      data[i] = narrowed[0];
+    }
+  }
+  return data;
+}
+
+void report(const char* part, int64_t head_dim, double flops, double seconds) {
+  const double peak = peak_gflops();
+  std::printf("%-28s D=%-4d %8.2f us %7.0f GFLOP/s", part, static_cast<int>(head_dim), seconds * 1e6,
+              flops / seconds * 1e-9);
+  std::printf("  %4.0f %% of %.0f\n", 100 * flops / seconds * 1e-9 / peak, peak);
+  std::fflush(stdout);
+}
+
+void measure_tiles(int64_t head_dim) {
+  const double flops = 2.0 * kTile * kTile * static_cast<double>(head_dim);
+  float *a = random_floats<float>(kTile * head_dim), *b = random_floats<float>(kTile * head_dim);
+  float* c = memory<float>(kTile * max_of(head_dim, kTile));
+  const auto run = [&](const char* part, const auto& body) { report(part, head_dim, flops, least_seconds(30, 50, body)); };
+  run("scores", [&] { multiply<false, float>(kTile, kTile, head_dim, {a, head_dim, 1}, {b, kTile}, {c, kTile}); });
+  run("values", [&] { multiply<true, float>(head_dim, kTile, kTile, {a, 1, head_dim}, {b, kTile}, {c, kTile}); });
+  run("dk, dv", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, 1, kTile}, {b, head_dim}, {c, head_dim}); });
+  run("dq", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, kTile, 1}, {b, head_dim}, {c, head_dim}); });
+}
+
+void measure_softmax() {
+  constexpr int64_t kPanel = kPanelRows[static_cast<int>(DType::kF32)];
+  float* scores = random_floats<float>(kTile * kPanel);
+  auto* state = new SoftmaxState<float, kPanel>;
+  state->reset();
+  volatile int64_t keys = kTile;
+  const double seconds = least_seconds(30, 50, [&] {
+    update_softmax<true, float, kPanel>(keys, kPanel, 1.0f, scores, *state, [](auto&&...) {});
+    for (int64_t i = 0; i < kTile * kPanel; i += kWidth<float>) store(scores + i, load(scores + i) - 0.5f);
+  });
+  std::printf("%-28s        %8.2f us\n", "softmax", seconds * 1e6);
+}
+
+template <typename Element, typename Forward, typename Backward>
+void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_causal) {
+  constexpr int64_t kHeads = 2;
+  const int64_t count = length * kHeads * head_dim;
+  Problem problem;
+  problem.batch = 1, problem.q_len = problem.kv_len = length;
+  problem.num_heads = problem.num_kv_heads = kHeads;
+  problem.head_dim = problem.head_dim_v = head_dim;
+  problem.dtype = kDType<Element>;
+  problem.scale = 1 / __builtin_sqrt(static_cast<double>(head_dim));
+  if (is_causal) problem.band_right = 0;
+  problem.q = random_floats<Element>(count), problem.k = random_floats<Element>(count);
+  problem.v = random_floats<Element>(count);
+  const ForwardResults results{memory<Element>(count), memory<float>(length * kHeads)};
+  BackwardBuffers buffers;
+  buffers.out = results.out, buffers.lse = results.lse, buffers.dout = random_floats<Element>(count);
+  buffers.dq = memory<Element>(count), buffers.dk = memory<Element>(count), buffers.dv = memory<Element>(count);
+  const ForwardPlan forward_plan = plan_forward(problem);
+  const BackwardPlan backward_plan = plan_backward(problem, false);
+  void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
+  const TaskRunner runner{nullptr, [](void*, int64_t tasks, void (*body)(const void*, int64_t), const void* argument) {
+                            for (int64_t i = 0; i < tasks; ++i) body(argument, i);
+                          }};
+  const double visible = static_cast<double>(length * length) / (is_causal ? 2 : 1);
+  const double flops = 4.0 * kHeads * static_cast<double>(head_dim) * visible;
+  char part[64];
+  const auto name = [&](const char* pass) {
+    std::snprintf(part, sizeof(part), "%s %s %s %d", pass, type, is_causal ? "causal" : "full",
+                  static_cast<int>(length));
+    return part;
+  };
+  const double forward_seconds = least_seconds(
+      12, 1, [&] { run_forward<Element, Forward>(problem, forward_plan, results, scratch, runner); });
+  report(name("forward"), head_dim, flops, forward_seconds);
+  const double backward_seconds = least_seconds(
+      8, 1, [&] { run_backward<Element, Backward>(problem, backward_plan, buffers, scratch, runner); });
+  report(name("backward"), head_dim, 2.5 * flops, backward_seconds);
+}
+
+void measure() {
+#if defined(__AMX_BF16__)
+  syscall(SYS_arch_prctl, 0x1023, 18);  // permission to use the tile registers (targets.cc)
+#endif
+  for (const int64_t head_dim : {64, 128}) measure_tiles(head_dim);
+  measure_softmax();
+  for (const int64_t head_dim : {64, 128}) {
+    for (const bool is_causal : {true, false}) {
+#if defined(__AMX_BF16__)
+      using BF16 = BFloat16;
+      using F16 = Float16;
+      measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal);
+      measure_passes<F16, AmxForwardProducts<F16>, AmxBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
+#else
+      measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("f32", 1024, head_dim, is_causal);
+#endif
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jattn::cpu
+
+int main() { jattn::cpu::measure(); }

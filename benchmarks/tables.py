@@ -1,0 +1,263 @@
+"""The tables in README.md and docs, written from the recorded runs and from what the backends say of themselves.
+
+  python -m benchmarks.tables            rewrites them
+  python -m benchmarks.tables --check    fails if one is not what it would write
+
+A table stands between two comments, ``<!-- table NAME -->`` and ``<!-- end table -->``; NAME is one of TABLES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks import backend_table, records
+from benchmarks.records import ROOT, Point, Record
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "features.md")
+README_LENGTHS = (2048, 8192)
+_BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+
+def _format(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _caption(record: Record, page: Path, what: str) -> str:
+    path = record.path.relative_to(ROOT)
+    link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{path}"
+    return f"{what}. {record.caption()}: [record]({link})."
+
+
+def _cells(
+    values: dict[str, float], titles: Sequence[str], digits: int, *, largest: bool
+) -> list[str]:
+    """One cell per contender, the best one in bold."""
+    best = (max if largest else min)(values.values())
+    cells = []
+    for title in titles:
+        if title not in values:
+            cells.append("-")
+            continue
+        text = f"{values[title]:.{digits}f}"
+        cells.append(f"**{text}**" if values[title] == best else text)
+    return cells
+
+
+def _grid(points: Sequence[Point]) -> dict[tuple[int, str, int, str], list[Point]]:
+    groups: dict[tuple[int, str, int, str], list[Point]] = {}
+    for point in points:
+        if point.problem is not None:
+            at = point.problem
+            key = (at.head_dim, at.mask, at.length, point.pass_name)
+            groups.setdefault(key, []).append(point)
+    return dict(sorted(groups.items()))
+
+
+def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
+    record = records.newest("h200-hopper" if records.has("h200-hopper") else "h200-bf16")
+    points = [p for p in record.points if p.problem is not None and p.tflops is not None]
+    points = [p for p in points if lengths is None or (p.problem and p.problem.length in lengths)]
+    titles = [
+        title
+        for title in records.contenders(points)
+        if sum(point.contender == title for point in points) > len(_grid(points)) // 2
+    ]
+    rows = []
+    for (head_dim, mask, length, pass_name), group in _grid(points).items():
+        values = {p.contender: p.tflops for p in group if p.tflops and p.contender in titles}
+        cells = _cells(values, titles, 0, largest=True)
+        rows.append([str(head_dim), mask, str(length), pass_name, *cells])
+    what = "bfloat16, TFLOP/s"
+    return "\n\n".join(
+        [
+            _format(["head dim", "mask", "length", "pass", *titles], rows),
+            _caption(record, page, what),
+        ]
+    )
+
+
+def speed_h200(page: Path) -> str:
+    """The grid of head dims, masks and lengths; the README shows two lengths."""
+    return _gpu_table(page, README_LENGTHS if page.name == "README.md" else None)
+
+
+def speed_h200_f32(page: Path) -> str:
+    """float32 on the GPU: one shape."""
+    record = records.newest("h200-f32")
+    titles = records.contenders(record.points)
+    groups: dict[str, dict[str, float]] = {}
+    for point in record.points:
+        if point.tflops is not None:
+            groups.setdefault(point.pass_name, {})[point.contender] = point.tflops
+    rows = [[name, *_cells(values, titles, 1, largest=True)] for name, values in groups.items()]
+    what = "float32, TFLOP/s, batch 2, length 2048, 16 heads of 128, TF32 off for torch"
+    return "\n\n".join([_format(["pass", *titles], rows), _caption(record, page, what)])
+
+
+def speed_cpu(page: Path) -> str:
+    """The CPU kernel beside other implementations on two cores."""
+    record = records.newest("cpu-two-cores")
+    titles = records.contenders(record.points)
+    groups: dict[tuple[str, int, str, int, str], dict[str, float]] = {}
+    for point in record.points:
+        at = point.problem
+        if at is not None:
+            key = (at.dtype, at.head_dim, at.mask, at.length, point.pass_name)
+            groups.setdefault(key, {})[point.contender] = point.median_us / 1e3
+    order = ("float32", "bfloat16", "float16")
+    rows = []
+    for key, values in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0])):
+        dtype, head_dim, mask, length, pass_name = key
+        rival = min((values[t] for t in titles if t != "jattn" and t in values), default=0.0)
+        times = f"{rival / values['jattn']:.1f}" if "jattn" in values and rival else "-"
+        cells = _cells(values, titles, 1, largest=False)
+        rows.append([dtype, str(head_dim), mask, str(length), pass_name, *cells, times])
+    header = ["type", "head dim", "mask", "length", "pass", *titles, "times the best other"]
+    what = "Batch 1, 8 heads, milliseconds"
+    return "\n\n".join([_format(header, rows), _caption(record, page, what)])
+
+
+def speed_features(page: Path) -> str:
+    """Speed of each feature beside the plain problem of the same shape."""
+    if not records.has("h200-features"):
+        return ""
+    record = records.newest("h200-features")
+    plain = {p.pass_name: p.median_us for p in record.points if p.name == "feature-plain"}
+    groups: dict[tuple[str, str], Point] = {
+        (p.name, p.pass_name): p for p in record.points if p.contender == "jattn"
+    }
+    rows = []
+    for name in dict.fromkeys(name for name, _ in groups):
+        cells = []
+        for pass_name in ("forward", "forward+backward"):
+            point = groups.get((name, pass_name))
+            if point is None:
+                cells += ["-", "-"]
+            else:
+                cells += [
+                    f"{point.median_us / 1e3:.3f}",
+                    f"{plain[pass_name] / point.median_us:.2f}",
+                ]
+        backends = next(p.backends for (n, _), p in groups.items() if n == name)
+        rows.append([name.removeprefix("feature-"), backends.split("/")[0], *cells])
+    header = ["feature", "backend", "forward ms", "of plain", "both ms", "of plain"]
+    return "\n\n".join(
+        [
+            "## Features\n\n![Speed by feature](images/speed_features.svg)",
+            _format(header, rows),
+            _caption(record, page, "bfloat16, batch 4, length 4096, 16 heads of 128"),
+        ]
+    )
+
+
+def accuracy(page: Path) -> str:
+    """Root mean square error against float64, relative to the largest value wanted."""
+    parts = []
+    for ending in ("cpu-accuracy", "h200-accuracy"):
+        if not records.has(ending):
+            continue
+        record = records.newest(ending)
+        rows = [
+            [
+                row["inputs"],
+                row["dtype"],
+                row["contender"],
+                *(f"{row['rms'][name]:.1e}" if name in row["rms"] else "-" for name in _TENSORS),
+            ]
+            for row in record.content["rows"]
+            if "rms" in row
+        ]
+        table = _format(["inputs", "type", "who", *_TENSORS], rows)
+        parts += [
+            table,
+            _caption(record, page, "Root mean square error over that of the values wanted"),
+        ]
+    return "\n\n".join(parts)
+
+
+_TENSORS = ("out", "dq", "dk", "dv")
+
+
+def latency(page: Path) -> str:
+    """What one small call costs before and after it is compiled."""
+    parts = []
+    for ending in ("cpu-latency", "h200-latency"):
+        if not records.has(ending):
+            continue
+        record = records.newest(ending)
+        rows = [
+            [row["what"], *(_milliseconds(row["seconds"].get(who)) for who in ("jattn", "jax.nn"))]
+            for row in record.content["rows"]
+        ]
+        table = _format(["milliseconds", "jattn", "jax.nn"], rows)
+        parts += [table, _caption(record, page, record.content["what"])]
+    return "\n\n".join(parts)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "backends": lambda _: _format(backend_table.rows()[0], backend_table.rows()[1:]),
+    "backends-summary": lambda _: _format(backend_table.summary()[0], backend_table.summary()[1:]),
+    "speed-h200": speed_h200,
+    "speed-h200-f32": speed_h200_f32,
+    "speed-cpu": speed_cpu,
+    "speed-features": speed_features,
+    "accuracy": accuracy,
+    "latency": latency,
+}
+
+
+def rewrite(page: Path) -> str:
+    """The text of a page with every table written anew.
+
+    Raises:
+      LookupError: a table that does not exist, or whose record is missing.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise LookupError(
+                f"{page.name}: no table is called {name!r}; there are {', '.join(TABLES)}"
+            )
+        return f"{match[1]}\n{TABLES[name](page)}\n\n{match[3]}"
+
+    return _BLOCK.sub(table, page.read_text())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrites or checks the tables; returns 1 if a check finds one that differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
+    options = parser.parse_args(arguments)
+    wrong = []
+    for page in PAGES:
+        text = rewrite(page)
+        if text == page.read_text():
+            continue
+        if options.check:
+            wrong.append(page)
+        else:
+            page.write_text(text)
+            print(f"rewrote {page.relative_to(ROOT)}")
+    for page in wrong:
+        print(
+            f"{page.relative_to(ROOT)}: a table is not what the code and benchmarks/results say; run"
+            " python -m benchmarks.tables",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

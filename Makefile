@@ -16,7 +16,7 @@ CXX_FILES = $$(find cc tests -type f \( -name '*.h' -o -name '*.cc' -o -name '*.
 CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format check test test-compile test-gpu ci demo bench bench-cpu clean
+.PHONY: help setup format check test test-compile test-gpu ci demo docs tables bench bench-cpu clean
 
 help:  ## this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,14 @@ $(VENV)/.installed: $(NATIVE_SOURCES) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-kernels: $(VENV)/.installed
-	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --no-deps --editable .
+	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --editable '.[compile]' || { \
+	  echo "make: NVRTC and nvdisasm cannot be installed; tests that need them will skip" >&2; \
+	  JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --no-deps --editable .; }
+	@touch $@
+
+# Nothing is fetched while the site is built; only these packages are, once.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 setup: $(VENV)/.installed  ## virtual environment, build, git hooks
@@ -54,12 +61,13 @@ format: $(VENV)/.installed  ## rewrite: ruff, clang-format, gersemi
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/gersemi --in-place $(CMAKE_FILES)
 
-check: $(VENV)/.installed  ## format check, ruff, types, import layers: about a minute
+check: $(VENV)/.installed  ## format check, ruff, types, generated tables, import layers: about a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/gersemi --check $(CMAKE_FILES)
 	$(BIN)/mypy
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables --check
 	$(PYTEST) -q -p no:cacheprovider tests/cpu/test_layers.py
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -73,12 +81,19 @@ test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 test-gpu: $(VENV)/.installed-kernels  ## tier gpu: on a machine that has one
 	$(PYTEST) tests/gpu $(ARGS)
 
-ci: check test test-compile  ## what CI runs
+ci: check test docs test-compile  ## what CI runs
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.installed  ## train a small language model, compare with other attention, draw the curves
 	$(BIN)/python examples/train_lm.py --out out/demo $(ARGS)
+
+docs: $(VENV)/.installed-docs  ## the documentation site: out/docs/index.html
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -W --keep-going -q -b html docs out/docs $(ARGS)
+
+tables: $(VENV)/.installed  ## write the tables and figures of README and docs from benchmarks/results
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.plot
 
 bench: $(VENV)/.installed-kernels  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
 	$(BIN)/python -m benchmarks.run $(ARGS)

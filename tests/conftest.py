@@ -23,6 +23,19 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=400,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="full lists of the acceptance rows")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the long lists out, unless they are asked for."""
+    if config.getoption("--full"):
+        return
+    long = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=long)
+
+
 def tier_of(path: Path) -> str:
     """The folder under tests/ that a test lives in."""
     parts = path.parts

@@ -205,6 +205,120 @@ def explicit_mesh(backend: str) -> None:
     close(got, want)
 
 
+def new_operands(shared: bool) -> tuple[jax.Array, ...]:
+    """Sinks and slopes, the same for all batch entries and heads or one each, and a dropout key."""
+    shape = (1,) if shared else (4, 4)
+    sinks = jax.random.normal(jax.random.key(1), shape)
+    slopes = jax.random.uniform(jax.random.key(2), shape, maxval=0.2)
+    return sinks, slopes, jax.random.key(3)
+
+
+def with_new_operands(backend: str, rate: float = 0.3) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, dout: Any, sinks: Any, slopes: Any, key: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, sinks: Any, slopes: Any) -> Any:
+            return jattn.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                sinks=sinks,
+                alibi_slopes=slopes,
+                dropout_rate=rate,
+                dropout_key=key,
+                implementation=backend,
+            )
+
+        out, pullback = jax.vjp(attend, q, k, v, sinks, slopes)
+        return out, *pullback(dout)
+
+    return run
+
+
+@check
+def dropout_sinks_and_slopes_on_a_mesh(backend: str) -> None:
+    """Per head and batch entry nothing is communicated; shared ones need the sum of their gradients and no more."""
+    the_mesh = mesh((2, 2), "x", "y")
+    tokens = NamedSharding(the_mesh, PartitionSpec("x", None, "y"))
+    per_head = NamedSharding(the_mesh, PartitionSpec("x", "y"))
+    whole = NamedSharding(the_mesh, PartitionSpec())
+    run = with_new_operands(backend)
+    for shared in (False, True):
+        *small, key = new_operands(shared)
+        want = jax.jit(run)(*drawn(), *small, key)
+        placed = [jax.device_put(x, tokens) for x in drawn()]
+        placed += [jax.device_put(x, whole if shared else per_head) for x in small]
+        compiled = jax.jit(run).lower(*placed, key).compile()
+        close(compiled(*placed, key), want)
+        allowed = {"all-reduce"} if shared else set()
+        assert collectives(compiled) <= allowed, collectives(compiled)
+
+
+@check
+def the_same_pairs_are_dropped_under_any_sharding(backend: str) -> None:
+    """Bit for bit: unit vectors as values show the weights."""
+    length = 40
+    q, k, _, _ = drawn()
+    v = jnp.broadcast_to(jnp.eye(length)[None, :, None, :], (4, length, 4, length))
+
+    def run(q: Any, k: Any, v: Any, key: Any) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, dropout_rate=0.3, dropout_key=key, implementation=backend
+        )
+
+    key = jax.random.key(3)
+    mask = jattn.dropout_mask(jattn.seed_from_key(key), 0, (4, 4, length, length), 0.3)
+    want = np.asarray(mask).transpose(0, 2, 1, 3)
+    specs = [
+        ((4,), PartitionSpec("x")),
+        ((4,), PartitionSpec(None, None, "x")),
+        ((2, 2), PartitionSpec("x", None, "y")),
+        ((2, 2), PartitionSpec("y", None, "x")),
+    ]
+    for shape, spec in specs:
+        the_mesh = mesh(shape, *"xy"[: len(shape)])
+        placed = [jax.device_put(x, NamedSharding(the_mesh, spec)) for x in (q, k, v)]
+        got = np.asarray(jax.jit(run)(*placed, key)) > 0
+        assert (got == want).all(), (shape, spec)
+
+
+@check
+def new_operands_on_an_explicit_mesh(backend: str) -> None:
+    the_mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    run = with_new_operands(backend)
+    for shared in (False, True):
+        *small, key = new_operands(shared)
+        want = jax.jit(run)(*drawn(), *small, key)
+        with jax.sharding.set_mesh(the_mesh):
+            placed = [jax.device_put(x, PartitionSpec("x", None, "y")) for x in drawn()]
+            got = jax.jit(run)(*placed, *small, key)
+        close(got, want)
+
+
+@check
+def dropout_inside_shard_map(backend: str) -> None:
+    """A key per device, as for any random number there: each shard drops as a call of its own with that key."""
+    arrays = drawn()
+    keys = jax.random.split(jax.random.key(8), 4)
+    *small, _ = new_operands(shared=True)
+
+    def local(q: Any, k: Any, v: Any, dout: Any, sinks: Any, slopes: Any, key: Any) -> Any:
+        return with_new_operands(backend)(q, k, v, dout, sinks, slopes, key[0])[:4]
+
+    batch, whole = PartitionSpec("x"), PartitionSpec()
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh((4,), "x"),
+        in_specs=(batch, batch, batch, batch, whole, whole, batch),
+        out_specs=batch,
+    )
+    got = jax.jit(mapped)(*arrays, *small, keys)
+    each = [
+        with_new_operands(backend)(*(x[i : i + 1] for x in arrays), *small, keys[i])[:4]
+        for i in range(4)
+    ]
+    close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *each))
+
+
 def main() -> None:
     assert len(jax.devices()) == 4
     outcome = {}

@@ -484,26 +484,155 @@ def test_implementation_is_passed_on() -> None:
     assert jattn.call_counters() == {"reference": {"forward": 1}}
 
 
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Flax's own attention, but with the keep mask of ``jattn.dropout_mask`` and a record of the keys it was given."""
+
+    def __init__(self) -> None:
+        self.keys: list[Array] = []
+
+    def __call__(self, query: Array, key: Array, value: Array, **keywords: Any) -> Array:
+        rate, rng = keywords["dropout_rate"], keywords["dropout_rng"]
+        weights = nn.dot_product_attention_weights(query, key, mask=keywords.get("mask"))
+        if rate and not keywords["deterministic"]:
+            self.keys.append(rng)
+            shape = (1, 1, *weights.shape[2:]) if keywords["broadcast_dropout"] else weights.shape
+            keep = jattn.dropout_mask(jattn.seed_from_key(rng), 0, shape, rate)
+            weights = jnp.where(keep, weights / (1.0 - rate), 0.0)
+        return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+def recording(recorder: Recorder) -> Callable[..., Array]:
+    """The recorder with the keyword list that Linen looks for."""
+
+    def function(
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        **_: Any,
+    ) -> Array:
+        return recorder(
+            query,
+            key,
+            value,
+            mask=mask,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+        )
+
+    return function
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+@pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "each"])
+def test_S140_dropout_in_linen(broadcast: bool, make_key: Callable[[int], Array]) -> None:
+    """Values and gradients are those of the weights under our mask; training draws, evaluation does not."""
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+    causal = MASKS["causal-float"](Q_LEN, Q_LEN)
+    variables = linen_variables()
+    recorder = Recorder()
+
+    def results(function: Callable[..., Array], seed: int, deterministic: bool = False) -> Any:
+        module = nn.MultiHeadDotProductAttention(
+            HEADS,
+            qkv_features=FEATURES,
+            attention_fn=function,
+            dropout_rate=0.3,
+            broadcast_dropout=broadcast,
+        )
+
+        def loss(variables: Any) -> tuple[Array, Array]:
+            out = module.apply(
+                variables,
+                x,
+                mask=causal,
+                deterministic=deterministic,
+                rngs={"dropout": make_key(seed)},
+            )
+            return jnp.sum(out**2), out
+
+        return jax.value_and_grad(loss, has_aux=True)(variables)
+
+    got = results(attention_fn, 1)
+    close(got, results(recording(recorder), 1))
+    assert len(recorder.keys) == 1
+    assert not np.allclose(got[0][1], results(attention_fn, 2)[0][1])
+    evaluated = results(attention_fn, 1, deterministic=True)
+    close(evaluated, results(nn.dot_product_attention, 1, deterministic=True))
+    assert not np.allclose(got[0][1], evaluated[0][1])
+
+
+@pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "each"])
+def test_S140_dropout_in_nnx(broadcast: bool) -> None:
+    x = normal(1, BATCH, Q_LEN, FEATURES)
+
+    def results(function: Callable[..., Array]) -> list[Array]:
+        module = nnx.MultiHeadAttention(
+            HEADS,
+            FEATURES,
+            attention_fn=function,
+            dropout_rate=0.3,
+            broadcast_dropout=broadcast,
+            decode=False,
+            rngs=nnx.Rngs(0, dropout=5),
+        )
+        return [module(x, deterministic=False) for _ in range(2)] + [module(x, deterministic=True)]
+
+    got = results(attention_fn)
+    close(got, results(recording(Recorder())))
+    # The module draws another key for each call.
+    assert not np.allclose(got[0], got[1])
+    assert not np.allclose(got[0], got[2])
+
+
+def test_dropout_with_several_batch_axes_and_with_none() -> None:
+    """Batch axes are counted as one, in row-major order."""
+    q, k, v = (jnp.stack([x, -x]) for x in qkv())
+    draw = functools.partial(attention_fn, dropout_rate=0.4, dropout_rng=jax.random.key(3))
+    flat = draw(*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), broadcast_dropout=False)
+    close(draw(q, k, v, broadcast_dropout=False), flat.reshape(*q.shape[:2], *flat.shape[1:]))
+    close(draw(q[0, 0], k[0, 0], v[0, 0], broadcast_dropout=False), flat[0])
+
+
+def test_positions_and_slopes() -> None:
+    q, k, v = qkv()
+    positions = (
+        jnp.arange(Q_LEN)[None] + jnp.array([[2], [0]]),
+        jnp.arange(KV_LEN)[None].repeat(2, 0),
+    )
+    slopes = (0.5, 0.25, 0.125, 0.0625)
+    function = make_attention_fn(is_causal=True, alibi_slopes=slopes)
+    assert function == make_attention_fn(is_causal=True, alibi_slopes=list(slopes))
+    mask = StructuralMask(query_positions=positions[0], key_value_positions=positions[1])
+    want = jattn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        query_positions=positions[0],
+        key_value_positions=positions[1],
+        alibi_slopes=jnp.asarray(slopes),
+    )
+    close(function(q, k, v, mask=mask), want)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_dropout_is_refused_while_training_and_ignored_otherwise() -> None:
-    x = normal(1, BATCH, Q_LEN, FEATURES)
-    module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, dropout_rate=0.1)
-    variables = module.init(jax.random.key(7), x, deterministic=True)
-    plain = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
-    close(module.apply(variables, x, deterministic=True), plain.apply(variables, x))
-    with pytest.raises(jattn.NoBackendError, match=r"dropout_rate is 0\.1") as caught:
-        module.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    [reason] = caught.value.reasons
-    assert (reason.code, reason.argument, reason.actual) == ("FEATURE", "dropout_rate", 0.1)
-
-    nnx_module = nnx.MultiHeadAttention(
-        HEADS, FEATURES, attention_fn=attention_fn, dropout_rate=0.1, decode=False, rngs=nnx.Rngs(0)
-    )
-    nnx_module(x, deterministic=True)
-    with pytest.raises(jattn.NoBackendError, match="Flax's own dot_product_attention"):
-        nnx_module(x, deterministic=False)
+def test_dropout_needs_a_key() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"dropout_rate is 0\.1 .*dropout_rng is None"):
+        attention_fn(q, k, v, dropout_rate=0.1)
+    close(attention_fn(q, k, v, dropout_rate=0.1, deterministic=True), attention_fn(q, k, v))
 
 
 def test_attention_weights_are_refused() -> None:

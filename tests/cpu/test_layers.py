@@ -17,17 +17,18 @@ PACKAGE = ROOT / "jattn"
 # Lowest first. A name ending in ".*" is a package: its own modules count as one module here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "device", "config", "counters", "jax_interface"),  # words
-    ("masks", "spec", "reference", "blocked", "sharding", "sharding.partition"),  # the problem
+    ("masks", "spec", "ragged", "dropout", "reference", "blocked", "sharding", "sharding.partition"),  # the problem
     ("backends.*", "ffi"),  # backends
-    ("dispatch",),  # choosing
-    ("autodiff",),  # transformations
-    ("api",),  # the public functions
+    ("dispatch", "call_plan"),  # choosing, and what the choice means
+    ("autodiff", "call_timing"),  # transformations
+    ("api", "explanation"),  # the public functions
+    ("ragged_attention",),  # lowered to them
     ("flax.*",),  # built on them
 )
 # Beside the layers: may import anything, and nothing above imports them.
 BESIDE = ("__init__", "__main__", "testing.*")
 # The layers that describe problems and that build on public functions know no backend.
-KNOWS_NO_BACKEND = (1, 6)
+KNOWS_NO_BACKEND = (1, 7)
 
 
 def name_of(path: Path) -> str:

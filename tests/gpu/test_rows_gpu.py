@@ -1,6 +1,7 @@
 """Acceptance rows on a GPU, with their short lists."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -242,16 +243,82 @@ def test_T066_T067_packed_gradients(
     )
 
 
+def with_dropout(found: tuple[Case, ...], rate: float) -> list[Case]:
+    """The problems, and those of up to 1024 tokens (as in the seed) with dropout."""
+    short = [case for case in found if max(case.q_len, case.kv_len) <= 1024]
+    return [*found, *(case.but("dropout", dropout_rate=rate) for case in short)]
+
+
 @pytest.mark.backends("mem_efficient")
-@pytest.mark.parametrize("case", cases.tagged("T072"), ids=str)
+@pytest.mark.parametrize("case", with_dropout(cases.tagged("T072"), 0.22), ids=str)
 def test_T072_gradients(case: Case, backend: str) -> None:
     verify(case, backend)
 
 
 @pytest.mark.backends("mem_efficient")
-@pytest.mark.parametrize("case", cases.tagged("T073"), ids=str)
+@pytest.mark.parametrize("case", with_dropout(cases.tagged("T073"), 0.22), ids=str)
 def test_T073_gradients_with_a_float_mask(case: Case, backend: str) -> None:
     verify(case, backend)
+
+
+def _t074() -> list[Any]:
+    """Lengths x head dims; causality, dropout, types, scale and batch take turns. A tenth is the short list."""
+    lengths = ((4, 4), (8, 64), (143, 587), (256, 256), (512, 128), (1024, 1024), (2048, 2048))
+    head_dims = (16, 21, 64, 128, 203, 256, 72, 160)
+    found = []
+    for i, (q_len, kv_len) in enumerate(lengths):
+        for j, head_dim in enumerate(head_dims):
+            for k, rate in enumerate((0.0, 0.22, 0.48)):
+                if rate and max(q_len, kv_len) > 1024:
+                    continue
+                dtype = ("float16", "bfloat16")[(i + j + k) % 2]
+                is_causal = q_len == kv_len and (i + j) % 2 == 1
+                case = Case(
+                    name=f"T074-T{q_len}-S{kv_len}-D{head_dim}-{dtype}-{rate}-{is_causal}",
+                    batch=8 if q_len <= 256 and (j + k) % 2 else 1,
+                    q_len=q_len,
+                    kv_len=kv_len,
+                    num_heads=4,
+                    num_kv_heads=4,
+                    head_dim=head_dim,
+                    head_dim_v=head_dim,
+                    dtype=dtype,
+                    scale=1 / head_dim if (j + k) % 3 == 0 else None,
+                    is_causal=is_causal,
+                    dropout_rate=rate,
+                    distribution="uniform",
+                )
+                is_short = (3 * i + j + k) % 8 == 0
+                found.append(
+                    pytest.param(case, marks=() if is_short else pytest.mark.full, id=case.name)
+                )
+    return found
+
+
+@pytest.mark.backends("flash")
+@pytest.mark.parametrize("case", _t074())
+def test_T074_gradients(case: Case, backend: str) -> None:
+    verify(case, backend)
+
+
+@pytest.mark.backends("mem_efficient", "flash")
+@pytest.mark.parametrize("mode", ["warn", "strict"])
+def test_T070_determinism(mode: str, backend: str) -> None:
+    """Warned about while tracing, once; strict runs the deterministic form and says nothing."""
+    x = normal(1, 1, 64, 8, 64, dtype="float16")
+
+    def loss(x: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(x, x, x, implementation=backend)
+        return out.astype("float32").sum()
+
+    with jattn.deterministic(mode), warnings.catch_warnings(record=True) as caught:  # type: ignore[arg-type]
+        warnings.simplefilter("always")
+        grad = jax.jit(jax.grad(loss))(x)
+    assert np.isfinite(np.asarray(grad, np.float32)).all()
+    title = {"mem_efficient": "Memory Efficient attention", "flash": "Flash Attention"}[backend]
+    said = [w for w in caught if "defaults to a non-deterministic algorithm" in str(w.message)]
+    assert len(said) == (1 if mode == "warn" else 0)
+    assert all(str(w.message).startswith(title) for w in said)
 
 
 @pytest.mark.backends("mem_efficient", "flash")

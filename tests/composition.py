@@ -1,0 +1,111 @@
+"""Problems that use random subsets of all features at once; the tiers share them.
+
+Few shapes, because what is compiled depends on them, and small ones: what is looked for here are features that
+disturb each other. One definition serves hypothesis, which shrinks what fails, and plain lists, which name it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jattn.testing.cases import Case
+
+T = TypeVar("T")
+Pick = Callable[[Sequence[Any]], Any]
+
+# B, T, S, N, K: tails on both sides, T < S, T = S, T > S, groups of 1, 2 and all heads.
+SHAPES = ((2, 33, 70, 4, 2), (2, 64, 64, 2, 2), (1, 97, 40, 3, 1))
+HEAD_DIMS = ((16, 16), (64, 64), (40, 24))
+FORMS = ("bnts", "1nts", "b1ts", "ts", "b11s", "1n1s", "11t1")
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Every feature: how likely it is used, in tenths.
+FEATURES = {
+    "bias": 3,
+    "mask": 3,
+    "is_causal": 4,
+    "window": 3,
+    "lower_right": 4,
+    "q_lengths": 3,
+    "kv_lengths": 3,
+    "segments": 4,
+    "positions": 4,
+    "softcap": 3,
+    "sinks": 4,
+    "alibi": 4,
+    "dropout": 5,
+    "dropout_rows": 5,
+    "scale": 3,
+    "dlse": 6,
+}
+
+
+def problem(pick: Pick, used: frozenset[str], dtype: str, name: str = "composition") -> Case:
+    """Makes a problem that uses these features; `pick` chooses one of a sequence."""
+    batch, q_len, kv_len, num_heads, num_kv_heads = pick(SHAPES)
+    head_dim, head_dim_v = pick(HEAD_DIMS)
+
+    def optional(feature: str, choices: Sequence[T]) -> T | None:
+        return pick(choices) if feature in used else None  # type: ignore[no-any-return]
+
+    def lengths(feature: str, extent: int) -> tuple[int, ...] | None:
+        choices = (extent, extent // 2, 1, 0, extent + 9)
+        return tuple(pick(choices) for _ in range(batch)) if feature in used else None
+
+    rows = {"dropout", "dropout_rows"} <= used
+    segments = optional("segments", ("random", "interleaved")) or ("random" if rows else None)
+    positions = optional("positions", ("shuffled", "shifted", "restart"))
+    positions = positions or ("restart" if rows else None)
+    bias_form = optional("bias", FORMS)
+    return Case(
+        name=name,
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        scale=optional("scale", (-0.3, 0.0, 0.7)),
+        softcap=optional("softcap", (2.0, 30.0)),
+        is_causal="is_causal" in used,
+        lower_right="lower_right" in used and positions is None,
+        window=optional("window", ((9, 4), (0, None), (None, 20), (30, 0))),
+        bias_form=bias_form,
+        bias_dtype=pick((dtype, "float32")) if bias_form is not None else None,
+        mask_form=optional("mask", FORMS),
+        mask_density=0.7,
+        q_lengths=lengths("q_lengths", q_len),
+        kv_lengths=lengths("kv_lengths", kv_len),
+        segments=segments,
+        positions=positions,
+        sinks_form=optional("sinks", ("n", "bn")),
+        alibi_form=optional("alibi", ("n", "bn")),
+        dropout_rate=optional("dropout", (0.2, 0.5)) or 0.0,
+        broadcast_dropout="dropout" in used and pick((False, False, True)),
+        dropout_rows=rows,
+        distribution=pick(("normal", "integers", "normal_x3")),
+        with_dlse="dlse" in used,
+    )
+
+
+@functools.cache
+def listed(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
+    """The same `count` problems every time, each named by its number and its features."""
+    found = []
+    for i in range(count):
+        rng = np.random.default_rng(i)
+        used = frozenset(name for name, tenths in FEATURES.items() if rng.integers(10) < tenths)
+        case = problem(
+            lambda choices, rng=rng: choices[rng.integers(len(choices))],
+            used,
+            dtypes[i % len(dtypes)],
+        )
+        found.append(
+            dataclasses.replace(case, name=f"composition-{i}-{case.dtype}-{'-'.join(sorted(used))}")
+        )
+    return found

@@ -1,0 +1,96 @@
+"""Features compose: random subsets of all of them, forward and every gradient, against the float64 oracle.
+
+CI runs a thinned, derandomised selection; `--full` (or HYPOTHESIS_PROFILE=nightly for other examples every time) runs
+300 problems on the kernel.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from composition import DTYPES, FEATURES, listed, problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jattn
+from jattn.testing.cases import Case
+from jattn.testing.run import serves, verify
+
+SM90 = jattn.Device("cuda", arch=(9, 0))
+
+
+@st.composite
+def composed(draw: st.DrawFn) -> Case:
+    def chance(tenths: int) -> bool:
+        return draw(st.integers(0, 9)) >= 10 - tenths
+
+    used = frozenset(name for name, tenths in FEATURES.items() if chance(tenths))
+    return problem(
+        lambda choices: draw(st.sampled_from(choices)), used, draw(st.sampled_from(DTYPES))
+    )
+
+
+@given(case=composed())
+def test_features_compose_on_the_kernel(case: Case) -> None:
+    verify(case, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@settings(max_examples=settings.default.max_examples // 20)
+@given(case=composed())
+def test_features_compose_in_plain_jax(backend: str, case: Case) -> None:
+    """Few examples in CI's profile: each compiles for seconds."""
+    verify(case, backend)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", listed(300), ids=str)
+def test_a_list_of_compositions_on_the_kernel(case: Case) -> None:
+    verify(case, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", listed(30), ids=str)
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_a_list_of_compositions_in_plain_jax(backend: str, case: Case) -> None:
+    verify(case, backend)
+
+
+def first(choices: Any) -> Any:
+    return choices[0]
+
+
+def last(choices: Any) -> Any:
+    return choices[-1]
+
+
+@pytest.mark.parametrize("pick", [first, last])
+def test_the_list_uses_every_feature(pick: Callable[[Any], Any]) -> None:
+    """A misspelt feature would be left out in silence."""
+    plain, full = (problem(pick, frozenset(used), "float32") for used in ((), FEATURES))
+    for feature in FEATURES:
+        alone = problem(
+            pick,
+            frozenset({feature, "dropout"} if feature == "dropout_rows" else {feature}),
+            "float32",
+        )
+        if feature != "lower_right" or plain.lower_right:
+            assert alone != plain, feature
+    assert full != plain
+    names = " ".join(case.name for case in listed(300))
+    assert [feature for feature in FEATURES if feature not in names] == []
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+def test_fused_gpu_backends_have_no_exclusion_list(backend: str) -> None:
+    """Every pair of features, all of them, and 100 random subsets, in both 16-bit types, forward and backward: taken by
+    the rules of the backend on a Hopper GPU. Pure dispatch; tests/gpu runs them.
+    """
+    subsets = [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)] + [
+        frozenset(FEATURES)
+    ]
+    cases = [problem(first, used, dtype) for used in subsets for dtype in ("bfloat16", "float16")]
+    cases += listed(100, ("bfloat16", "float16"))
+    refused = [case for case in cases if not serves(case, backend, SM90)]
+    assert not refused, f"{len(refused)} of {len(cases)} refused, for example {refused[0]}"

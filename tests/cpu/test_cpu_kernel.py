@@ -1,0 +1,125 @@
+"""The native CPU kernel: every instruction set that this machine can run, and any number of threads."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import _core
+from jattn.testing import cases, compare, inputs, run
+from jattn.testing.cases import Case
+
+INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
+FEATURES = ("mask", "bias", "positions", "sinks", "alibi", "dropout", "dropout_rows")
+
+
+def chosen_cases() -> list[Case]:
+    """The tiles and what is done to them: all masks and features, and the other tags thinned out.
+
+    The sweep (test_backends_sweep.py) runs every case on the best instruction set.
+    """
+    features = [case for tag in FEATURES for case in cases.tagged(tag)[::2]]
+    others = [case for case in cases.sweep() if not case.tags & set(FEATURES)]
+    return features + [case for case in others[::9] if case not in features]
+
+
+@pytest.fixture
+def best_set_afterwards() -> Iterator[None]:
+    yield
+    assert _core.cpu_force_instruction_set("")
+
+
+def test_the_best_set_is_active_and_unknown_ones_are_refused() -> None:
+    assert INSTRUCTION_SETS[-1] == "baseline"
+    assert _core.cpu_active_instruction_set() == INSTRUCTION_SETS[0]
+    assert not _core.cpu_force_instruction_set("sse9")
+    assert _core.cpu_active_instruction_set() == INSTRUCTION_SETS[0]
+
+
+@pytest.mark.skipif(len(INSTRUCTION_SETS) == 1, reason="this machine runs one set: the sweep did")
+@pytest.mark.parametrize("case", chosen_cases(), ids=str)
+def test_every_instruction_set_agrees_with_the_oracle(
+    case: Case, best_set_afterwards: None
+) -> None:
+    """One program, run once for each set but the best: the set is chosen when the kernel is called."""
+    operands, solution = compare.solved(case)
+    poisoned = inputs.poison(case, operands)
+    with jax.enable_x64(case.dtype == "float64"):
+        forward = run.forward_function(case, poisoned, "cpu")
+        arrays = [
+            None if x is None else jnp.asarray(x)
+            for x in (
+                *(poisoned.q, poisoned.k, poisoned.v),
+                *(poisoned.bias, poisoned.sinks, poisoned.alibi_slopes),
+            )
+        ]
+
+        @jax.jit
+        def program(arrays, dout, dlse):  # type: ignore[no-untyped-def]
+            (out, lse), pullback = jax.vjp(forward, *arrays)
+            return out, lse, *pullback((dout, dlse.astype(lse.dtype)))
+
+        for name in INSTRUCTION_SETS[1:]:
+            assert _core.cpu_force_instruction_set(name)
+            results = jax.device_get(program(arrays, poisoned.dout, poisoned.dlse))
+            names = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
+            named = {
+                key: np.asarray(x) for key, x in zip(names, results, strict=True) if x is not None
+            }
+            try:
+                compare.assert_close(case, operands, named, solution=solution)
+            except AssertionError as error:
+                raise AssertionError(f"instruction set {name}: {error}") from error
+
+
+# Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, a shared bias, packed heads.
+THREAD_CASES = (
+    Case("few-queries", batch=1, q_len=3, kv_len=3000, num_heads=4, dropout_rate=0.2),
+    Case("many-tiles", batch=1, q_len=400, kv_len=400, is_causal=True, dtype="bfloat16"),
+    Case("chunks", batch=1, q_len=2000, kv_len=40, num_heads=1, num_kv_heads=1, bias_form="s"),
+    Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
+)
+
+
+def digest() -> str:
+    """A hash of every result of every case of THREAD_CASES, on this process's threads."""
+    hashed = hashlib.sha256()
+    for case in THREAD_CASES:
+        outcome = run.run(case, inputs.make(case), "cpu")
+        for name in sorted(outcome.results):
+            hashed.update(np.ascontiguousarray(outcome.results[name]).tobytes())
+    return hashed.hexdigest()
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """XLA's pool takes its size from the environment when it starts, so each number needs a process of its own."""
+    digests = {
+        threads: subprocess.run(
+            [sys.executable, __file__],
+            env=os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for threads in (1, 3)
+    }
+    assert {threads: int(pool) for threads, (pool, _) in digests.items()} == {1: 1, 3: 3}
+    assert len({hashed for _, hashed in digests.values()}) == 1
+
+
+def pool_size() -> int:
+    """The threads of XLA's pool, by their name."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("Eigen" in name for name in names)
+
+
+if __name__ == "__main__":
+    hashed_results = digest()  # the pool starts with the first program
+    print(pool_size(), hashed_results)

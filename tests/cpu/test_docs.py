@@ -1,0 +1,68 @@
+"""The documentation: every Python example on every page runs, links lead somewhere, the site is complete."""
+
+from __future__ import annotations
+
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+# "python" blocks run; "py" blocks show other libraries, and must not show this one.
+BLOCK = re.compile(r"^```(python|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(DOCS))
+)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("example")
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        if match[1] == "python":
+            # Blank lines in front, so that an error names the line of the page.
+            lines_before = text.count("\n", 0, match.start(2))
+            code = compile("\n" * lines_before + match[2], str(page), "exec", dont_inherit=True)
+            exec(code, module.__dict__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_other_libraries_stand_apart(page: Path) -> None:
+    assert not [text for text in blocks(page, "py") if "jattn" in text]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed: set[Path] = set()
+    for page in PAGES:
+        for body in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            names = [line for line in body.splitlines() if line and not line.startswith(":")]
+            for name in names:
+                listed |= set(page.parent.glob(f"{name}.md"))
+    assert set(PAGES) - listed == {DOCS / "index.md"}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import jattn
+
+    text = (DOCS / "api.md").read_text()
+    public = [
+        name
+        for name, thing in vars(jattn).items()
+        if not name.startswith("_") and not isinstance(thing, types.ModuleType)
+    ]
+    assert len(public) > 25
+    assert [name for name in public if f"jattn.{name}\n" not in text] == []

@@ -1,0 +1,242 @@
+"""Row J06: which pairs dropout drops. Fixed vectors, rates, independence, and that every backend drops just these."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import dropout
+from jattn.testing import cases, inputs, oracle
+
+SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+ONES = 0xFFFFFFFF
+
+# Of batch entry 1, head 2, offset 3, rate 0.3; rows 0, 1, 8, 16 and 19 of the mask.
+KEY_1_2 = ["0xb71bbc7", "0xb7695a39"]
+MASK_ROWS = [
+    "010100101110100110111100",
+    "111110111010110111110111",
+    "111011100011111010111100",
+    "010101101111111011010101",
+    "011101110110011111111011",
+]
+
+
+def words(*values: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.uint32(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "want"),
+    [
+        ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ONES,) * 4, (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_J06_known_answers_of_philox(
+    counter: tuple[int, ...], key: tuple[int, int], want: tuple[int, ...], x64: bool
+) -> None:
+    """The three vectors that the authors of Philox4x32-10 published."""
+    with jax.enable_x64(x64):
+        got = dropout.philox(words(*counter), words(*key))  # type: ignore[arg-type]
+        assert tuple(int(word) for word in got) == want
+        assert all(word.dtype == jnp.uint32 for word in got)
+
+
+def test_J06_fixed_mask() -> None:
+    """These bits are a promise: a checkpointed run must drop the same weights with the next release."""
+    keys = dropout.keys(jnp.asarray(SEED), jnp.array([3, 0], jnp.uint32), 2, 3)
+    assert keys.shape == (2, 3, 2)
+    assert [hex(int(x)) for x in keys[1, 2]] == KEY_1_2
+    mask = np.asarray(jattn.dropout_mask(SEED, 3, (2, 3, 20, 24), 0.3))
+    rows = ["".join("01"[int(x)] for x in row) for row in mask[1, 2, [0, 1, 8, 16, 19]]]
+    assert rows == MASK_ROWS
+
+
+@pytest.mark.parametrize("p", [0.1, 0.22, 0.48, 0.5])
+def test_J06_keep_rate(p: float) -> None:
+    """Within 5 sigma of 1 - p over the whole mask, and for each head, row and column within 6."""
+    shape = (4, 4, 256, 256)
+    kept = np.asarray(jattn.dropout_mask(SEED, 0, shape, p))
+
+    def within(sigmas: float, *axes: int) -> None:
+        count = np.prod([shape[axis] for axis in axes])
+        limit = sigmas * np.sqrt(p * (1 - p) / count)
+        assert np.abs(kept.mean(axis=axes) - (1 - p)).max() < limit
+
+    within(5.0, 0, 1, 2, 3)
+    within(6.0, 2, 3)
+    within(6.0, 0, 1, 3)
+    within(6.0, 0, 1, 2)
+
+
+def test_J06_pairs_are_independent() -> None:
+    """No correlation along any axis, also inside the eight pairs that one Philox call serves, and between heads."""
+    kept = np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), 0.5)) * 2.0 - 1.0
+    for axis, lag in [(3, 1), (3, 8), (3, 9), (3, 16), (2, 1), (2, 8), (2, 16), (1, 1), (0, 1)]:
+        first = np.take(kept, range(kept.shape[axis] - lag), axis)
+        second = np.take(kept, range(lag, kept.shape[axis]), axis)
+        assert abs((first * second).mean()) < 5 / np.sqrt(first.size), (axis, lag)
+    diagonal = (kept[:, :, :-8, :-8] * kept[:, :, 8:, 8:]).mean()
+    assert abs(diagonal) < 5 / np.sqrt(kept.size)
+
+
+def test_J06_distinct_in_every_coordinate_seed_and_offset() -> None:
+    shape = (2, 3, 32, 48)
+    kept = np.asarray(jattn.dropout_mask(SEED, 0, shape, 0.5))
+    for axis in range(4):
+        slices = [np.take(kept, i, axis).tobytes() for i in range(shape[axis])]
+        assert len(set(slices)) == shape[axis], axis
+    others = [
+        jattn.dropout_mask(SEED, 1, shape, 0.5),
+        jattn.dropout_mask(SEED, 1 << 32, shape, 0.5),
+        jattn.dropout_mask(SEED + np.uint32(1), 0, shape, 0.5),
+    ]
+    assert len({np.asarray(mask).tobytes() for mask in [kept, *others]}) == 4
+
+
+def test_J06_a_mask_is_a_corner_of_a_larger_one() -> None:
+    """So neither lengths nor numbers of heads nor padding enter."""
+    large = np.asarray(jattn.dropout_mask(SEED, 9, (3, 4, 100, 70), 0.2))
+    small = np.asarray(jattn.dropout_mask(SEED, 9, (2, 3, 37, 21), 0.2))
+    assert (small == large[:2, :3, :37, :21]).all()
+
+
+def test_J06_blocks_agree_with_single_pairs() -> None:
+    keys = dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 2, 3)
+    rows, columns = 32 + jnp.arange(37), 48 + jnp.arange(45)
+    block = jax.jit(dropout.bits_of_block, static_argnums=(3, 4))(keys, 32, 48, 37, 45)
+    single = dropout.bits_at(keys[:, :, None, None], rows[:, None], columns)
+    assert (block == single).all()
+
+
+@pytest.mark.parametrize("name", ["dropout-plain", "dropout-plain-broadcast"])
+def test_J06_the_mask_is_that_of_the_independent_formula(name: str) -> None:
+    """jattn.testing.oracle computes every pair by itself, with 64-bit products."""
+    case = cases.named(name)
+    operands = inputs.make(case)
+    want = oracle.dropout_factors(case, operands) > 0
+    shape = (1, 1, *want.shape[2:]) if case.broadcast_dropout else want.shape
+    assert operands.dropout_seed is not None
+    assert operands.dropout_offset is not None
+    got = jattn.dropout_mask(
+        operands.dropout_seed, operands.dropout_offset, shape, case.dropout_rate
+    )
+    assert (np.broadcast_to(got, want.shape) == want).all()
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_the_seed_of_a_key(make: Callable[[int], jax.Array]) -> None:
+    """The documented rule, for both kinds of keys."""
+    key = make(5)
+    seed = jattn.seed_from_key(key)
+    assert seed.dtype == jnp.uint32
+    assert (seed == jax.random.bits(key, (2,), jnp.uint32)).all()
+
+
+def test_integer_seeds_are_split_in_words() -> None:
+    value = (0x9ABCDEF0 << 32) | 0x12345678
+    want = jattn.dropout_mask(SEED, 0, (1, 2, 8, 8), 0.5)
+    assert (jattn.dropout_mask(value, np.zeros(2, np.uint32), (1, 2, 8, 8), 0.5) == want).all()
+
+
+def test_rates_are_rounded_to_16_bits() -> None:
+    rates = jnp.asarray([0.0, 7e-6, 8e-6, 0.5, 1 - 1e-6, np.nextafter(np.float32(1), 0)])
+    assert dropout.threshold(rates).tolist() == [0, 0, 1, 32768, 65535, 65535]
+    assert dropout.kept_factor(rates, jnp.dtype("float32")).tolist()[3] == 2.0
+    assert bool(jattn.dropout_mask(SEED, 0, (2, 2, 64, 64), 0.0).all())
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+def test_a_mask_needs_a_probability(p: float) -> None:
+    with pytest.raises(ValueError, match=r"p is .*below 1"):
+        jattn.dropout_mask(SEED, 0, (1, 1, 2, 2), p)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64, np.zeros(3, np.uint32), np.zeros(2, np.int32)])
+def test_a_mask_needs_a_seed(seed: object) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        jattn.dropout_mask(seed, 0, (1, 1, 2, 2), 0.5)  # type: ignore[arg-type]
+
+
+def weights(backend: str, broadcast: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The weights (B, N, T, S) that a backend gave the values: the values are unit vectors."""
+    batch, length, heads = 2, 70, 3
+    q, k = jax.random.normal(jax.random.key(1), (2, batch, length, heads, 16))
+    v = jnp.broadcast_to(jnp.eye(length)[None, :, None, :], (batch, length, heads, length))
+    out, lse = jattn.dot_product_attention(
+        q,
+        k,
+        v,
+        dropout_rate=0.3,
+        dropout_seed=SEED,
+        dropout_offset=4,
+        broadcast_dropout=broadcast,
+        return_lse=True,
+        implementation=backend,
+    )
+    return out.transpose(0, 2, 1, 3), lse
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_S070_a_backend_drops_exactly_the_pairs_of_the_mask(backend: str, broadcast: bool) -> None:
+    got, lse = weights(backend, broadcast)
+    shape = (1, 1, *got.shape[2:]) if broadcast else got.shape
+    mask = jattn.dropout_mask(SEED, 4, shape, 0.3)  # type: ignore[arg-type]
+    assert ((got > 0) == mask).all()
+    # What is kept is exp(s - lse) / (1 - r), and lse is that of all weights (S091).
+    plain = weights("reference", broadcast)
+    np.testing.assert_allclose(got, plain[0], rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(lse, plain[1], rtol=2e-5, atol=1e-6)
+    assert abs(float(got.sum(-1).mean()) - 1) < 0.05
+
+
+def test_S073_the_same_seed_gives_the_same_bits(backend: str) -> None:
+    """Forward and backward; another seed, another offset and another key give others."""
+    q, k, v, dout = jax.random.normal(jax.random.key(2), (4, 2, 40, 2, 8))
+
+    @jax.jit
+    def run(seed: jax.Array, offset: jax.Array) -> tuple[jax.Array, ...]:
+        def attend(*x: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(
+                *x,
+                dropout_rate=0.4,
+                dropout_seed=seed,
+                dropout_offset=offset,
+                implementation=backend,
+            )
+
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(dout)
+
+    zero, one = jnp.zeros(2, jnp.uint32), jnp.ones(2, jnp.uint32)
+    first, again = run(one, zero), run(one, zero)
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    for other in (run(zero, zero), run(one, one)):
+        assert all((a != b).any() for a, b in zip(first, other, strict=True))
+    assert run._cache_size() == 1
+
+
+def test_the_mean_over_masks_is_attention_without_dropout() -> None:
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 1, 24, 2, 8))
+
+    def attend(seed: jax.Array) -> jax.Array:
+        return jattn.dot_product_attention(
+            q, k, v, dropout_rate=0.2, dropout_seed=seed, implementation="reference"
+        )
+
+    seeds = jax.random.bits(jax.random.key(4), (200, 2), jnp.uint32)
+    many = jax.vmap(attend)(seeds)
+    mean, error = many.mean(0), many.std(0) / np.sqrt(len(seeds))
+    plain = jattn.dot_product_attention(q, k, v, implementation="reference")
+    assert (jnp.abs(mean - plain) < 5.5 * error).all()

@@ -1,0 +1,138 @@
+"""``jattn.explain``: what it says of passes, kernels and work, and of the call sites inside a function."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jattn
+
+SM90 = jattn.Device("cuda", arch=(9, 0))
+Q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
+HALF = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+
+
+def loss(q: Any, k: Any, v: Any) -> jax.Array:
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jattn.dot_product_attention(x, k, v, is_causal=True), None
+
+    x, _ = jax.lax.scan(layer, q, None, length=3)
+    return jattn.dot_product_attention(x, k, v).astype(jnp.float32).sum()
+
+
+def test_a_call_says_kernels_work_and_scratch() -> None:
+    found = jattn.explain(HALF, HALF, HALF, is_causal=True, device=SM90, needs_grad=True)
+    forward, backward = found.passes
+    pairs = 2 * 4 * 256 * 257 / 2
+    assert (forward.name, backward.name) == ("forward", "backward")
+    assert forward.flops == pairs * 4 * 64
+    assert backward.flops == 2.5 * forward.flops
+    assert forward.moved_bytes == 4 * 2 * 256 * 4 * 64 * 2 + 2 * 4 * 256 * 4
+    assert backward.moved_bytes == 8 * 2 * 256 * 4 * 64 * 2 + 2 * 4 * 256 * 4
+    assert [kernel.family for kernel in forward.kernels] == ["sm90_forward"]
+    assert forward.kernels[0].choices["band"] == "1"
+    assert "sm90_backward" in {kernel.family for kernel in backward.kernels}
+    assert all(kernel.origin for kernel in (*forward.kernels, *backward.kernels))
+    assert backward.scratch_bytes > 0
+    assert not forward.data_dependent
+    for text in ("chosen: flash", "sm90_forward", "tile_q=", "mem_efficient: would run"):
+        assert text in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 64 * 64),
+        ({"is_causal": True}, 64 * 65 // 2),
+        ({"local_window_size": (0, 0)}, 64),
+        ({"local_window_size": (1, None), "is_causal": True}, 127),
+    ],
+)
+def test_work_counts_the_pairs_of_the_band(options: dict[str, Any], pairs: int) -> None:
+    (forward,) = jattn.explain(Q, Q, Q, **options).passes
+    assert forward.flops == 2 * 4 * pairs * 4 * 32
+
+
+def test_what_arrays_hide_makes_the_work_a_bound() -> None:
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    found = jattn.explain(Q, Q, Q, key_value_seq_lengths=lengths)
+    assert found.passes[0].data_dependent
+    assert "at most" in str(found)
+
+
+def test_a_function_shows_each_site_with_its_line_and_count() -> None:
+    found = jattn.explain(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), HALF, HALF, HALF, device=SM90)
+    described = [
+        (site.explanation.passes[0].name, site.count, "scan" in site.where or "layer" in site.where)
+        for site in found.sites
+    ]
+    assert described == [
+        ("forward", 3, True),
+        ("forward", 1, False),
+        ("backward", 1, False),
+        ("backward", 3, True),
+    ]
+    assert all(__file__ in site.where for site in found.sites)
+    assert {site.explanation.chosen for site in found.sites} == {"flash"}
+    per_pair = 2 * 4 * 4 * 64
+    pairs = 3 * 256 * 257 / 2 + 256 * 256
+    assert found.flops == 3.5 * per_pair * pairs
+    assert "3 times" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["sites"][0]["count"] == 3
+
+
+def test_equal_layers_are_joined_and_tangents_are_named() -> None:
+    def twice(x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = jattn.dot_product_attention(x, x, x)
+        return x
+
+    assert [site.count for site in jattn.explain(twice, Q).sites] == [2]
+    x = jnp.ones(Q.shape)
+    found = jattn.explain(lambda x: jax.jvp(twice, (x,), (x,)), x)
+    assert {site.explanation.passes[0].name for site in found.sites} == {"forward", "tangent"}
+    assert str(jattn.explain(lambda x: x + 1, x)) == "no call of jattn.dot_product_attention"
+
+
+def test_only_wanted_gradients_count() -> None:
+    def of_query(q: Any) -> jax.Array:
+        return jattn.dot_product_attention(q, jnp.ones(Q.shape), jnp.ones(Q.shape)).sum()
+
+    one = jattn.explain(jax.grad(of_query), Q).sites[-1].explanation.passes[0]
+    every = jattn.explain(Q, Q, Q, needs_grad=True).passes[1]
+    assert every.moved_bytes is not None
+    assert one.moved_bytes is not None
+    assert every.moved_bytes - one.moved_bytes == 2 * 4 * 2 * 64 * 4 * 32
+
+
+def test_times_are_measured_when_asked_for() -> None:
+    found = jattn.explain(Q, Q, Q, needs_grad=True, timed=True)
+    assert len(found.timings) == 2
+    for timing in found.timings:
+        assert timing.median_us > 0
+        assert 0 < timing.matmul_fraction < 2
+    assert "of a matrix product" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["timings"][0]["median_us"] > 0
+
+
+def test_errors_say_the_way_out() -> None:
+    with pytest.raises(ValueError, match="leave device out"):
+        jattn.explain(HALF, HALF, HALF, device=SM90, timed=True)
+    with pytest.raises(TypeError, match=r"explain jax\.grad\(function\)"):
+        jattn.explain(loss, Q, Q, Q, needs_grad=True)
+    with (
+        pytest.warns(UserWarning, match="flash"),
+        pytest.raises(jattn.NoBackendError, match="flash"),
+    ):
+        jattn.explain(lambda q: jattn.dot_product_attention(q, q, q, implementation="flash"), Q)
+
+
+def test_explaining_counts_no_call() -> None:
+    jattn.reset_call_counters()
+    str(jattn.explain(jax.grad(loss), Q, Q, Q))
+    str(jattn.explain(Q, Q, Q, needs_grad=True))
+    assert jattn.call_counters() == {}

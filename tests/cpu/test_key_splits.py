@@ -1,0 +1,88 @@
+"""When the Hopper forward pass splits keys: only where blocks would be idle, and only what queries can see."""
+
+import dataclasses
+
+import pytest
+
+from jattn.backends import flash_tiles
+from jattn.backends.key_splits import (
+    MOST_SPLITS,
+    MULTIPROCESSORS,
+    choose_splits,
+    heads_of_items,
+    without_idle_band,
+)
+from jattn.masks import Band
+from jattn.spec import Spec
+
+CAUSAL = Band(right=0)
+LOWER_RIGHT = Band(right=0, lower_right=True)
+
+
+def spec(q_len: int, kv_len: int, heads: int, band: Band | None = None, batch: int = 1) -> Spec:
+    return Spec(batch, q_len, kv_len, heads, heads, 128, 128, "bfloat16", 0.1, band=band or Band())
+
+
+def splits(problem: Spec) -> int:
+    return choose_splits(problem, problem.batch * problem.num_heads, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("problem", "wanted"),
+    [
+        (spec(1024, 65_536, 8), range(2, 5)),
+        (spec(1024, 65_536, 8, LOWER_RIGHT), range(2, 5)),
+        (spec(1, 8192, 32), range(3, 17)),
+        (spec(1, 8192, 1), range(16, MOST_SPLITS + 1)),
+        # Enough items, too few keys, or keys that nobody sees.
+        (spec(8192, 8192, 8), range(1, 2)),
+        (spec(1, 8192, 32, batch=64), range(1, 2)),
+        (spec(128, 256, 4), range(1, 2)),
+        (spec(1024, 65_536, 8, CAUSAL), range(1, 2)),
+        (spec(128, 65_536, 8, Band(left=100, right=0, lower_right=True)), range(1, 2)),
+        (spec(0, 100, 8), range(1, 2)),
+        (spec(100, 0, 8), range(1, 2)),
+    ],
+    ids=str,
+)
+def test_number_of_parts(problem: Spec, wanted: range) -> None:
+    assert splits(problem) in wanted
+
+
+def test_parts_fill_the_device() -> None:
+    for heads in (1, 3, 7, 20, 60):
+        for q_len in (1, 129, 1000):
+            problem = spec(q_len, 32_768, heads)
+            items = heads * -(-q_len // 128)
+            if items < MULTIPROCESSORS:
+                parts = splits(problem)
+                waves = -(-items * parts // MULTIPROCESSORS)
+                idle = 1 - items * parts / (waves * MULTIPROCESSORS)
+                alone = 1 - items / MULTIPROCESSORS
+                most = parts == MOST_SPLITS
+                assert most or idle < 0.3 or idle < alone / 2, (heads, q_len, parts)
+
+
+def test_a_plan_says_how_often() -> None:
+    problem = spec(1024, 65_536, 8)
+    main, combine = flash_tiles.plan_forward(problem, 1, 8).kernels.split(";")
+    assert "partial_results=1" in main
+    assert (
+        combine == f"family=forward_combine arch=sm_90a element=bf16 key_splits={splits(problem)}"
+    )
+    assert "partial_results" not in flash_tiles.plan_forward(problem, 1).kernels
+
+
+def test_single_queries_of_a_group_share_a_tile() -> None:
+    decode = Spec(4, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, band=LOWER_RIGHT, kv_lengths=True)
+    assert without_idle_band(decode).band == Band()
+    assert heads_of_items(without_idle_band(decode)) == 8
+    for other in (
+        dataclasses.replace(decode, band=CAUSAL),
+        dataclasses.replace(decode, band=Band(left=5, lower_right=True)),
+        dataclasses.replace(decode, q_lengths=True),
+        dataclasses.replace(decode, q_len=2),
+        dataclasses.replace(decode, alibi_slopes=(1, 32)),
+    ):
+        assert without_idle_band(other) == other
+        assert heads_of_items(other) == 32

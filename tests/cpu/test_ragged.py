@@ -1,0 +1,769 @@
+"""Ragged batches: rows R001 to R113 and the ragged rows among T045 to T079.
+
+Every sequence of a result is compared with the float64 oracle by itself (`ragged_checks.verify`), with NaN in all
+padding; what is left is about the type, the conversions, refusals and transformations.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged_checks import FEATURES, R100, T079, RaggedCase, drawn_lengths, make, run, verify
+
+import jattn
+from jattn import RaggedArray
+
+attend: Callable[..., Any] = jattn.ragged_dot_product_attention
+
+
+def jitted(**options: Any) -> Callable[..., Any]:
+    """The function under test, compiled as one program."""
+    return jax.jit(functools.partial(attend, **options))
+
+
+SM90 = jattn.Device("cuda", arch=(9, 0))
+
+
+def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def textbook(q: Any, k: Any, v: Any, *, is_causal: bool = False) -> np.ndarray[Any, Any]:
+    """Attention of one sequence in numpy: nothing to compile for every length."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    s = np.einsum("tnd,snd->nts", q, k) / np.sqrt(q.shape[2])
+    if is_causal:
+        s = np.where(np.tril(np.ones(s.shape[1:], bool)), s, -np.inf)
+    p = np.exp(s - s.max(axis=2, keepdims=True))
+    return np.asarray(np.einsum("nts,snd->tnd", p / p.sum(axis=2, keepdims=True), v))
+
+
+def sequences(x: RaggedArray) -> list[np.ndarray[Any, Any]]:
+    """As ``to_list``, without a slice to compile for every length."""
+    values = np.asarray(x.values)
+    starts, stops = (np.asarray(edge) for edge in x.bounds())
+    return [values[a:b] for a, b in zip(starts, stops, strict=True)]
+
+
+def ragged(
+    seed: int, lengths: Any, heads: int, head_dim: int, dtype: str = "float32"
+) -> RaggedArray:
+    rows = normal(seed, sum(lengths), heads, head_dim, dtype=dtype)
+    offsets = jnp.asarray(np.concatenate([[0], np.cumsum(lengths)]), jnp.int32)
+    return RaggedArray(rows, offsets, None, int(max(lengths)), int(min(lengths)))
+
+
+def short_list(cases: list[RaggedCase], every: int) -> list[Any]:
+    """Every n-th case, and the rest under --full."""
+    return [
+        pytest.param(case, marks=() if i % every == 0 else pytest.mark.full, id=case.name)
+        for i, case in enumerate(cases)
+    ]
+
+
+# ---- Numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", short_list(R100, 2))
+def test_R100_R101_sequences_equal_the_oracle(case: RaggedCase) -> None:
+    verify(case, "cpu")
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_R013_R014_R016_features_on_the_kernel(case: RaggedCase) -> None:
+    """Causality, windows and alignment hold per sequence; lse and all gradients; zeros in padding."""
+    verify(case, "cpu")
+
+
+@pytest.mark.parametrize("case", short_list([FEATURES[1], *R100[1::4]], 8))
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_R063_plain_backends_pad(case: RaggedCase, backend: str) -> None:
+    """They take the padded form by themselves: B * max_length**2 pairs, not total**2."""
+    verify(case, backend)
+
+
+def test_R063_the_plain_form_is_not_quadratic_in_total() -> None:
+    lengths = (16,) * 64
+    x = ragged(1, lengths, 1, 8)
+
+    def biggest(backend: str) -> int:
+        jaxpr = jax.make_jaxpr(functools.partial(attend, implementation=backend))(x, x, x)
+        return max(
+            v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")
+        )
+
+    assert biggest("reference") <= 64 * 16 * 16 * 8 < (64 * 16) ** 2
+    assert biggest("cpu") <= 64 * 16 * 16 * 8
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("case", FEATURES[1:4:2], ids=str)
+def test_both_forms_on_the_kernel(case: RaggedCase, form: str) -> None:
+    verify(case, "cpu", form=form)
+
+
+EMPTY = (
+    ((0, 3), (4, 5), 0),
+    ((2, 3), (0, 5), 0),
+    ((0, 0, 0), (0, 0, 0), 6),
+    ((9,), (17,), 0),
+    ((1, 1, 1), (1, 1, 1), 0),
+    ((1,), (1,), 0),
+    ((5, 0, 0), (0, 0, 7), 1),
+)
+
+
+@pytest.mark.parametrize(("q_lengths", "kv_lengths", "tail"), EMPTY, ids=str)
+def test_R050_R051_R052_R102_empty_and_single(
+    q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], tail: int
+) -> None:
+    verify(RaggedCase(f"R102-{q_lengths}", q_lengths, kv_lengths, is_causal=True, tail=tail), "cpu")
+
+
+def test_R050_R102_empty_sequences_in_plain_jax() -> None:
+    verify(
+        RaggedCase("R102-plain", (5, 0, 2, 0), (0, 3, 7, 0), is_causal=True, tail=1), "reference"
+    )
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_R052_nothing_but_padding(count: int, backend: str) -> None:
+    for longest in (None, 0):
+        x = RaggedArray(
+            jnp.full((4, 2, 8), jnp.nan), jnp.zeros(count + 1, jnp.int32), None, longest
+        )
+        out, lse = jitted(implementation=backend, return_lse=True)(x, x, x)
+        assert (np.asarray(out.values) == 0).all()
+        assert np.isneginf(np.asarray(lse.values)).all()
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_R004_R103_R104_padding_changes_no_bit(form: str) -> None:
+    """NaN and infinities in holes and beyond the end, against zeros there."""
+    case = RaggedCase("R103", (7, 0, 33, 12), (20, 5, 40, 1), is_causal=True, alignment=16, tail=9)
+    arrays = make(case)
+
+    def cleaned(x: RaggedArray) -> RaggedArray:
+        return x.with_values(jnp.nan_to_num(x.values, nan=0.0))
+
+    clean = run(
+        case,
+        "cpu",
+        form=form,
+        arrays=type(arrays)(
+            *(cleaned(x) for x in (arrays.q, arrays.k, arrays.v)),
+            *(jnp.nan_to_num(x) for x in (arrays.dout, arrays.dlse)),
+            arrays.q_rows,
+            arrays.kv_rows,
+        ),
+    )
+    for name, x in run(case, "cpu", form=form).items():
+        np.testing.assert_array_equal(x, clean[name], err_msg=name)
+
+
+def test_R105_packing_does_not_matter() -> None:
+    """The bits of a sequence depend on where it starts within a tile and on nothing else: at aligned starts permuting
+    sequences permutes results bitwise. At other starts sums are formed in another order (within the bounds of R100).
+    """
+    lengths = (70, 3, 129, 64, 0, 200)
+    parts = [[normal(10 * i + j, n, 2, 16) for j in range(3)] for i, n in enumerate(lengths)]
+
+    def solve(order: list[int], alignment: int) -> list[np.ndarray[Any, Any]]:
+        q, k, v = (
+            RaggedArray.from_list([parts[i][j] for i in order], alignment=alignment)
+            for j in range(3)
+        )
+        k = q.with_values(k.values)
+        out = jax.jit(functools.partial(attend, is_causal=True, implementation="cpu"))(
+            q, k, q.with_values(v.values)
+        )
+        found = dict(zip(order, sequences(out), strict=True))
+        return [np.asarray(found[i]) for i in range(len(lengths))]
+
+    orders = ([0, 1, 2, 3, 4, 5], [5, 2, 4, 0, 3, 1])
+    for a, b in zip(*(solve(order, 128) for order in orders), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(*(solve(order, 1) for order in orders), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "form"), [("cpu", "packed"), ("cpu", "padded"), ("reference", "packed")]
+)
+def test_R012_R106_dropout_is_that_of_the_dense_form(backend: str, form: str) -> None:
+    """Same key, same pairs: the padded dense call, sequence by sequence, gradients included; and any packing."""
+    case = RaggedCase("R106", (7, 0, 33, 12), (20, 5, 40, 1), num_heads=4, alignment=8, tail=3)
+    arrays = make(case)
+    options: dict[str, Any] = {
+        "dropout_rate": 0.4,
+        "dropout_key": jax.random.key(6),
+        "implementation": backend,
+        "is_causal": True,
+    }
+    values = tuple(x.values for x in (arrays.q, arrays.k, arrays.v))
+
+    @jax.jit
+    def packed(*values: jax.Array) -> Any:
+        def call(*x: jax.Array) -> jax.Array:
+            operands = (
+                a.with_values(b) for a, b in zip((arrays.q, arrays.k, arrays.v), x, strict=True)
+            )
+            return attend(*operands, form=form, **options).values  # type: ignore[no-any-return]
+
+        out, pullback = jax.vjp(call, *values)
+        return out, *pullback(arrays.dout)
+
+    @jax.jit
+    def dense(*values: jax.Array) -> Any:
+        def call(*x: jax.Array) -> jax.Array:
+            q, k, v = (
+                a.with_values(b) for a, b in zip((arrays.q, arrays.k, arrays.v), x, strict=True)
+            )
+            (q, q_lengths), (k, kv_lengths), (v, _) = (x.to_padded() for x in (q, k, v))
+            options["implementation"] = "reference"
+            out = jattn.dot_product_attention(
+                q, k, v, query_seq_lengths=q_lengths, key_value_seq_lengths=kv_lengths, **options
+            )
+            ids, position = arrays.q.rows()
+            return jnp.where((ids >= 0)[:, None, None], out[ids, position], 0)
+
+        out, pullback = jax.vjp(call, *values)
+        return out, *pullback(arrays.dout)
+
+    for got, want in zip(packed(*values), dense(*values), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert (np.asarray(packed(*values)[0])[arrays.q_rows[2]] != 0).any()
+
+
+def test_R106_dropout_with_lower_right_alignment() -> None:
+    """One position per row cannot say both, so this runs in the padded form, and says so if told otherwise."""
+    case = RaggedCase("R106-right", (7, 33), (20, 40))
+    arrays = make(case)
+    options: dict[str, Any] = {
+        "dropout_rate": 0.4,
+        "dropout_seed": 3,
+        "is_causal": True,
+        "causal_alignment": "lower_right",
+    }
+    got = sequences(jitted(implementation="cpu", **options)(arrays.q, arrays.k, arrays.v))
+    kept = np.asarray(jattn.dropout_mask(3, 0, (2, 2, 33, 40), 0.4))
+    operands = zip(*(sequences(x) for x in (arrays.q, arrays.k, arrays.v)), strict=True)
+    for i, (q, k, v) in enumerate(operands):
+        s = np.einsum("tnd,snd->nts", q, k) / 4
+        visible = np.tril(np.ones(s.shape[1:], bool), k.shape[0] - q.shape[0])
+        p = np.exp(np.where(visible, s, -np.inf))
+        p = p / p.sum(axis=2, keepdims=True) * kept[i, :, : s.shape[1], : s.shape[2]] / 0.6
+        np.testing.assert_allclose(got[i], np.einsum("nts,snd->tnd", p, v), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="form is 'packed'"):
+        attend(arrays.q, arrays.k, arrays.v, form="packed", **options)
+
+
+def test_R113_strict_determinism() -> None:
+    case = RaggedCase("R113", drawn_lengths("R113", 9, 0, 90), num_heads=4, is_causal=True)
+    with jattn.deterministic("strict"):
+        first = run(case, "cpu")
+        for _ in range(5):
+            for name, x in run(case, "cpu").items():
+                np.testing.assert_array_equal(x, first[name])
+
+
+@pytest.mark.parametrize("case", short_list(T079, 6))
+def test_T079_gradients_of_ragged_batches(case: RaggedCase) -> None:
+    verify(case, "cpu")
+
+
+def test_T076_sequences_of_length_1() -> None:
+    lengths = list(drawn_lengths("T076", 32, 1, 31))
+    lengths[::3] = [1] * len(lengths[::3])
+    verify(
+        RaggedCase("T076", tuple(lengths), num_heads=16, num_kv_heads=16, head_dim=64, head_dim_v=64, dtype="float16"),
+        "cpu",
+    )  # fmt: skip
+
+
+def test_T049_R050_sequences_of_length_0() -> None:
+    """The seed refused them because it could see them; with ``strict`` so do we, where they are known."""
+    lengths = list(drawn_lengths("T049", 32, 1, 31))
+    lengths[1::3] = [0] * len(lengths[1::3])
+    case = RaggedCase("T049", tuple(lengths), dtype="float16")
+    verify(case, "cpu")
+    q = make(case).q
+    for x in (q, RaggedArray(q.values, q.offsets, None, q.max_length, 0)):
+        with pytest.raises(jattn.NoBackendError, match="do not support seq_len == 0") as error:
+            attend(x, x, x, strict=True)
+        assert {reason.code for reason in error.value.reasons} == {"RAGGED_ZERO_LEN"}
+    declared = RaggedArray(q.values, q.offsets, None, q.max_length, 0)
+    with pytest.raises(jattn.NoBackendError, match="RAGGED_ZERO_LEN"):
+        jax.eval_shape(functools.partial(attend, strict=True), declared, declared, declared)
+    jax.eval_shape(
+        functools.partial(attend, strict=True), q, q, q
+    )  # traced: not known, so computed
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_T064_T065_packed_projections(kind: str) -> None:
+    """q, k and v cut out of one array inside jit, in the dense and in the ragged form; float16 against float32."""
+    lengths = (8,) * 6 if kind == "dense" else (8, 3, 1, 7, 8, 5)
+    x = RaggedArray.from_list(
+        [
+            jnp.asarray(np.random.default_rng(i).uniform(-3, 3, (n, 3, 4, 64)), jnp.float32)
+            for i, n in enumerate(lengths)
+        ]
+    )
+
+    @functools.partial(jax.jit, static_argnames="dtype")
+    def call(x: RaggedArray, dtype: str) -> RaggedArray:
+        q, k, v = (
+            x.with_values(part[:, 0].astype(dtype)) for part in jnp.split(x.values, 3, axis=1)
+        )
+        if kind == "ragged":
+            return attend(q, k, v, implementation="cpu")  # type: ignore[no-any-return]
+        q, k, v = (part.values.reshape(6, 8, 4, 64) for part in (q, k, v))
+        out = jattn.dot_product_attention(q, k, v, implementation="cpu")
+        return x.with_values(out.reshape(48, 4, 64))
+
+    for got, part in zip(sequences(call(x, "float16")), sequences(x), strict=True):
+        want = textbook(*(part[:, i] for i in range(3)))
+        np.testing.assert_allclose(got.astype(np.float32), want, rtol=7e-3, atol=7e-3)
+
+
+# ---- Broadcasting --------------------------------------------------------------------------------------------------
+
+
+def _t077() -> list[Any]:
+    grid = [tuple(bool(i >> bit & 1) for bit in range(6)) for i in range(64)]
+    short = [1, 2, 4, 8, 16, 27, 36, 63]
+    return [
+        pytest.param(
+            g, marks=() if i in short else pytest.mark.full, id="".join("01"[x] for x in g)
+        )
+        for i, g in enumerate(grid)
+    ]
+
+
+@pytest.mark.parametrize("expand", _t077())
+def test_T077_R042_R060_R110_broadcasting(expand: tuple[bool, ...]) -> None:
+    """A single sequence or head stands for all; compared with explicitly repeated data, gradients included (D-R3)."""
+    q_batch, k_batch, v_batch, q_heads, k_heads, v_heads = expand
+    batch, heads = 5, 4
+    rng = np.random.default_rng(77)
+    constant = 3
+    q_lengths = (4,) if q_batch else tuple(rng.integers(1, 32, batch))
+    shared = k_batch or v_batch
+    kv_lengths = (constant,) * batch if shared else tuple(rng.integers(1, 32, batch))
+    q = ragged(1, q_lengths, 1 if q_heads else heads, 16)
+    k = ragged(11, kv_lengths[:1] if k_batch else kv_lengths, 1 if k_heads else heads, 16)
+    v = ragged(21, kv_lengths[:1] if v_batch else kv_lengths, 1 if v_heads else heads, 8)
+    operands = (q, k, v)
+    count = max(x.num_sequences for x in operands)
+    widest = max(x.values.shape[1] for x in operands)
+
+    def repeated(x: RaggedArray) -> RaggedArray:
+        """The same with the repetition written out."""
+        parts = sequences(x) * (count if x.num_sequences == 1 else 1)
+        rows = np.concatenate(parts)
+        rows = np.broadcast_to(rows, (len(rows), widest, rows.shape[2]))
+        offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+        return RaggedArray(jnp.asarray(rows), jnp.asarray(offsets, jnp.int32))
+
+    cotangent = normal(3, sum(q_lengths) * (count // len(q_lengths)), widest, 8)
+
+    def both(operands: tuple[RaggedArray, ...]) -> Any:
+        @jax.jit
+        def run(values: Any) -> Any:
+            def call(*values: jax.Array) -> jax.Array:
+                given = (x.with_values(y) for x, y in zip(operands, values, strict=True))
+                return attend(*given, implementation="cpu").values  # type: ignore[no-any-return]
+
+            out, pullback = jax.vjp(call, *values)
+            return out, *pullback(cotangent)
+
+        return jax.device_get(run(tuple(x.values for x in operands)))
+
+    out, *grads = both(operands)
+    want, *want_grads = both(tuple(repeated(x) for x in operands))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    for x, got, expected in zip(operands, grads, want_grads, strict=True):
+        sums = expected.sum(axis=1, keepdims=True) if x.values.shape[1] == 1 else expected
+        if x.num_sequences == 1:
+            sums = sums.reshape(count, *x.values.shape).sum(axis=0)
+        np.testing.assert_allclose(got, sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.backends("cpu", "reference")
+def test_T078_T050_R043_dense_query(backend: str) -> None:
+    """A dense query of batch 1 is repeated for each sequence; training through it works (refused by the seed)."""
+    lengths = drawn_lengths("T078", 32, 1, 20)
+    q = normal(1, 1, 1, 16, 64)
+    k, v = ragged(2, lengths, 16, 64), ragged(50, lengths, 1, 96)
+    v = k.with_values(v.values)
+    call = jitted(implementation=backend)
+    out = call(q, k, v)
+    assert out.values.shape == (32, 16, 96)
+    assert out.constant_length == 1
+    for got, ki, vi in zip(sequences(out), sequences(k), sequences(v), strict=True):
+        np.testing.assert_allclose(got, textbook(q[0], ki, vi), rtol=1e-4, atol=1e-5)
+    grad = jax.jit(jax.grad(lambda q: call(q, k, v).values.sum()))(q)
+    assert grad.shape == q.shape
+    assert np.isfinite(np.asarray(grad)).all()
+    assert np.asarray(grad).any()
+
+
+def test_T045_R040_one_of_key_and_value_repeated() -> None:
+    lengths = drawn_lengths("T045", 8, 1, 31)
+    q, v = ragged(1, lengths, 8, 64), ragged(2, lengths, 8, 64)
+    for k in (ragged(3, (1,), 8, 64), normal(3, 1, 1, 8, 64)):
+        with pytest.raises(
+            jattn.NoBackendError, match="must have a consistent seq_len dim"
+        ) as error:
+            attend(q, k, v, implementation="cpu")
+        assert [reason.code for reason in error.value.reasons] == ["RAGGED_KV_BROADCAST"]
+
+
+@pytest.mark.filterwarnings("ignore:jattn:UserWarning")
+def test_R040_R041_R109_refusals_are_a_function_of_shapes() -> None:
+    """No array is needed, the device is named: the choice is the same machinery as for dense calls."""
+
+    def shaped(
+        total: int, count: int, heads: int, head_dim: int, dtype: str = "float16"
+    ) -> RaggedArray:
+        return RaggedArray(
+            jax.ShapeDtypeStruct((total, heads, head_dim), dtype),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((count + 1,), jnp.int32),  # type: ignore[arg-type]
+        )
+
+    def codes(*operands: Any, **options: Any) -> list[str]:
+        with jattn.target_device(SM90):
+            try:
+                jax.eval_shape(functools.partial(attend, **options), *operands)
+            except jattn.NoBackendError as error:
+                return [reason.code for reason in error.reasons]
+        return []
+
+    x = shaped(100, 4, 8, 64)
+    assert codes(x, x, x) == []
+    assert codes(x, x, x, is_causal=True, implementation="mem_efficient") == []
+    assert codes(shaped(100, 3, 8, 64), x, x) == ["RAGGED_BATCH"]
+    assert codes(x, shaped(100, 4, 3, 64), shaped(100, 4, 3, 64)) == ["RAGGED_BROADCAST"]
+    assert codes(x, shaped(100, 4, 2, 64), shaped(100, 4, 4, 64)) == ["RAGGED_BROADCAST"]
+    assert codes(x, shaped(5, 1, 8, 64), x) == ["RAGGED_KV_BROADCAST"]
+    wide = shaped(100, 4, 8, 257)
+    assert "HEAD_DIM" in codes(wide, wide, wide, implementation="flash")
+    assert "DTYPE" in codes(*(shaped(9, 4, 8, 64, "float32"),) * 3, implementation="flash")
+    assert "NOT_BUILT" in codes(x, x, x, implementation="cudnn")
+    with jattn.sdpa_kernel([]), pytest.raises(jattn.NoBackendError, match="No viable backend"):
+        attend(*(ragged(1, (2, 3), 2, 8),) * 3)
+
+
+def test_T046_R061_head_dims_that_need_padding() -> None:
+    """Head dim 57 was refused by the seed's flash in ragged form; no head dim is refused for alignment here (D-R1)."""
+    with jattn.target_device(SM90):
+        x = jax.eval_shape(lambda: ragged(1, (2, 4, 5, 6, 7), 8, 57, dtype="bfloat16"))
+        assert jax.eval_shape(functools.partial(attend, implementation="flash"), x, x, x)
+    verify(
+        RaggedCase("T046", (2, 4, 5, 6, 7), num_heads=8, head_dim=57, head_dim_v=57, dtype="bfloat16"), "cpu"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_T053_the_choice_on_this_cpu(dtype: str) -> None:
+    """The kernel takes what the seed left to the reference: ragged batches and dropout."""
+    x = ragged(1, (5, 3), 8, 64, dtype=dtype)
+    for options in ({}, {"dropout_rate": 0.7, "dropout_seed": 1}):
+        before = jattn.call_counters().get("cpu", {}).get("forward", 0)
+        jax.eval_shape(jax.jit(functools.partial(attend, **options)), x, x, x)  # type: ignore[arg-type]
+        jax.jit(functools.partial(attend, **options)).lower(x, x, x)  # type: ignore[arg-type]
+        assert jattn.call_counters()["cpu"]["forward"] == before + 1
+        dense = jnp.ones((2, 128, 8, 64), dtype)
+        assert jattn.select_backend(dense, dense, dense, needs_grad=True, **options) == "cpu"
+
+
+# ---- Wrong calls ---------------------------------------------------------------------------------------------------
+
+
+def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
+    x = ragged(1, (3, 4), 2, 8)
+    dense = x.values[None]
+    with pytest.raises(TypeError, match="Expected query, key, and value to be nested"):
+        attend(dense, dense, dense)  # R020
+    with pytest.raises(ValueError, match="one dtype"):
+        attend(x, x.with_values(x.values.astype("float16")), x)  # R021
+    with pytest.raises(ValueError, match="at least 3 dimensional"):
+        attend(x, x, x.with_values(x.values[:, 0]))  # R023
+    with pytest.raises(ValueError, match="ragged on the same dimension"):
+        attend(x, x.with_values(x.values[:, None]), x.with_values(x.values[:, None]))  # R024
+    for keywords in ({"mask": jnp.ones((7, 7), bool)}, {"bias": jnp.ones((7, 7))}):
+        with pytest.raises(ValueError, match="Masks are not yet supported!"):
+            attend(x, x, x, **keywords)  # R015, R025
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "words"),
+    [
+        (np.array([0.0, 3, 7]), None, "must be int32"),
+        (np.array([0, 5, 3], np.int32), None, "must not decrease"),
+        (np.array([0, 5, 9], np.int32), None, "must lie in"),
+        (np.array([-1, 5, 7], np.int32), None, "must lie in"),
+        (np.zeros((1, 3), np.int32), None, "rank 1"),
+        (np.array([0, 3, 7], np.int32), np.array([3], np.int32), "one less than offsets"),
+        (np.array([0, 3, 7], np.int32), np.array([3, 5], np.int32), "distances of the offsets"),
+        (np.array([0, 3, 7], np.int32), np.array([3.0, 4]), "must be int32"),
+    ],
+    ids=str,
+)
+def test_R026_wrong_offsets(offsets: Any, lengths: Any, words: str) -> None:
+    wrong = RaggedArray(
+        normal(1, 7, 2, 8), jnp.asarray(offsets), None if lengths is None else jnp.asarray(lengths)
+    )
+    with pytest.raises(ValueError, match=words):
+        attend(wrong, wrong, wrong)
+
+
+def test_R003_key_and_value_share_their_rows() -> None:
+    q, k, v = (ragged(i, lengths, 2, 8) for i, lengths in ((1, (3, 4)), (3, (3, 4)), (5, (4, 3))))
+    with pytest.raises(ValueError, match="must share their offsets"):
+        attend(q, k, v)
+    with pytest.raises(ValueError, match="must share their offsets"):
+        attend(q, k, RaggedArray(jnp.concatenate([v.values, v.values]), k.offsets))
+    bounded = RaggedArray(k.values, k.offsets, None, 3)
+    with pytest.raises(ValueError, match="at most the bound 3"):
+        attend(q, bounded, bounded)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 90, 7], [-5, 3, 4], [5, 2, 7], [2**31 - 1, 0, -(2**31)], [0, -1, 2**31 - 1]],
+    ids=str,
+)
+def test_wrong_offsets_under_jit_stay_inside(offsets: list[int]) -> None:
+    """Traced offsets cannot be checked: they are clamped, a decreasing one counts as the largest before it."""
+    x = RaggedArray(normal(1, 7, 2, 8), jnp.asarray(offsets, jnp.int32))
+    call = jitted(is_causal=True, implementation="cpu")
+    edges = np.maximum.accumulate(np.clip(np.asarray(offsets, np.int64), 0, 7)).astype(np.int32)
+    right = RaggedArray(x.values, jnp.asarray(edges))
+    np.testing.assert_array_equal(call(x, x, x).values, call(right, right, right).values)
+
+
+# ---- The type and its conversions ----------------------------------------------------------------------------------
+
+
+def test_R001_R111_a_pytree_through_transformations() -> None:
+    x = RaggedArray.from_list([normal(i, n, 2, 8) for i, n in enumerate((3, 0, 5))])
+    leaves, tree = jax.tree.flatten(x)
+    assert len(leaves) == 2
+    assert isinstance(jax.tree.unflatten(tree, leaves), RaggedArray)
+
+    def layer(x: RaggedArray, weight: jax.Array) -> RaggedArray:
+        y = x.with_values(x.values * weight)
+        return x.with_values(x.values + attend(y, y, y, is_causal=True).values)
+
+    weights = normal(9, 3, 8)
+
+    def stack(values: jax.Array, weights: jax.Array) -> RaggedArray:
+        step = jax.checkpoint(lambda x, w: (layer(x, w), None))
+        return jax.lax.scan(step, x.with_values(values), weights)[0]
+
+    out = jax.jit(stack)(x.values, weights)
+    assert isinstance(out, RaggedArray)
+    assert (out.max_length, out.min_length) == (5, 0)
+    want, once = x, jax.jit(layer)
+    for weight in weights:
+        want = once(want, weight)
+    np.testing.assert_allclose(out.values, want.values, rtol=1e-5, atol=1e-6)
+    grads = jax.jit(jax.grad(lambda *a: (stack(*a).values ** 2).sum(), argnums=(0, 1)))(
+        x.values, weights
+    )
+    assert all(np.isfinite(np.asarray(g)).all() and np.asarray(g).any() for g in grads)
+    # The type itself is an argument: offsets have no gradient.
+    _, pullback = jax.vjp(lambda x: layer(x, weights[0]).values, x)
+    (grad,) = pullback(jnp.ones_like(x.values))
+    assert grad.offsets.dtype == jax.dtypes.float0
+    donated = jax.jit(layer, donate_argnums=0)(jax.tree.map(jnp.copy, x), weights[0])
+    np.testing.assert_allclose(donated.values, once(x, weights[0]).values, rtol=1e-5, atol=1e-6)
+
+
+def test_R006_R010_R011_the_result_lies_like_the_query() -> None:
+    parts = [normal(i, n, 2, 16) for i, n in enumerate((3, 7))]
+    q = RaggedArray.from_list(parts, alignment=4, max_length=9, min_length=1)
+    k = ragged(5, (2, 6), 2, 16)
+    out, lse = jitted(return_lse=True)(q, k, k.with_values(k.values[..., :5]))
+    for x, shape in ((out, (12, 2, 5)), (lse, (12, 2))):
+        assert x.values.shape == shape
+        assert (x.max_length, x.min_length) == (9, 1)
+        np.testing.assert_array_equal(x.offsets, q.offsets)
+        np.testing.assert_array_equal(x.lengths, q.lengths)
+    assert lse.values.dtype == jnp.float32
+    want = textbook(parts[1], *(sequences(k)[1],) * 2)
+    np.testing.assert_allclose(sequences(out)[1], want[..., :5], rtol=1e-5, atol=1e-5)
+    unknown = RaggedArray(q.values, q.offsets, q.lengths)
+    assert attend(unknown, k, k).min_length is None
+
+
+def test_R002_R112_conversions_round_trip() -> None:
+    parts = [normal(i, n, 2, 3) for i, n in enumerate((4, 0, 1, 7))]
+    for alignment in (1, 8):
+        x = RaggedArray.from_list(parts, alignment=alignment)
+        for got, want in zip(x.to_list(), parts, strict=True):
+            np.testing.assert_array_equal(got, want)
+        padded, lengths = jax.jit(RaggedArray.to_padded)(x)
+        assert padded.shape == (4, 7, 2, 3)
+        np.testing.assert_array_equal(lengths, [4, 0, 1, 7])
+        assert not np.asarray(padded[0, 4:]).any()
+        for total in (None, 12, 15):
+            again = jax.jit(functools.partial(RaggedArray.from_padded, total=total))(
+                padded, lengths
+            )
+            assert again.values.shape[0] == (28 if total is None else total)
+            for got, want in zip(again.to_list(), parts, strict=True):
+                np.testing.assert_array_equal(got, want)
+            assert not np.asarray(again.values[12:]).any()
+        ids = x.segment_ids()
+        back = jax.jit(RaggedArray.from_segment_ids, static_argnums=2)(x.values, ids, 4)
+        for got, want in zip(back.to_list(), parts, strict=True):
+            np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(back.segment_ids(), ids)
+    mask = jnp.arange(7) < jnp.asarray([4, 0, 1, 7])[:, None]
+    assert bool(jattn.is_left_aligned(mask))
+    for got, want in zip(RaggedArray.from_mask(padded, mask).to_list(), parts, strict=True):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(
+        RaggedArray.from_list(parts, alignment=8).segment_ids(),
+        [0, 0, 0, 0, -1, -1, -1, -1, 2, *[-1] * 7, *[3] * 7, -1],
+    )
+
+
+def test_R002_wrong_conversions() -> None:
+    with pytest.raises(ValueError, match="arrays is empty"):
+        RaggedArray.from_list([])
+    with pytest.raises(ValueError, match="must agree"):
+        RaggedArray.from_list([jnp.ones((2, 3)), jnp.ones((2, 4))])
+    with pytest.raises(ValueError, match="at most the bound 1"):
+        RaggedArray.from_list([jnp.ones((2, 3))], max_length=1)
+    values = jnp.ones((4, 2, 3))
+    for ids, words in (
+        ([1, 1, 0, 0], "must not decrease"),
+        ([0, -1, 0, 1], "neighbours"),
+        ([0], "one for each row"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            RaggedArray.from_segment_ids(values, jnp.asarray(ids), 2)
+
+
+def test_T021_from_a_padding_mask() -> None:
+    """The eager check of the seed: a left-aligned mask packs, another one is refused and stays a dense mask."""
+    x = normal(1, 1, 3, 2, 4)
+    aligned, other = jnp.asarray([[True, True, False]]), jnp.asarray([[False, True, False]])
+    packed = RaggedArray.from_mask(x, aligned)
+    np.testing.assert_array_equal(packed.to_list()[0], x[0, :2])
+    assert not bool(jattn.is_left_aligned(other))
+    with pytest.raises(ValueError, match="not left-aligned"):
+        RaggedArray.from_mask(x, other)
+    with pytest.raises(ValueError, match="traced"):
+        jax.eval_shape(RaggedArray.from_mask, x, aligned)
+    taken = jax.jit(functools.partial(RaggedArray.from_mask, check=False))(x, other)
+    np.testing.assert_array_equal(taken.to_list()[0], x[0, :1])
+
+
+def test_R107_other_offsets_need_no_new_trace() -> None:
+    traces = []
+
+    @jax.jit
+    def call(x: RaggedArray) -> RaggedArray:
+        traces.append(1)
+        return attend(x, x, x, is_causal=True)  # type: ignore[no-any-return]
+
+    values = normal(1, 12, 2, 8)
+    for offsets in ([0, 4, 12], [0, 12, 12], [3, 5, 9]):
+        x = RaggedArray(values, jnp.asarray(offsets, jnp.int32), None, 12)
+        for got, part in zip(sequences(call(x)), sequences(x), strict=True):
+            if part.shape[0]:
+                want = textbook(part, part, part, is_causal=True)
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert len(traces) == 1
+
+
+def test_R107_a_sequence_longer_than_its_bound_is_cut() -> None:
+    x = RaggedArray(normal(1, 12, 2, 8), jnp.asarray([0, 8, 12], jnp.int32), None, 4)
+    call = jax.jit(attend, static_argnames="form")
+    packed, padded = (call(x, x, x, form=form) for form in ("packed", "padded"))
+    np.testing.assert_allclose(packed.values, padded.values, rtol=1e-5, atol=1e-6)
+    assert not np.asarray(packed.values[4:8]).any()
+
+
+@pytest.mark.backends("cpu", "reference")
+def test_R030_R031_R108_a_ragged_batch_axis(backend: str) -> None:
+    """values (total, T, N, D): every row is one dense problem, and dense rules hold, masks included."""
+    parts = [normal(i, n, 6, 2, 8) for i, n in enumerate((2, 0, 3))]
+    x = RaggedArray.from_list(parts)
+    x = RaggedArray(jnp.concatenate([x.values, jnp.full((2, 6, 2, 8), jnp.nan)]), x.offsets)
+    mask = jax.random.bernoulli(jax.random.key(3), 0.6, (6, 6)) | jnp.eye(6, dtype=bool)
+
+    def call(values: jax.Array) -> Any:
+        y = x.with_values(values)
+        return attend(y, y, y, mask=mask, is_causal=True, implementation=backend, return_lse=True)
+
+    (out, lse), pullback = jax.vjp(jax.jit(call), x.values)
+    rows = jnp.concatenate(parts)
+    want = jax.nn.dot_product_attention(rows, rows, rows, mask=mask, is_causal=True)
+    np.testing.assert_allclose(out.values[:5], want, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(out.values[5:]).any()
+    assert np.isneginf(np.asarray(lse.values[5:])).all()
+    ones = jax.tree.map(jnp.ones_like, (out, lse))
+    ones = jax.tree.map(
+        lambda x, y: (
+            y if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+        ),
+        (out, lse),
+        ones,
+    )
+    (grad,) = pullback(ones)
+    assert np.isfinite(np.asarray(grad)).all()
+    assert not np.asarray(grad[5:]).any()
+    with pytest.raises(ValueError, match="same rows"):
+        attend(x, x.with_values(x.values[:5]), x.with_values(x.values[:5]))
+
+
+# ---- Cumulative lengths, as other libraries pass them --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
+def test_R005_R062_R064_cumulative_lengths(cross: bool, window: tuple[int, int]) -> None:
+    """The arguments of flash_mha_varlen; its causal diagonal ends at the last key."""
+    counts, kv_counts = np.array([4, 1, 9]), np.array([6, 8, 9]) if cross else np.array([4, 1, 9])
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(c)]).astype(np.int32) for c in (counts, kv_counts))
+    q, k, v = normal(1, 14, 4, 8), normal(2, cu_k[-1], 2, 8), normal(3, cu_k[-1], 2, 8)
+    call = functools.partial(
+        jattn.flash_mha_varlen,
+        max_seqlen_q=9,
+        max_seqlen_k=9 if cross else -1,
+        softmax_scale=0.3,
+        is_causal=True,
+        window_size=window,
+        implementation="cpu",
+        return_lse=True,
+    )
+    out, lse = call(q, k, v, cu_q, cu_k) if cross else call(q, k, v, cu_q)
+    assert out.shape == (14, 4, 8)
+    assert lse.shape == (14, 4)
+    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        want = jattn.dot_product_attention(
+            q[a:b], k[c:d], v[c:d],
+            scale=0.3, is_causal=True, causal_alignment="lower_right", implementation="cpu",
+            local_window_size=None if window == (-1, -1) else window,
+        )  # fmt: skip
+        np.testing.assert_allclose(out[a:b], want, rtol=1e-5, atol=1e-5)
+
+
+def test_cumulative_lengths_with_used_keys() -> None:
+    q, k = normal(1, 5, 2, 8), normal(2, 16, 2, 8)
+    used = jnp.asarray([3, 6], jnp.int32)
+    out = jattn.flash_mha_varlen(q, k, k, jnp.asarray([0, 2, 5]), jnp.asarray([0, 8, 16]), used)
+    for rows, keys in ((slice(0, 2), slice(0, 3)), (slice(2, 5), slice(8, 14))):
+        want = textbook(q[rows], k[keys], k[keys])
+        np.testing.assert_allclose(out[rows], want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,102 @@
+"""What acts on scores, in every form of the Hopper backward: fused, by two kernels (strict), wide heads; and dbias."""
+
+import pytest
+
+import jattn
+from jattn.testing.cases import Case
+from jattn.testing.run import verify
+
+BASE = Case(
+    name="flash",
+    q_len=200,
+    kv_len=264,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    head_dim_v=64,
+    dtype="bfloat16",
+)
+WIDE = BASE.but("128", head_dim=128, head_dim_v=128)
+WIDEST = BASE.but("256", head_dim=256, head_dim_v=256)
+UNEQUAL = BASE.but("192-128", head_dim=192, head_dim_v=128)
+
+# Tiles of a bias are copied where its rows start on 16-byte boundaries (264 keys), else it is read where it lies (261).
+BIASES = [
+    BASE.but("bias-1nts", bias_form="1nts"),
+    BASE.but("bias-b1ts-causal", bias_form="b1ts", is_causal=True, dtype="float16"),
+    BASE.but("bias-1nts-unaligned", bias_form="1nts", kv_len=261),
+    BASE.but("bias-1nts-float32", bias_form="1nts", bias_dtype="float32"),
+    BASE.but("bias-b11s", bias_form="b11s"),
+    BASE.but("bias-1nt1", bias_form="1nt1"),
+    BASE.but("bias-1n11", bias_form="1n11"),
+    WIDE.but("bias-bnts", bias_form="bnts", dtype="float16"),
+    WIDE.but("bias-11ts-window", bias_form="11ts", window=(100, 30), lower_right=True),
+    WIDE.but("bias-softcap", bias_form="1nts", softcap=5.0, scale=-0.1),
+    WIDEST.but("bias-1nts", bias_form="1nts"),
+    WIDEST.but("bias-unaligned-causal", bias_form="bnts", kv_len=261, is_causal=True),
+    UNEQUAL.but("bias-lengths", bias_form="b1ts", q_lengths=(150, 200), kv_lengths=(264, 77)),
+]
+MASKS = [
+    BASE.but("mask-bnts", mask_form="bnts"),
+    BASE.but("mask-sparse-causal", mask_form="b1ts", mask_density=0.01, is_causal=True),
+    BASE.but("mask-1n1s", mask_form="1n1s"),
+    BASE.but("mask-b1t1-unaligned", mask_form="b1t1", kv_len=261),
+    WIDE.but("mask-11ts-bias", mask_form="11ts", bias_form="1nts", is_causal=True),
+    WIDEST.but("mask-bnts-segments", mask_form="bnts", mask_density=0.9, segments="random"),
+]
+TERMS = [
+    BASE.but("alibi-causal", alibi_form="n", is_causal=True),
+    WIDE.but("alibi-positions", alibi_form="bn", positions="shuffled"),
+    BASE.but("positions-window", positions="shifted", window=(60, 20)),
+    WIDE.but(
+        "positions-restart", kv_len=200, positions="restart", segments="random", is_causal=True
+    ),
+    WIDEST.but("alibi-bias-lower-right", alibi_form="n", bias_form="1nts", lower_right=True),
+]
+DROPOUT = [
+    BASE.but("dropout", dropout_rate=0.2),
+    BASE.but("dropout-causal", dropout_rate=0.113377, is_causal=True, dtype="float16"),
+    WIDE.but("dropout-bias", dropout_rate=0.5, bias_form="1nts"),
+    WIDE.but("dropout-softcap-mask", dropout_rate=0.2, softcap=8.0, mask_form="b1ts"),
+    WIDEST.but("dropout", dropout_rate=0.2),
+    BASE.but(
+        "dropout-rows",
+        kv_len=200,
+        dropout_rate=0.2,
+        dropout_rows=True,
+        segments="random",
+        positions="restart",
+        is_causal=True,
+        bias_form="1nts",
+    ),
+]
+EVERYTHING = {
+    "window": (150, None),
+    "is_causal": True,
+    "bias_form": "1nts",
+    "mask_form": "b1ts",
+    "mask_density": 0.8,
+    "segments": "interleaved",
+    "kv_lengths": (264, 100),
+    "q_lengths": (200, 133),
+    "softcap": 20.0,
+    "sinks_form": "n",
+    "alibi_form": "bn",
+    "positions": "shifted",
+    "dropout_rate": 0.2,
+}
+ALL = [case.but("everything", **EVERYTHING) for case in (BASE, WIDE, WIDEST, UNEQUAL)]
+CASES = BIASES + MASKS + TERMS + DROPOUT + ALL
+# Head dims above 128 run by two kernels anyhow.
+STRICT = [case for case in CASES if case.head_dim <= 128]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: Case) -> None:
+    verify(case, "flash")
+
+
+@pytest.mark.parametrize("case", STRICT, ids=str)
+def test_gradients_by_two_kernels(case: Case) -> None:
+    with jattn.deterministic("strict"):
+        verify(case, "flash")

@@ -8,6 +8,10 @@ so must the three losses of the trained model on rows held out. The program fail
 that loss is not well below the entropy of single bytes, if hiding other documents made no difference,
 or if no fused backend ran.
 
+With --dropout attention weights are dropped while training. Flax's attention would drop others, so its curve is not
+compared then; the reference backend drops the same ones. With --mesh the batch and the heads are spread over devices,
+which changes neither: try XLA_FLAGS=--xla_force_host_platform_device_count=4 and --mesh 2x2.
+
 Run: python examples/train_lm.py --out out/demo        (all options: --help)
 """
 
@@ -17,6 +21,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import re
 import sys
 import sysconfig
@@ -30,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import jattn
@@ -55,9 +61,11 @@ class Config:
     heads: int
     head_dim: int
     learning_rate: float
+    dropout: float
     dtype: str
     seed: int
     implementation: str | None
+    mesh: str  # devices along the batch x devices along the heads
 
     @property
     def features(self) -> int:
@@ -206,20 +214,28 @@ class Block(nnx.Module):
             use_bias=False,
             dtype=dtype,
             attention_fn=functools.partial(rotated, attention_fn),
+            dropout_rate=config.dropout,
+            broadcast_dropout=False,
             decode=False,
             rngs=rngs,
+            keep_rngs=False,
         )
         self.feed_forward_norm = nnx.LayerNorm(features, dtype=dtype, rngs=rngs)
         self.expand = nnx.Linear(features, 4 * features, dtype=dtype, rngs=rngs)
         self.contract = nnx.Linear(4 * features, features, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: Mask) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), mask=mask)
+    def __call__(self, x: jax.Array, mask: Mask, dropout: nnx.Rngs | None) -> jax.Array:
+        x = x + self.attention(
+            self.attention_norm(x),
+            mask=mask,
+            deterministic=dropout is None,
+            rngs=None if dropout is None else dropout.dropout,
+        )
         return x + self.contract(nnx.gelu(self.expand(self.feed_forward_norm(x))))
 
 
 class LanguageModel(nnx.Module):
-    """Bytes (B, T) and their segment ids (B, T) to logits (B, T, 256), float32."""
+    """Bytes (B, T) and their segment ids (B, T) to logits (B, T, 256), float32; with a key it drops weights."""
 
     def __init__(self, config: Config, attention: Attention, rngs: nnx.Rngs):
         self.mask = attention.mask
@@ -237,17 +253,25 @@ class LanguageModel(nnx.Module):
             config.features, VOCABULARY, dtype=dtype, kernel_init=normal(0.02), rngs=rngs
         )
 
-    def __call__(self, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
         mask = self.mask(segment_ids)
+        dropout = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, mask, dropout)
         return self.logits(self.norm(x)).astype(jnp.float32)
 
 
-def mean_loss(model: LanguageModel, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def mean_loss(
+    model: LanguageModel,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
     """Returns the cross-entropy (nats) of each document's bytes after its first, averaged over the batch."""
-    logits = model(tokens[:, :-1], segment_ids[:, :-1])
+    logits = model(tokens[:, :-1], segment_ids[:, :-1], dropout_key)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     weights = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != PADDING)
     return jnp.sum(losses, where=weights) / jnp.sum(weights)
@@ -281,12 +305,37 @@ class Run:
         )
 
 
+def device_mesh(config: Config) -> Mesh:
+    """The devices as a grid, batch x heads."""
+    batch, heads = map(int, config.mesh.split("x"))
+    return Mesh(np.array(jax.devices()[: batch * heads]).reshape(batch, heads), ("batch", "heads"))
+
+
+def spread(mesh: Mesh, tree: Any) -> Any:
+    """Cuts the projections of attention by heads, their axis of that many entries, and keeps the rest whole.
+
+    The projections are the arrays of rank 3: (features, heads, head dim) and, for the output, (heads, head dim,
+    features). The compiler cuts what follows from them.
+    """
+
+    def place(path: Any, x: jax.Array) -> jax.Array:
+        axes: tuple[str | None, ...] = ()
+        if x.ndim == 3:
+            axes = ("heads",) if "'out'" in jax.tree_util.keystr(path) else (None, "heads")
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
 def train(
     attention: Attention, config: Config, steps: int, data: tuple[np.ndarray, np.ndarray]
 ) -> Run:
     """Trains a fresh model for some steps; everything but the attention function follows from the config alone."""
     model = LanguageModel(config, attention, nnx.Rngs(config.seed))
     graph, parameters = nnx.split(model, nnx.Param)
+    mesh = device_mesh(config)
+    parameters = spread(mesh, parameters)
+    rows_sharding = NamedSharding(mesh, PartitionSpec("batch"))
     # The schedule is that of the whole run, also for a run that stops early.
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
@@ -299,9 +348,11 @@ def train(
     optimizer_state = optimizer.init(parameters)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(parameters, optimizer_state, tokens, segment_ids):  # type: ignore[no-untyped-def]
+    def step(parameters, optimizer_state, tokens, segment_ids, key):  # type: ignore[no-untyped-def]
         loss, gradients = jax.value_and_grad(
-            lambda parameters: mean_loss(nnx.merge(graph, parameters), tokens, segment_ids)
+            lambda parameters: mean_loss(
+                nnx.merge(graph, parameters), tokens, segment_ids, key if config.dropout else None
+            )
         )(parameters)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return optax.apply_updates(parameters, updates), optimizer_state, loss
@@ -313,11 +364,12 @@ def train(
     with tqdm(
         total=steps, desc=f"{attention.name:<18}", unit="step", mininterval=0.5, file=sys.stderr
     ) as bar:
-        for _ in range(steps):
-            tokens, segment_ids = next(stream)
+        for number in range(steps):
+            tokens, segment_ids = jax.device_put(next(stream), rows_sharding)
+            key = jax.random.fold_in(jax.random.key(config.seed), number)
             begin = time.perf_counter()
             parameters, optimizer_state, loss = step(
-                parameters, optimizer_state, tokens, segment_ids
+                parameters, optimizer_state, tokens, segment_ids, key
             )
             losses.append(float(loss))  # waits for the step
             seconds.append(time.perf_counter() - begin)
@@ -330,7 +382,7 @@ def train(
         np.array(losses),
         np.array(warm),
         jattn.call_counters(),
-        nnx.merge(graph, parameters),
+        nnx.merge(graph, jax.device_put(parameters, jax.devices()[0])),
     )
 
 
@@ -384,7 +436,7 @@ def draw(path: Path, config: Config, runs: list[Run], entropy: float) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for run, style in zip(runs, ("-", "--", ":"), strict=True):
+    for run, style in zip(runs, ("-", "--", ":")[: len(runs)], strict=True):
         left.plot(run.losses, style, label=run.name)
         window = min(10, len(run.step_seconds))
         smooth = np.convolve(run.step_seconds, np.ones(window) / window, "valid")
@@ -506,6 +558,8 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
         help="features = heads x head dim (%(default)s)",
     )
     add("--learning-rate", type=float, default=1e-3 if on_gpu else 3e-3, help="peak (%(default)s)")
+    add("--dropout", type=float, default=0.0, help="rate, of attention weights (%(default)s)")
+    add("--mesh", default="1x1", help="devices along the batch x along the heads (%(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -539,6 +593,18 @@ def parse_arguments(arguments: list[str] | None) -> tuple[Config, argparse.Names
             parser.error(
                 f"--{name.replace('_', '-')} is {getattr(config, name)}, must be 1 or more"
             )
+    if not 0 <= config.dropout < 1:
+        parser.error(f"--dropout is {config.dropout}, must be at least 0 and below 1")
+    grid = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", config.mesh)
+    if grid is None or math.prod(map(int, grid.groups())) > jax.device_count():
+        parser.error(
+            f"--mesh is {config.mesh}, must be two numbers like 2x2 whose product is at most the number of devices,"
+            f" {jax.device_count()}"
+        )
+    if config.batch % int(grid[1]) or config.heads % int(grid[2]):
+        parser.error(
+            f"--mesh is {config.mesh}, must divide --batch, {config.batch}, and --heads, {config.heads}"
+        )
     if config.compare_steps > config.steps:
         parser.error(
             f"--compare-steps is {config.compare_steps}, must be at most --steps, {config.steps}"
@@ -570,8 +636,10 @@ def main(arguments: list[str] | None = None) -> int:
         Attention("jax.nn, dense mask", nnx.dot_product_attention, dense),
         Attention("jattn reference", reference, structural),
     )
+    # Flax's attention has another way from a key to the weights that it drops.
+    comparable = others[1:] if config.dropout else others
     runs = [train(ours, config, config.steps, training_data)]
-    runs += [train(other, config, config.compare_steps, training_data) for other in others]
+    runs += [train(other, config, config.compare_steps, training_data) for other in comparable]
     trained = runs[0].model
     ignoring = Attention(documents_ignored.__name__, fused, documents_ignored)
     held_out = {

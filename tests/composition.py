@@ -76,7 +76,9 @@ def problem(pick: Pick, used: frozenset[str], dtype: str, name: str = "compositi
         lower_right="lower_right" in used and positions is None,
         window=optional("window", ((9, 4), (0, None), (None, 20), (30, 0))),
         bias_form=bias_form,
-        bias_dtype=pick((dtype, "float32")) if bias_form is not None else None,
+        bias_dtype=pick((dtype, "float64" if dtype == "float64" else "float32"))
+        if bias_form is not None
+        else None,
         mask_form=optional("mask", FORMS),
         mask_density=0.7,
         q_lengths=lengths("q_lengths", q_len),

@@ -1,8 +1,9 @@
 """The acceptance rows: id -> where it is tested, or why not. test_rows_table.py checks the table against the tests.
 
-Test functions carry the ids of their rows; several ids may share one. `Later` rows belong to a feature that is not
-in the library yet: their tests, where there are some, check that asking for it is refused today. `NotApplicable`
-rows have nothing to test in JAX.
+T and J rows are about dense calls, R rows about ragged batches. Test functions carry the ids of their rows; several
+ids may share one. `Later` rows belong to a feature that is not in the library yet: their tests, where there are some,
+check that asking for it is refused today. `NotApplicable` rows have nothing to test in JAX. Of long lists every run has
+a short part; `--full` adds the rest.
 """
 
 import dataclasses
@@ -32,8 +33,6 @@ class NotApplicable:
 
 
 CPU, GPU, BOTH = Covered(("cpu",)), Covered(("gpu",)), Covered(("cpu", "gpu"))
-DROPOUT = "arrives with dropout"
-RAGGED = "arrives with ragged batches"
 CUDNN = "arrives with the cudnn backend"
 
 ROWS: dict[str, Covered | Later | NotApplicable] = {
@@ -42,7 +41,9 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T003": CPU,
     "T004": CPU,
     "T005": CPU,
-    "T006": Covered(("cpu",), "lengths stand for the ragged arm"),
+    "T006": Covered(
+        ("cpu",), "masked and length arms in test_rows_modules.py, the ragged arm in test_ragged.py"
+    ),
     "T007": CPU,
     "T008": CPU,
     "T009": CPU,
@@ -50,18 +51,18 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T011": CPU,
     "T012": CPU,
     "T013": CPU,
-    "T014": Covered(("cpu",), "dense lengths; ragged arrays in and out arrive with ragged batches"),
+    "T014": Covered(
+        ("cpu",),
+        "dense lengths in test_rows_modules.py, ragged arrays in and out in test_ragged.py",
+    ),
     "T015": CPU,
     "T016": CPU,
     "T017": CPU,
     "T018": NotApplicable("the seed's test asserts nothing; growing caches are J10"),
-    "T019": Covered(
-        ("cpu",), "mask and is_causal both apply (D02); its dropout cases arrive with dropout"
-    ),
+    "T019": Covered(("cpu",), "mask and is_causal both apply (D02)"),
     "T020": NotApplicable("dead code in the seed; the condition it means is T042"),
     "T021": Covered(
-        ("cpu",),
-        "both paddings run dense; is_left_aligned and ragged_from_mask arrive with ragged batches",
+        ("cpu",), "the check is is_left_aligned and RaggedArray.from_mask; a mask= runs dense"
     ),
     "T022": CPU,
     "T023": CPU,
@@ -78,7 +79,7 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T034": Covered(("cpu",), "no strides in JAX; transposed inputs instead (S003)"),
     "T035": Covered(("cpu",), "head dim 9 is accepted (D04); limits are refused"),
     "T036": CPU,
-    "T037": CPU,
+    "T037": Covered(("cpu",), "dense masks are taken by every fused backend (S034 as decided)"),
     "T038": Covered(
         ("cpu",), "unaligned head dims are accepted (D04); old devices are refused as such"
     ),
@@ -88,15 +89,17 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T042": CPU,
     "T043": CPU,
     "T044": Covered(("cpu",), "rank 5 alone has two batch axes and is legal"),
-    "T045": Later(RAGGED, ("cpu",)),
-    "T046": Later(RAGGED, ("cpu",)),
+    "T045": CPU,
+    "T046": Covered(("cpu",), "accepted: no head dim is refused for alignment (D-R1 as decided)"),
     "T047": CPU,
     "T048": BOTH,
-    "T049": Covered(("cpu",), "lengths are run-time values: computed, not refused"),
-    "T050": Later(RAGGED, ("cpu",)),
+    "T049": Covered(("cpu", "gpu"), "computed; refused only under strict, where lengths are known"),
+    "T050": Covered(
+        ("cpu",), "training through a broadcast works (D-R3 as decided), it is not refused"
+    ),
     "T051": Covered(("cpu",), "non-square causal is served by every backend (S055 as decided)"),
     "T052": CPU,
-    "T053": Covered(("cpu",), "its dropout and ragged halves arrive with those"),
+    "T053": Covered(("cpu",), "ragged and dropout go to the kernel too"),
     "T054": CPU,
     "T055": Covered(("cpu",), "masks that need a gradient stay on the CPU kernel"),
     "T056": BOTH,
@@ -109,22 +112,27 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     ),
     "T062": GPU,
     "T063": GPU,
-    "T064": Later(RAGGED + "; its dense half is T066"),
-    "T065": Later(RAGGED + "; its dense half is the sweep of tests/gpu/test_forward_backward.py"),
+    "T064": BOTH,
+    "T065": BOTH,
     "T066": GPU,
     "T067": GPU,
     "T068": CPU,
     "T069": CPU,
-    "T070": Later("arrives with a backward that is not deterministic by default"),
+    "T070": BOTH,
     "T071": GPU,
-    "T072": Covered(("gpu",), "without its dropout cases"),
-    "T073": Covered(("gpu",), "without its dropout cases"),
-    "T074": Later(DROPOUT + "; without it: the sweep of tests/gpu/test_forward_backward.py"),
-    "T075": Later(DROPOUT + "; without it: tests/gpu/test_graphs.py"),
-    "T076": Later(RAGGED),
-    "T077": Later(RAGGED),
-    "T078": Later(RAGGED),
-    "T079": Later(RAGGED),
+    "T072": Covered(("gpu",), "dropout up to 1024 tokens, as in the seed"),
+    "T073": Covered(("gpu",), "dropout up to 1024 tokens, as in the seed"),
+    "T074": Covered(
+        ("gpu",),
+        "a grid in which types, scale and batch take turns; an eighth of it in the short list",
+    ),
+    "T075": Covered(
+        ("gpu",), "captured command buffers; without dropout also test_captured_equals_not_captured"
+    ),
+    "T076": BOTH,
+    "T077": BOTH,
+    "T078": BOTH,
+    "T079": BOTH,
     "T080": CPU,
     "T081": BOTH,
     "T082": CPU,
@@ -140,7 +148,7 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "J03": Covered(("cpu",), "works on every backend (README), no error on fused ones"),
     "J04": Covered(("cpu",), "works on every backend (README), no error on fused ones"),
     "J05": CPU,
-    "J06": Later(DROPOUT, ("cpu",)),
+    "J06": CPU,
     "J07": Covered(("cpu",), "head dim 257 is no limit of the CPU kernel; flash's is T035"),
     "J08": CPU,
     "J09": CPU,
@@ -149,4 +157,56 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "J12": CPU,
     "J13": CPU,
     "J14": BOTH,
+    "R001": CPU,
+    "R002": CPU,
+    "R003": CPU,
+    "R004": CPU,
+    "R005": Covered(
+        ("cpu",), "as arguments of flash_mha_varlen; kernels get segment ids (docs/design/0007)"
+    ),
+    "R006": CPU,
+    "R010": CPU,
+    "R011": CPU,
+    "R012": CPU,
+    "R013": CPU,
+    "R014": CPU,
+    "R015": CPU,
+    "R016": CPU,
+    "R020": CPU,
+    "R021": CPU,
+    "R022": NotApplicable("JAX itself refuses arrays on different devices: T043"),
+    "R023": CPU,
+    "R024": CPU,
+    "R025": CPU,
+    "R026": CPU,
+    "R030": CPU,
+    "R031": Covered(("cpu",), "told apart by the rank of the values"),
+    "R040": CPU,
+    "R041": CPU,
+    "R042": Covered(("cpu",), "with gradients (D-R3 as decided)"),
+    "R043": CPU,
+    "R050": CPU,
+    "R051": CPU,
+    "R052": CPU,
+    "R060": CPU,
+    "R061": Covered(("cpu",), "no head dim is refused for alignment (D-R1 as decided)"),
+    "R062": CPU,
+    "R063": Covered(("cpu",), "backends without tiles get the padded form"),
+    "R064": Covered(("cpu",), "seed and offset are arguments, so only lse is returned"),
+    "R100": BOTH,
+    "R101": BOTH,
+    "R102": BOTH,
+    "R103": BOTH,
+    "R104": BOTH,
+    "R105": Covered(
+        ("cpu", "gpu"), "bitwise at aligned starts, within rounding elsewhere (docs/design/0007)"
+    ),
+    "R106": BOTH,
+    "R107": CPU,
+    "R108": CPU,
+    "R109": CPU,
+    "R110": CPU,
+    "R111": CPU,
+    "R112": CPU,
+    "R113": BOTH,
 }

@@ -45,7 +45,9 @@ from sm90_bench import (
     visibility,
 )
 
-OWN_MEMBERS = ("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads")
+OWN_MEMBERS = (
+    *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads", "q_shift"),
+)
 
 FLAGS = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
 
@@ -76,6 +78,7 @@ class Variant:
     integer_max: int = 0
     compiler: str = "nvcc"
     section_waves: float = 0  # items of one section over multiprocessors; 0: one key/value head
+    early_tiles: int = 1  # the tile that is not full is the first, where there is a diagonal
 
     def config(self) -> dict[str, str]:
         """Returns the members of Config as device code, in its order."""
@@ -129,33 +132,24 @@ def variants() -> list[Variant]:
         best: dict[str, Any] = {"q_in_registers": 1, "integer_max": 1}
         series: dict[str, Any] = {"loop_order": 2, "tile_q": 192, "integer_max": 1}
         add("kept", **chained)
+        add("kept_nvrtc", **chained, compiler="nvrtc")
         add("mid", **d64)
-        add("q128", **(chained | {"tile_q": 128}))
         add("q128_mid", **(d64 | {"tile_q": 128, "q_in_registers": 1}))
-        add("q128_regs", **(chained | {"tile_q": 128, "q_in_registers": 1}))
-        add("q128_kv64", **(chained | {"tile_q": 128, "tile_kv": 64, "stages": 6}))
-        add("kv96", **(chained | {"tile_kv": 96, "stages": 5}))
-        add("kv64", **(chained | {"tile_kv": 64, "stages": 6}))
         add("kept", **best)
-        add("stages3", **best, stages=3)
+        add("kept_nvrtc", **best, compiler="nvrtc")
         add("last", **best, loop_order=1)
-        add("last_kv112", **best, loop_order=1, tile_kv=112)
-        add("last_chain", **best, loop_order=1, chain_items=1)
-        add("kv160", integer_max=1, tile_kv=160)
-        add("kv176", integer_max=1, tile_kv=176)
-        add("q192_kv64", head_dim=128, tile_q=192, tile_kv=64, stages=3, integer_max=1)
         add("series", **series)
-        add("series_stages3", **(series | {"stages": 3, "tile_kv": 96}))
         add("kept", head_dim=256, tile_kv=64)
         add("kept", head_dim=96, **series)
         add("kept", head_dim=192, tile_kv=96)
         add("kept", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
-            add("kept_half", **best, section_waves=0.5)
             add("kept_2waves", **best, section_waves=2.0)
             add("kept_4waves", **best, section_waves=4.0)
-            add("kept_half", **chained, section_waves=0.5)
             add("kept_2waves", **chained, section_waves=2.0)
+            add("kept_4waves", **chained, section_waves=4.0)
+            add("late_2waves", **chained, section_waves=2.0, early_tiles=0)
+            add("late", head_dim=96, **series, early_tiles=0)
             add("kept_4waves", head_dim=256, tile_kv=64, section_waves=4.0)
     # For the checks: other types and features.
     checked = Variant("", band=1, lengths=1)
@@ -307,6 +301,7 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "tiles": tiles,
             "items": items,
             "section_heads": section_heads(variant, case, num_sms),
+            "q_shift": tiles * variant.tile_q - case.q_len if variant.early_tiles else 0,
         }
         | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )

@@ -58,7 +58,6 @@ constexpr Member kMembers[] = {
     {"dropout_rows", &Config::dropout_rows},
     {"narrow_rows", &Config::narrow_rows},
     {"staged_bias", &Config::staged_bias},
-    {"staged_mask", &Config::staged_mask},
     {"row_bias", &Config::row_bias},
     {"shared_scores", &Config::shared_scores},
     {"grad_slices", &Config::grad_slices, {1, 8, 1}},

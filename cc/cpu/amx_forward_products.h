@@ -37,7 +37,7 @@ class AmxForwardProducts {
   static int64_t workspace_bytes(const ForwardPlan& plan) {
     return 2 * Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len) +
            Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
-           2 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
+           Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
   }
 
   AmxForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
@@ -47,8 +47,7 @@ class AmxForwardProducts {
         q_rows_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len)),
         q_pairs_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len)),
         finite_values_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len_v)),
-        p_pairs_{workspace.take<BFloat16>(kPlanes * kTile * kTile), workspace.take<BFloat16>(kPlanes * kTile * kTile)} {
-  }
+        p_pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {}
 
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
@@ -60,51 +59,32 @@ class AmxForwardProducts {
     transpose_to_pairs<kPlanes>(q_rows_, kPanel, row_len_, q_pairs_);
   }
 
-  // scores[key * kPanel + lane] = k . q, when `finish` has returned.
-  void start_keys(int64_t count, const float* keys, int64_t lanes, float* scores) {
-    keys_product_.start(false, count, lanes, row_len_,
-                        {reinterpret_cast<const BFloat16*>(keys), row_len_, kTile * row_len_},
-                        {q_pairs_, 2 * kPanel, kPanel * row_len_}, {scores, kPanel});
+  // scores[key * kPanel + lane] = k . q
+  void multiply_keys(int64_t count, const float* keys, int64_t lanes, float* scores) const {
+    amx_multiply<kPlanes, false>(count, lanes, row_len_,
+                                 {reinterpret_cast<const BFloat16*>(keys), row_len_, kTile * row_len_},
+                                 {q_pairs_, 2 * kPanel, kPanel * row_len_}, {scores, kPanel});
   }
 
+  static constexpr bool kFused = true;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   void start_probabilities(int64_t count) {
-    current_p_ ^= 1;
-    if (count < kTile) clear(p_pairs_[current_p_], kPlanes * kTile * kPanel);
-    const int64_t steps =
-        (values_product_.is_done() ? 0 : values_product_.num_steps()) +
-        (keys_product_.is_done() ? 0 : keys_product_.num_steps());
-    key_pairs_per_step_ = max_of(1, count / 2 / max_of(1, steps));
-    key_pairs_left_ = key_pairs_per_step_;
+    if (count < kTile) clear(p_pairs_, kPlanes * kTile * kPanel);
   }
   void take_probabilities(int64_t key, int64_t lane, Vec<float> even, Vec<float> odd) {
-    store_pairs<kPlanes>(even, odd, p_pairs_[current_p_] + key * kPanel + 2 * lane, kTile * kPanel);
-  }
-  // Called between probabilities, once for two keys: carries on with what has been started.
-  inline __attribute__((always_inline)) void advance() {
-    if (--key_pairs_left_ > 0) return;
-    key_pairs_left_ = key_pairs_per_step_;
-    if (!values_product_.is_done()) {
-      values_product_.step();
-    } else if (!keys_product_.is_done()) {
-      keys_product_.step();
-    }
+    store_pairs<kPlanes>(even, odd, p_pairs_ + key * kPanel + 2 * lane, kTile * kPanel);
   }
 
-  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`, when `finish` has returned.
-  void start_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded, float* out) {
+  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
+  void add_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded,
+                  float* out) const {
     const BFloat16* v_columns = reinterpret_cast<const BFloat16*>(values);
     if (excluded != 0) {
       copy_without_columns(v_columns, kPlanes * row_len_v_, excluded, finite_values_);
       v_columns = finite_values_;
     }
-    values_product_.start(true, row_len_v_, lanes, count, {v_columns, kTile, kTile * row_len_v_},
-                          {p_pairs_[current_p_], 2 * kPanel, kTile * kPanel}, {out, kPanel});
-  }
-
-  void finish() {
-    values_product_.finish();
-    keys_product_.finish();
+    amx_multiply<kPlanes, true>(row_len_v_, lanes, count, {v_columns, kTile, kTile * row_len_v_},
+                                {p_pairs_, 2 * kPanel, kTile * kPanel}, {out, kPanel});
   }
 
  private:
@@ -112,11 +92,7 @@ class AmxForwardProducts {
   int64_t head_dim_, row_len_, row_len_v_;
   BFloat16 *q_rows_, *q_pairs_;  // per plane [kTile][row_len], [row_len / 2][kPanel][2]
   BFloat16* finite_values_;      // per plane [row_len_v][kTile]
-  BFloat16* p_pairs_[2];         // per plane [kTile / 2][kPanel][2]; of this tile of keys and of the one before
-  int current_p_ = 0;
-  // At most one block of each is in the tile registers: the second starts when the first is done.
-  AmxProduct<kPlanes> values_product_, keys_product_;
-  int64_t key_pairs_per_step_ = 1, key_pairs_left_ = 1;
+  BFloat16* p_pairs_;            // per plane [kTile / 2][kPanel][2]
 };
 
 }  // namespace

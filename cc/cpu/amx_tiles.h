@@ -68,89 +68,47 @@ struct AmxResult {
 };
 
 // result = left * right, or result += left * right. rows and columns are rounded up to kAmxBlock, inner to kAmxInner;
-// operands hold zeros there. A product is worked off in steps of at most four instructions of the matrix unit, 64
-// cycles, so that the vector units can have work between them that hides it.
-template <int64_t kPlanes>
-class AmxProduct {
- public:
-  void start(bool accumulates, int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
-             AmxResult result) {
-    // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
-    asm volatile("" ::: "memory");
-    accumulates_ = accumulates;
-    row_tiles_ = (rows + kAmxRows - 1) / kAmxRows;
-    column_tiles_ = (columns + kAmxRows - 1) / kAmxRows;
-    block_steps_ = (inner + kAmxInner - 1) / kAmxInner * kPlanes * kPlanes;
-    left_ = left, right_ = right, result_ = result;
-    m_ = n_ = step_ = 0;
-    is_done_ = row_tiles_ == 0 || column_tiles_ == 0;
-  }
-
-  bool is_done() const { return is_done_; }
-  int64_t num_steps() const {
-    constexpr int64_t kBlockTiles = kAmxBlock / kAmxRows;
-    return (row_tiles_ + kBlockTiles - 1) / kBlockTiles * ((column_tiles_ + kBlockTiles - 1) / kBlockTiles) *
-           block_steps_;
-  }
-
-  inline __attribute__((always_inline)) void step() {
-    const int64_t result_stride_bytes = result_.stride * static_cast<int64_t>(sizeof(float));
-    const int64_t left_stride_bytes = left_.stride * 2, right_stride_bytes = right_.stride * 2;
-    if (step_ == 0) {
-      if (accumulates_) {
-        _tile_loadd(0, result_.tile(m_, n_), result_stride_bytes);
-        _tile_loadd(1, result_.tile(m_, n_ + 1), result_stride_bytes);
-        _tile_loadd(2, result_.tile(m_ + 1, n_), result_stride_bytes);
-        _tile_loadd(3, result_.tile(m_ + 1, n_ + 1), result_stride_bytes);
+// operands hold zeros there.
+template <int64_t kPlanes, bool kAccumulate>
+inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
+                         AmxResult result) {
+  // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
+  asm volatile("" ::: "memory");
+  const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
+  const int64_t left_stride_bytes = left.stride * 2, right_stride_bytes = right.stride * 2;
+  const int64_t inner_tiles = (inner + kAmxInner - 1) / kAmxInner;
+  for (int64_t n = 0; n * kAmxRows < columns; n += kAmxBlock / kAmxRows) {
+    for (int64_t m = 0; m * kAmxRows < rows; m += kAmxBlock / kAmxRows) {
+      if constexpr (kAccumulate) {
+        _tile_loadd(0, result.tile(m, n), result_stride_bytes);
+        _tile_loadd(1, result.tile(m, n + 1), result_stride_bytes);
+        _tile_loadd(2, result.tile(m + 1, n), result_stride_bytes);
+        _tile_loadd(3, result.tile(m + 1, n + 1), result_stride_bytes);
       } else {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
       }
+      for (int64_t k = 0; k < inner_tiles; ++k) {
+        for (int64_t pair = 0; pair < kPlanes * kPlanes; ++pair) {
+          const int64_t p = pair / kPlanes, q = pair % kPlanes;
+          _tile_loadd(4, left.tile(p, m, k), left_stride_bytes);
+          _tile_loadd(6, right.tile(q, k, n), right_stride_bytes);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_loadd(7, right.tile(q, k, n + 1), right_stride_bytes);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_loadd(5, left.tile(p, m + 1, k), left_stride_bytes);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, result.tile(m, n), result_stride_bytes);
+      _tile_stored(1, result.tile(m, n + 1), result_stride_bytes);
+      _tile_stored(2, result.tile(m + 1, n), result_stride_bytes);
+      _tile_stored(3, result.tile(m + 1, n + 1), result_stride_bytes);
     }
-    const int64_t k = step_ / (kPlanes * kPlanes), p = step_ / kPlanes % kPlanes, q = step_ % kPlanes;
-    _tile_loadd(4, left_.tile(p, m_, k), left_stride_bytes);
-    _tile_loadd(6, right_.tile(q, k, n_), right_stride_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, right_.tile(q, k, n_ + 1), right_stride_bytes);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, left_.tile(p, m_ + 1, k), left_stride_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    if (++step_ < block_steps_) return;
-    _tile_stored(0, result_.tile(m_, n_), result_stride_bytes);
-    _tile_stored(1, result_.tile(m_, n_ + 1), result_stride_bytes);
-    _tile_stored(2, result_.tile(m_ + 1, n_), result_stride_bytes);
-    _tile_stored(3, result_.tile(m_ + 1, n_ + 1), result_stride_bytes);
-    step_ = 0;
-    m_ += kAmxBlock / kAmxRows;
-    if (m_ < row_tiles_) return;
-    m_ = 0;
-    n_ += kAmxBlock / kAmxRows;
-    is_done_ = n_ >= column_tiles_;
   }
-
-  void finish() {
-    while (!is_done_) step();
-    asm volatile("" ::: "memory");
-  }
-
- private:
-  AmxOperand left_{}, right_{};
-  AmxResult result_{};
-  int64_t row_tiles_ = 0, column_tiles_ = 0, block_steps_ = 0;
-  int64_t m_ = 0, n_ = 0, step_ = 0;  // tiles of the block at hand, and the step within it
-  bool accumulates_ = false, is_done_ = true;
-};
-
-// A whole product at once.
-template <int64_t kPlanes, bool kAccumulate>
-inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
-                         AmxResult result) {
-  AmxProduct<kPlanes> product;
-  product.start(kAccumulate, rows, columns, inner, left, right, result);
-  product.finish();
 }
 
 inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }

@@ -182,18 +182,15 @@ class ForwardPass {
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
-    if (step.keys.count > 0) products.start_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
-    products.finish();
+    if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
       const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
-      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them; and the matrix
-      // unit works on them, and on the values of the tile before, while the vector units do the softmax of this one.
-      if (next.keys.count > 0) products.start_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
+      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
+      if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
       tiles.scores = scores[i ^ 1];
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }
-    products.finish();
     if (plan_.num_splits == 1) {
       finish(task, dropout, panel, tiles.by_query);
     } else {
@@ -244,12 +241,11 @@ class ForwardPass {
     }
     products.start_probabilities(keys.count);
     const auto update = [&](auto stores, const auto& drop) {
-      return update_softmax<stores(), Acc, kPanel>(
-          keys.count, panel.lanes, score_unit_ * static_cast<Acc>(kLog2E), tiles.scores, panel.softmax,
+      return update_softmax<Products::kFused, stores(), Acc, kPanel>(
+          keys.count, panel.lanes, log2_unit(), tiles.scores, panel.softmax,
           [&](int64_t key, int64_t lane, Vec<Acc>& even, Vec<Acc>& odd) {
             drop(key, lane, even, odd);
             products.take_probabilities(key, lane, even, odd);
-            products.advance();
           });
     };
     const auto drop_nothing = [](int64_t, int64_t, const Vec<Acc>&, const Vec<Acc>&) {};
@@ -267,11 +263,9 @@ class ForwardPass {
     } else {
       rescales = update(std::bool_constant<Products::kReadsScores>(), drop_nothing);
     }
-    products.finish();
     if (rescales) rescale(panel);
-    products.start_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
+    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
     if (not_finite != 0) {
-      products.finish();
       add_where_visible(not_finite, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
                         tiles, panel);
     }
@@ -337,13 +331,16 @@ class ForwardPass {
   }
 
   void finish(const Task& task, const Dropout& dropout, const Panel& panel, Acc* rows) const {
-    Acc divisor[kPanel];
+    Acc sum_scale[kPanel], divisor[kPanel];
+    for (int64_t row = 0; row < panel.lanes; row += kWidth<Acc>) {
+      store(sum_scale + row, exp2<Acc>(residual_of(load(panel.softmax.row_max + row))));
+    }
     for (int64_t row = 0; row < panel.rows.count; ++row) {
       const int64_t query = panel.rows.query[row], head = panel.rows.head[row];
-      const RowTotal total =
-          total_of_row(task.batch, head, panel.softmax.row_max[row], panel.softmax.row_sum[row], dropout);
+      const RowTotal total = total_of_row(task.batch, head, panel.softmax.row_max[row],
+                                          panel.softmax.row_sum[row] / sum_scale[row], dropout);
       lse_[lse_index(task.batch, query, head)] = total.lse;
-      divisor[row] = total.divisor;
+      divisor[row] = total.divisor * sum_scale[row];
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
       Element* to = out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
@@ -369,6 +366,9 @@ class ForwardPass {
     Acc lse;
     Acc divisor;  // of the output
   };
+
+  Acc log2_unit() const { return score_unit_ * static_cast<Acc>(kLog2E); }
+  Vec<Acc> residual_of(Vec<Acc> row_max) const { return softmax_residual<Products::kFused>(row_max, log2_unit()); }
 
   // Of a row with this maximum of scores and sum of exp(score - maximum). Without a visible key the sum is 0 and the
   // divisor is not read.
@@ -428,7 +428,7 @@ class ForwardPass {
         const int64_t index = split * num_rows() + row;
         if (partial_sum_[index] == 0) continue;
         const Vec<Acc> weight =
-            exp2<Acc>(broadcast<Acc>((partial_max_[index] - shift) * score_unit_ * static_cast<Acc>(kLog2E)));
+            exp2<Acc>((broadcast(partial_max_[index]) - shift) * log2_unit() - residual_of(broadcast(partial_max_[index])));
         sum += partial_sum_[index] * weight[0];
         const Acc* from = partial_out_ + index * plan_.row_len_v;
         for (int64_t d = 0; d < problem_.head_dim_v; ++d) merged[d] += from[d] * weight[0];

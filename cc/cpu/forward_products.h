@@ -50,22 +50,19 @@ class ForwardProducts {
     transpose(q_rows_, row_len_, kPanel, row_len_, q_lanes_, kPanel);
   }
 
-  // Products may be started here and completed by `advance` and `finish`; these are complete at once.
-  void advance() {}
-  void finish() {}
-
   // scores[key * kPanel + lane] = k . q
-  void start_keys(int64_t count, const Acc* keys, int64_t lanes, Acc* scores) const {
+  void multiply_keys(int64_t count, const Acc* keys, int64_t lanes, Acc* scores) const {
     multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
   }
 
   // Probabilities are read where the softmax leaves them.
+  static constexpr bool kFused = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
   void start_probabilities(int64_t) {}
   void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}
 
   // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
-  void start_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
+  void add_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
     for_runs(count, excluded, [&](int64_t first, int64_t length) {
       multiply<true, Acc>(head_dim_v_, lanes, length, {values + first * row_len_v_, 1, row_len_v_},
                           {p + first * kPanel, kPanel}, {out, kPanel});

@@ -25,16 +25,84 @@ struct SoftmaxState {
   }
 };
 
+// Where probabilities are rounded to 16 bits anyway (kFused), score * log2_unit - row_max * log2_unit is one instruction,
+// with the second product rounded beforehand. What that rounding adds to every exponent of a row is known: it is part
+// of what the row has accumulated, and total_of_row takes it out. Beyond this limit it could overflow: there the
+// difference is taken first, as without kFused.
+constexpr float kFusedLimit = 0x1p29f;
+
+template <bool kFused, typename V, typename Acc>
+inline V softmax_residual(V row_max, Acc log2_unit) {
+  if constexpr (!kFused) return V{};
+  const V product = rounded(row_max * log2_unit);
+  return at_most(product, -product) > -kFusedLimit ? row_max * log2_unit - product : V{};
+}
+
+// update_softmax for tiles that need no new maximum, which nearly all but the first of a panel are: no pass over the
+// scores to find it, and nothing to rescale. Returns false, with the state as it was, where this is not so.
+template <int64_t kLanes, typename Take>
+inline bool continue_softmax(int64_t keys, int64_t lanes, float log2_unit, const float* scores,
+                             SoftmaxState<float, kLanes>& state, const Take& take) {
+  constexpr int64_t kStep = kWidth<float>;
+  for (int64_t lane = 0; lane < lanes; lane += kStep) {
+    const Vec<float> product = load(state.row_max + lane) * log2_unit;
+    if (!all_of(at_most(product, -product) > -kFusedLimit)) return false;
+  }
+  // Probabilities may be as large as the slack lets them be anyway; infinity and NaN are not below the limit.
+  constexpr float kMostSum = kTile << kSlackLog2;
+  float tile_sum[kLanes];
+  const auto update = [&](int64_t lane, auto group) {
+    constexpr int kVectors = group();
+    Vec<float> shift[kVectors], sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      shift[v] = rounded(load(state.row_max + lane + v * kStep) * log2_unit);
+      sum[v] = Vec<float>{};
+    }
+    const auto exponentiate = [&](int64_t key, int v) {
+      const Vec<float> p = short_exp2(load(scores + key * kLanes + lane + v * kStep) * log2_unit - shift[v]);
+      sum[v] += p;
+      return p;
+    };
+    for (int64_t key = 0; key + 2 <= keys; key += 2) {
+      for (int v = 0; v < kVectors; ++v) {
+        Vec<float> even = exponentiate(key, v), odd = exponentiate(key + 1, v);
+        take(key, lane + v * kStep, even, odd);
+      }
+    }
+    if (keys % 2 != 0) {
+      for (int v = 0; v < kVectors; ++v) {
+        Vec<float> even = exponentiate(keys - 1, v), odd{};
+        take(keys - 1, lane + v * kStep, even, odd);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) store(tile_sum + lane + v * kStep, sum[v]);
+  };
+  constexpr int kGroup = 2;  // as in update_softmax
+  int64_t lane = 0;
+  for (; lane + kGroup * kStep <= lanes; lane += kGroup * kStep) update(lane, std::integral_constant<int, kGroup>());
+  if (lane < lanes) update(lane, std::integral_constant<int, 1>());
+  for (lane = 0; lane < lanes; lane += kStep) {
+    if (!all_of(load(tile_sum + lane) <= kMostSum)) return false;
+  }
+  for (lane = 0; lane < lanes; lane += kStep) {
+    store(state.row_sum + lane, load(state.row_sum + lane) + load(tile_sum + lane));
+  }
+  return true;
+}
+
 // Turns scores[key * kLanes + lane] into probabilities exp2((score - row_max) * log2_unit) and updates the state.
-// The difference is taken before the product, so that equal scores give exactly 1 however large they are. A NaN score
+// Without kFused the difference is taken before the product, so that equal scores give exactly 1 however large they are. A NaN score
 // never becomes the maximum but is a NaN probability, and so reaches row_sum and the output.
 // Calls take(key, lane, p of key, p of key + 1) for every second key; beyond the last key p is 0. It may change p
 // after it has entered row_sum and before it is stored, if kStores: products that take p otherwise leave the scores as
 // they are.
 // Returns whether any lane must be rescaled.
-template <bool kStores, typename Acc, int64_t kLanes, typename Take>
+template <bool kFused, bool kStores, typename Acc, int64_t kLanes, typename Take>
 inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scores, SoftmaxState<Acc, kLanes>& state,
                            const Take& take) {
+  if constexpr (kFused && !kStores) {
+    if (continue_softmax(keys, lanes, log2_unit, scores, state, take)) return false;
+  }
   constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
   // Finite, so that it never meets an infinite maximum as a NaN.
   const Acc slack = kSlackLog2 / (log2_unit > static_cast<Acc>(1e-30) ? log2_unit : static_cast<Acc>(1e-30));
@@ -49,11 +117,12 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
     for (; key < keys; ++key) maxima[0] = at_least(maxima[0], load(scores + key * kLanes + lane));
     store(tile_max + lane, at_least(at_least(maxima[0], maxima[1]), at_least(maxima[2], maxima[3])));
   }
+  constexpr int kMostExponent = kFused ? kSlackLog2 + 32 : kSlackLog2;
   constexpr int kGroup = 2;  // vectors handled together: independent work for the pipelines
   Vec<Bits<Acc>> changed{};
   const auto update = [&](int64_t lane, auto group) {
     constexpr int kVectors = group();
-    Vec<Acc> old_max[kVectors], row_max[kVectors], shift[kVectors], sum[kVectors];
+    Vec<Acc> old_max[kVectors], row_max[kVectors], shift[kVectors], sum[kVectors], residual[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       old_max[v] = load(state.row_max + lane + v * kWidth<Acc>);
       row_max[v] = load(tile_max + lane + v * kWidth<Acc>);
@@ -62,10 +131,15 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
       row_max[v] = row_max[v] > old_max[v] + slack ? row_max[v] : old_max[v];
       shift[v] = row_max[v] == kMinusInfinity ? Vec<Acc>{} : row_max[v];
       sum[v] = Vec<Acc>{};
+      residual[v] = softmax_residual<kFused>(shift[v], log2_unit);
     }
+    const auto exponent = [&](Vec<Acc> score, int v) {
+      const Vec<Acc> difference = (score - shift[v]) * log2_unit;
+      return kFused ? difference + residual[v] : difference;
+    };
     const auto place = [&](int64_t key, int v) { return scores + key * kLanes + lane + v * kWidth<Acc>; };
     const auto exponentiate = [&](int64_t key, int v) {
-      const Vec<Acc> p = exp2_of_at_most<kSlackLog2>((load(place(key, v)) - shift[v]) * log2_unit);
+      const Vec<Acc> p = exp2_of_at_most<kMostExponent>(exponent(load(place(key, v)), v));
       sum[v] += p;
       return p;
     };
@@ -88,7 +162,8 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
     }
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * kWidth<Acc>;
-      const Vec<Acc> rescale = exp2_of_at_most<kSlackLog2>((old_max[v] - shift[v]) * log2_unit);
+      const Vec<Acc> rescale =
+          exp2_of_at_most<kMostExponent>(exponent(old_max[v], v) - softmax_residual<kFused>(old_max[v], log2_unit));
       changed |= reinterpret_cast<Vec<Bits<Acc>>>(rescale != 1);
       store(state.rescale + at, rescale);
       store(state.row_max + at, row_max[v]);

@@ -54,7 +54,7 @@ Params per_head(const PerHead<T>& array) {
   return {array.data, static_cast<int32_t>(array.stride_batch), static_cast<int32_t>(array.stride_head)};
 }
 
-// What staged copies of a bias or mask rely on.
+// What staged copies of a bias rely on.
 void check_staged(const Kernel& kernel, const char* name, const BroadcastTensor& tensor, int64_t element_bytes,
                   int64_t kv_len) {
   const bool rows_aligned = (tensor.stride_batch * element_bytes) % 16 == 0 &&
@@ -152,9 +152,7 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   if (config.bias && config.staged_bias) {
     check_staged(kernel, "bias", problem.bias, size_bytes(problem.bias.dtype), problem.kv_len);
   }
-  if (config.mask && config.staged_mask) check_staged(kernel, "mask", problem.mask, 1, problem.kv_len);
   if (config.bias) params.bias = broadcast_array(problem.bias, size_bytes(problem.bias.dtype), problem.kv_len);
-  if (config.mask) params.mask = broadcast_array(problem.mask, 1, problem.kv_len);
   params.q_lengths = problem.q_lengths;
   params.kv_lengths = problem.kv_lengths;
   params.q_segments = problem.q_segments;

@@ -5,6 +5,7 @@
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/launch.h"
+#include "cuda/mask_tiles.h"
 #include "kernels/passes/shape.cuh"
 #include "kernels/sm80/backward_shape.cuh"
 
@@ -69,6 +70,11 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config) {
   return shape;
 }
 
+MaskTiling mask_tiling(const Config& config, bool owns_keys) {
+  if (owns_keys) return {MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q};
+  return {MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
+}
+
 // Everything in scratch, in the order of its parts.
 struct Scratch {
   int64_t rows_padded = 0;
@@ -78,6 +84,9 @@ struct Scratch {
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
+  void* key_mask = nullptr;  // packed, likewise
+  void* query_mask = nullptr;
+  void* dbias_mask = nullptr;
   float* partials = nullptr;
   int64_t bytes = 0;
 };
@@ -96,10 +105,18 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     if (kernel == nullptr) return nullptr;
     return carver.take<unsigned char>(tile_ranges_bytes(problem, kernel->config()));
   };
-  scratch.key_ranges = take_ranges(kernels.fused != nullptr ? kernels.fused : kernels.dkv);
+  const auto take_mask = [&](const Kernel* kernel, bool owns_keys) -> void* {
+    if (kernel == nullptr || !kernel->config().mask) return nullptr;
+    return carver.take<unsigned char>(mask_tiles_bytes(problem, mask_tiling(kernel->config(), owns_keys)));
+  };
+  const Kernel* keys = kernels.fused != nullptr ? kernels.fused : kernels.dkv;
+  scratch.key_ranges = take_ranges(keys);
+  scratch.key_mask = take_mask(keys, true);
   scratch.query_ranges = take_ranges(kernels.dq);
+  scratch.query_mask = take_mask(kernels.dq, false);
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     scratch.dbias_ranges = take_ranges(kernels.dbias);
+    scratch.dbias_mask = take_mask(kernels.dbias, false);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config());
     if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
   }
@@ -152,6 +169,9 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
   launch_tile_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
+  if (config.mask) {
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, true), scratch.key_mask, stream);
+  }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = 1;
   launch(kernel,
@@ -192,6 +212,9 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
   launch_tile_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
+  if (config.mask) {
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.query_mask, stream);
+  }
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.section_heads = section_heads(problem, config);
   launch(kernel,
@@ -208,6 +231,9 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
   DbiasParams params{};
   params.backward = backward_params(problem, buffers, kernel, scratch);
   launch_tile_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dbias_mask, stream);
+  }
   params.dbias = buffers.dbias;
   params.partials = scratch.partials;
   params.bias_elements = shape.elements();

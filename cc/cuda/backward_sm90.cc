@@ -31,9 +31,7 @@ Kernels find_kernels(const Plan& plan) {
           find_family(plan, "sm90_backward_dq"), find_family(plan, "sm90_backward_dbias")};
 }
 
-bool stores_ds(const Kernels& kernels) {
-  return kernels.keys() != nullptr && kernels.keys()->config().stores_ds;
-}
+bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
 // Rows of the packed mask are the axis that the kernel owns.
 MaskTiling mask_tiling(const Config& config, bool owns_keys) {
@@ -243,12 +241,12 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
                            const Kernel& kernel, const Launch& shape, const Scratch& scratch,
                            sm90::BackwardParams params, CUstream stream) {
   const Config& config = kernel.config();
-  JATTN_REQUIRE(buffers.dbias != nullptr && problem.bias.stride_query != 0 && problem.bias.stride_key == 1,
-                "kernel ", kernel.text, " makes dbias of a bias of queries and keys, which is not asked for");
+  JATTN_REQUIRE(buffers.dbias != nullptr && problem.bias.stride_query != 0 && problem.bias.stride_key == 1, "kernel ",
+                kernel.text, " makes dbias of a bias of queries and keys, which is not asked for");
   const DsParts parts(problem);
-  JATTN_REQUIRE(parts.in_place || (problem.bias.stride_batch == 0 &&
-                                   (problem.bias.stride_head != 0 || problem.num_heads == 1)),
-                "kernel ", kernel.text, " makes dbias of a bias of heads, but heads share this one");
+  JATTN_REQUIRE(
+      parts.in_place || (problem.bias.stride_batch == 0 && (problem.bias.stride_head != 0 || problem.num_heads == 1)),
+      "kernel ", kernel.text, " makes dbias of a bias of heads, but heads share this one");
   const int64_t element_bytes = size_bytes(problem.dtype);
   // Tiles in which no pair is visible are not visited. Which they are is alike in all launches, but for a mask with heads.
   const bool skips = config.band || config.lengths || config.segments || config.mask;
@@ -275,12 +273,11 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
     launch(kernel, part, &params, stream);
 
     const Kernel& sum = require_family(plan, "backward_sum");
-    const sm90::SumParams sums{
-        .parts = scratch.ds,
-        .result = static_cast<char*>(buffers.dbias) + first_head * parts.area * element_bytes,
-        .elements = kv_heads * problem.group_size() * parts.area,
-        .stride = parts.heads * parts.area,
-        .batch = static_cast<int32_t>(problem.batch)};
+    const sm90::SumParams sums{.parts = scratch.ds,
+                               .result = static_cast<char*>(buffers.dbias) + first_head * parts.area * element_bytes,
+                               .elements = kv_heads * problem.group_size() * parts.area,
+                               .stride = parts.heads * parts.area,
+                               .batch = static_cast<int32_t>(problem.batch)};
     const int threads = sm90::sum_threads(sum.config());
     launch(sum, {.grid = {.x = ceil_div(sums.elements, threads * sm90::kSumElements)}, .num_threads = threads}, &sums,
            stream);
@@ -452,7 +449,8 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
     if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
     if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
   }
-  if (buffers.dbias != nullptr && kernels.dbias != nullptr) launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
+  if (buffers.dbias != nullptr && kernels.dbias != nullptr)
+    launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
 }
 
 }  // namespace jattn::cuda

@@ -4,13 +4,22 @@
 #include "cuda/attention_params.h"
 #include "cuda/forward_sm90.h"
 #include "cuda/launch.h"
+#include "cuda/mask_tiles.h"
 #include "kernels/sm80/forward_shape.cuh"
 
 namespace jattn::cuda {
+namespace {
+
+MaskTiling mask_tiling(const Config& config) {
+  return {MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
+}
+
+}  // namespace
 
 int64_t forward_scratch_bytes(const Problem& problem, const Plan& plan) {
   if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90_scratch_bytes(problem, plan);
-  return tile_ranges_bytes(problem, require_family(plan, "sm80_forward").config());
+  const Config& config = require_family(plan, "sm80_forward").config();
+  return tile_ranges_bytes(problem, config) + (config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0);
 }
 
 void forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch, CUstream stream) {
@@ -22,6 +31,10 @@ void forward(const Problem& problem, const ForwardResults& results, const Plan& 
   ForwardParams params{};
   params.problem = problem_params(problem, kernel);
   launch_tile_ranges(problem, plan, config, scratch, params.problem, stream);
+  if (config.mask) {
+    void* packed = static_cast<unsigned char*>(scratch) + tile_ranges_bytes(problem, config);
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), packed, stream);
+  }
   params.out = results.out;
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));

@@ -22,8 +22,8 @@ struct Config {
   bool band = false;     // causal and windows: limits are runtime numbers
   bool lengths = false;  // query and key lengths per batch entry
   bool segments = false;
-  bool mask = false;  // dense bool mask, read by broadcast strides
-  bool bias = false;  // dense bias, likewise
+  bool mask = false;  // dense bool mask, packed by passes/mask_tiles.cuh
+  bool bias = false;  // dense bias, read by broadcast strides
   bool softcap = false;
   bool positions = false;  // bands and slopes measure distances between positions[b, row], not between indices
   bool sinks = false;
@@ -32,9 +32,8 @@ struct Config {
   bool dropout_rows = false;  // the key of a row is looked up by its segment id, and positions are its coordinates
   bool narrow_rows = false;   // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
   bool staged_bias =
-      false;  // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
-  bool staged_mask = false;  // likewise of the mask
-  bool row_bias = false;     // the bias is the same for all queries: a row of it travels beside each tile of keys
+      false;              // tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries
+  bool row_bias = false;  // the bias is the same for all queries: a row of it travels beside each tile of keys
   bool shared_scores =
       false;            // backward: p and ds pass through shared memory, so that warps share products along both axes
   int grad_slices = 1;  // parts of the columns of dq, dk, dv, each computed by a block of its own
@@ -49,9 +48,10 @@ struct Config {
   bool integer_max = false;      // row maximum by three-input integer instructions
   bool ds_in_registers = false;  // ds as a register operand of the product for dq
   bool bulk_reduce = false;      // dq is added up by bulk reductions from shared memory, not by threads from registers
-  bool partial_results = false;  // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
-  int key_splits = 1;            // forward_combine: the parts
-  bool stores_ds = false;        // backward: gradients of the scores leave for memory in the place of a staged bias
+  bool partial_results =
+      false;               // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
+  int key_splits = 1;      // forward_combine: the parts
+  bool stores_ds = false;  // backward: gradients of the scores leave for memory in the place of a staged bias
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

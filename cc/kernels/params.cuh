@@ -43,7 +43,6 @@ struct ProblemParams {
   const void* k;                            // [B, S, K, D]
   const void* v;                            // [B, S, K, Dv]
   BroadcastArray bias;                      // (B, N, T, S) broadcast; Config::bias_element
-  BroadcastArray mask;                      // (B, N, T, S) broadcast; one byte each
   const int32_t* q_lengths;                 // [B] or null
   const int32_t* kv_lengths;                // [B] or null
   const int32_t* q_segments;                // [B, T] or null
@@ -72,6 +71,20 @@ struct ProblemParams {
   int32_t copy_bytes_v;  // likewise of v, out, dout, dv
 };
 
+// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns
+// keys, or the other way round; strides of broadcast axes are 0.
+//
+// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4 == q
+// hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
+struct PackedMask {
+  const uint32_t* words;
+  const uint8_t* states;  // a MaskTile for each tile of rows and tile of columns
+  int64_t words_batch, words_head, words_column_tile;
+  int64_t states_batch, states_head;
+  int32_t words_row;  // 4 or 0
+  int32_t states_row_tile, states_column_tile;
+};
+
 struct ForwardParams {
   ProblemParams problem;
   void* out;              // [B, T, N, Dv]
@@ -79,6 +92,7 @@ struct ForwardParams {
   int32_t tiles;          // query tiles of one head
   int32_t slices;         // parts of Dv, each by its own CTA
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  PackedMask mask;        // rows are queries; read only if Config::mask
 };
 
 inline constexpr int kRowPadding = 128;
@@ -98,6 +112,7 @@ struct BackwardParams {
   int32_t tiles;   // tiles of one head along the axis that a CTA owns
   int32_t slices;  // parts of the head dim of the results, each by its own CTA
   int32_t section_heads;
+  PackedMask mask;  // rows are the axis that a CTA owns; read only if Config::mask
 };
 
 // passes/segment_ranges.cuh
@@ -120,20 +135,6 @@ struct PositionRangesParams {
   int32_t tile[2];
   int32_t tiles[2];
   int32_t batch;
-};
-
-// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns
-// keys, or the other way round; strides of broadcast axes are 0.
-//
-// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4 == q
-// hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
-struct PackedMask {
-  const uint32_t* words;
-  const uint8_t* states;  // a MaskTile for each tile of rows and tile of columns
-  int64_t words_batch, words_head, words_column_tile;
-  int64_t states_batch, states_head;
-  int32_t words_row;  // 4 or 0
-  int32_t states_row_tile, states_column_tile;
 };
 
 // What the pairs of a tile have in common, as far as they exist.

@@ -78,7 +78,6 @@ class Tile:
     grad_slices: int = 1
     shared_scores: bool = False
     staged_bias: bool = False
-    staged_mask: bool = False
 
 
 def shared_limit_bytes(arch: tuple[int, int]) -> int:
@@ -93,6 +92,10 @@ def shared_limit_bytes(arch: tuple[int, int]) -> int:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _is_number(extent: object) -> bool:
+    return isinstance(extent, int)
 
 
 def _element_bytes(dtype: str) -> int:
@@ -110,7 +113,7 @@ def _blocks(shared_bytes: int, limit: int) -> int:
 def _can_stage(
     shape: tuple[int, ...] | None, element_bytes: int, problem: Problem, tile_kv: int
 ) -> bool:
-    """Whether tiles of a bias or mask can be copied to shared memory: both axes, rows on 16-byte boundaries."""
+    """Whether tiles of a bias can be copied to shared memory: both axes, rows on 16-byte boundaries."""
     if shape is None:
         return False
     both = shape[2] == problem.q_len > 1 and shape[3] == problem.kv_len > 1
@@ -118,16 +121,16 @@ def _can_stage(
 
 
 def staged_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory of one stage for the tiles of bias and mask."""
-    pairs = tile.tile_q * tile.tile_kv
-    bias = pairs * _element_bytes(problem.bias_dtype) if tile.staged_bias else 0
-    return bias + (pairs if tile.staged_mask else 0)
+    """Shared memory of one stage for the tile of a bias."""
+    return (
+        tile.tile_q * tile.tile_kv * _element_bytes(problem.bias_dtype) if tile.staged_bias else 0
+    )
 
 
 def _stage(
     tile: Tile, problem: Problem, arch: tuple[int, int], bytes_of: Callable[[Tile], int]
 ) -> Tile:
-    """Lets a tile read bias and mask through shared memory where that leaves as many blocks on a multiprocessor.
+    """Lets a tile read the bias through shared memory where that leaves as many blocks on a multiprocessor.
 
     The tile itself is chosen without it: the bits of a result do not depend on the form of a bias.
     """
@@ -137,7 +140,6 @@ def _stage(
         staged_bias=_can_stage(
             problem.bias, _element_bytes(problem.bias_dtype), problem, tile.tile_kv
         ),
-        staged_mask=_can_stage(problem.mask, 1, problem, tile.tile_kv),
     )
 
     unchanged = _blocks(bytes_of(staged), limit) == _blocks(bytes_of(tile), limit)
@@ -253,7 +255,6 @@ def kernel_key(family: str, problem: Problem, arch: tuple[int, int], tile: Tile)
         "narrow_rows": problem.head_dim % wide != 0 or problem.head_dim_v % wide != 0,
     }
     flags["staged_bias"] = tile.staged_bias
-    flags["staged_mask"] = tile.staged_mask
     members |= {name: 1 for name, used in flags.items() if used}
     if tile.shared_scores:
         members["shared_scores"] = 1
@@ -292,9 +293,13 @@ _SEGMENT_RANGE_BYTES = 16  # of one tile: SegmentRange and PositionRange in cc/k
 _POSITION_RANGE_BYTES = 8
 
 
-def range_keys(problem: Problem, arch: tuple[int, int]) -> list[str]:
-    """Keys of the passes that find the ranges of segments and positions of tiles."""
-    needed = {"segment_ranges": problem.segments, "position_ranges": _has_position_band(problem)}
+def tile_pass_keys(problem: Problem, arch: tuple[int, int]) -> list[str]:
+    """Keys of the passes that find out about tiles: ranges of segments and positions, and what a mask hides."""
+    needed = {
+        "segment_ranges": problem.segments,
+        "position_ranges": _has_position_band(problem),
+        "mask_tiles": problem.mask is not None,
+    }
     return [_pass_key(family, arch) for family, is_needed in needed.items() if is_needed]
 
 
@@ -306,16 +311,43 @@ def range_bytes(problem: Problem, batch: int, tile_q: int, tile_kv: int) -> int:
     return segments + (positions if _has_position_band(problem) else 0)
 
 
-def _range_bytes(problem: Problem, batch: int, tile: Tile) -> int:
-    return range_bytes(problem, batch, tile.tile_q, tile.tile_kv)
+def _aligned(size: int) -> int:
+    """The bytes of a piece of scratch; a symbolic size counts as one that fills its last block hardly at all."""
+    return _round_up(size, _SCRATCH_ALIGNMENT) if _is_number(size) else size + _SCRATCH_ALIGNMENT
+
+
+def mask_tiles_bytes(shape: tuple[int, ...], tile_rows: int, tile_columns: int) -> int:
+    """Returns the scratch of one packed mask (``cc/cuda/mask_tiles.cc``).
+
+    Args:
+      shape: of the mask, with the axis of the fragments' rows before that of their columns.
+      tile_rows, tile_columns: of the kernel that reads it, along these axes.
+    """
+    batch, heads, rows, columns = shape
+    row_tiles = 1 if rows == 1 else -(-rows // tile_rows)
+    rows_padded = 1 if rows == 1 else row_tiles * tile_rows
+    column_tiles = 1 if columns == 1 else -(-columns // tile_columns)
+    tiles = batch * heads * column_tiles
+    return _aligned(tiles * rows_padded * 16) + _aligned(tiles * row_tiles)
+
+
+def _tile_facts_bytes(problem: Problem, batch: int, tile: Tile, *, owns_keys: bool) -> int:
+    """Scratch for what the passes say about one kernel's tiles: ranges, and the packed mask."""
+    found = range_bytes(problem, batch, tile.tile_q, tile.tile_kv)
+    if problem.mask is None:
+        return found
+    entries, heads, queries, keys = problem.mask
+    if owns_keys:
+        return found + mask_tiles_bytes((entries, heads, keys, queries), tile.tile_kv, tile.tile_q)
+    return found + mask_tiles_bytes((entries, heads, queries, keys), tile.tile_q, tile.tile_kv)
 
 
 def plan_forward(problem: Problem, batch: int, arch: tuple[int, int]) -> Plan:
     """Plans the forward pass of ``mem_efficient``. ``batch`` only scales the scratch and may be symbolic."""
     tile = forward_tile(problem, arch)
     keys = [kernel_key("sm80_forward", problem, arch, tile)]
-    keys += range_keys(problem, arch)
-    return Plan(";".join(keys), _range_bytes(problem, batch, tile))
+    keys += tile_pass_keys(problem, arch)
+    return Plan(";".join(keys), _tile_facts_bytes(problem, batch, tile, owns_keys=False))
 
 
 def keys_shared_bytes(tile: Tile, problem: Problem, *, fused: bool) -> int:
@@ -454,10 +486,6 @@ def dbias_tile(problem: Problem, arch: tuple[int, int]) -> Tile:
 _WANTED_DBIAS_BLOCKS = 512
 
 
-def _is_number(extent: object) -> bool:
-    return isinstance(extent, int)
-
-
 def _dbias_partials_bytes(problem: Problem, batch: int, tile: Tile) -> int:
     """Scratch for partial sums of dbias: none where the bias alone has tiles enough."""
     assert problem.bias is not None
@@ -521,7 +549,7 @@ def plan_backward(
         keys.append(
             kernel_key("sm80_backward" if fused else "sm80_backward_dkv", problem, arch, tile)
         )
-        scratch += _range_bytes(problem, batch, tile)
+        scratch += _tile_facts_bytes(problem, batch, tile, owns_keys=True)
         if fused:
             cast: dict[str, str | int] = {
                 "element": element,
@@ -537,14 +565,14 @@ def plan_backward(
     if want_q and not fused:
         tile = queries_tile(problem, arch)
         keys.append(kernel_key("sm80_backward_dq", problem, arch, tile))
-        scratch += _range_bytes(problem, batch, tile)
+        scratch += _tile_facts_bytes(problem, batch, tile, owns_keys=False)
     if want_bias and problem.bias is not None:
         tile = dbias_tile(problem, arch)
         keys.append(kernel_key("sm80_backward_dbias", problem, arch, tile))
         keys.append(_pass_key("sum_partials", arch, bias_element=_ELEMENTS[problem.bias_dtype]))
-        scratch += _range_bytes(problem, batch, tile)
+        scratch += _tile_facts_bytes(problem, batch, tile, owns_keys=False)
         scratch += _dbias_partials_bytes(problem, batch, tile) + _SCRATCH_ALIGNMENT
-    keys += range_keys(problem, arch)
+    keys += tile_pass_keys(problem, arch)
     return Plan(";".join(keys), scratch)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from jattn.backends.cuda_tiles import range_bytes
+from jattn.backends.cuda_tiles import mask_tiles_bytes, range_bytes
 from jattn.backends.flash_tiles import (
     LARGEST_HEAD_DIM,
     MASK_KEY,
     MAX_SHARED_BYTES,
     Plan,
     Problem,
-    mask_tiles_bytes,
 )
 from jattn.spec import Dropout
 
@@ -144,7 +143,7 @@ def _is_crowded(problem: Problem, *, staged_bias: bool) -> bool:
     terms = (problem.bias, problem.mask, problem.alibi_slopes, problem.dropout)
     used = sum(term is not None for term in terms) + problem.positions
     rows = problem.dropout is not None and problem.dropout.rows
-    direct = problem.bias is not None and not staged_bias
+    direct = problem.bias is not None and not staged_bias and problem.bias[2] > 1
     slopes_by_positions = problem.alibi_slopes is not None and problem.positions
     return problem.softcap > 0 or direct or rows or slopes_by_positions or used > 2
 
@@ -186,13 +185,14 @@ def keys_tile(problem: Problem, *, fused: bool, stores_ds: bool = False) -> Tile
     if head_dim == 64:
         if _is_crowded(problem, staged_bias=staged):
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
-        # Two tiles of a bias are worth more than the room for bulk reductions; slopes without a band take their
+        # Two tiles of a bias are worth more than the room for bulk reductions; other summands without a band take their
         # registers.
-        slopes = problem.alibi_slopes is not None and problem.band.unbounded
-        return dataclasses.replace(tile, tile_q=128, bulk_reduce=fused and not (staged or slopes))
+        adds = problem.alibi_slopes is not None or problem.bias is not None
+        bulk = fused and not staged and not (adds and problem.band.unbounded)
+        return dataclasses.replace(tile, tile_q=128, bulk_reduce=bulk)
     if problem.band.unbounded and not _has_step_terms(problem) and problem.mask is None:
         return dataclasses.replace(tile, ds_in_registers=fused)
-    if stores_ds or (problem.alibi_slopes is not None and problem.positions):
+    if problem.alibi_slopes is not None and problem.positions:
         return tile  # registers
     bulk = dataclasses.replace(tile, bulk_reduce=fused)
     return bulk if keys_shared_bytes(bulk, problem, fused=fused) <= MAX_SHARED_BYTES else tile
@@ -263,6 +263,7 @@ def _attention_key(family: str, problem: Problem, tile: Tile) -> str:
         "dropout": problem.dropout is not None,
         "dropout_rows": problem.dropout is not None and problem.dropout.rows,
         "staged_bias": tile.staged_bias,
+        "row_bias": problem.bias is not None and problem.bias[2] == 1,
     }
     members: dict[str, str | int] = {
         "element": _ELEMENTS[problem.dtype],

@@ -13,12 +13,12 @@ from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
 from jattn.backends.mem_efficient import MemEfficientBackend
 from jattn.device import Device
 from jattn.masks import Band
-from jattn.spec import Spec
+from jattn.spec import Dropout, Spec
 
 ARCHS = ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
 HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (72, 136), (128, 128), (192, 128), (256, 256), (512, 512))
 # Unaligned pieces are rounded up to this many bytes, each on its own; Python may count one more piece than there is.
-SLACK_BYTES = 8 * 256
+SLACK_BYTES = 16 * 256
 
 
 def specs() -> list[Spec]:
@@ -76,6 +76,9 @@ def specs() -> list[Spec]:
                         mask=(1, 1, q_len, kv_len),
                         kv_lengths=True,
                         segments=True,
+                        positions=q_len % 2 == 1,
+                        alibi_slopes=(1, num_heads),
+                        dropout=Dropout((batch, num_heads), rows=q_len % 2 == 1),
                     )
                 )
     return found
@@ -167,16 +170,14 @@ def test_flash_forward() -> None:
 
 def test_flash_backward() -> None:
     for spec in filter(runs_on_flash, SPECS):
-        if spec.bias is not None or spec.mask is not None:
-            continue
-        for deterministic, *wants in itertools.product((False, True), repeat=4):
-            if not any(wants):
+        for deterministic, *wants in itertools.product((False, True), repeat=5):
+            if not any(wants) or (wants[3] and spec.bias is None):
                 continue
             plan = flash_backward_tiles.plan_backward(
                 spec,
                 spec.batch,
                 spec.num_heads,
-                wants=(wants[0], wants[1], wants[2]),
+                wants=(wants[0], wants[1], wants[2], wants[3]),
                 deterministic=deterministic,
             )
-            check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=(*wants, False))
+            check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=tuple(wants))

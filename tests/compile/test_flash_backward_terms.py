@@ -52,14 +52,38 @@ def test_no_spills(term: str, form: str, head_dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("term", TERMS)
 def test_keys_say_what_the_problem_has(term: str) -> None:
     spec = test_flash_terms.problem((128, 128), **TERMS[term])
-    wanted = {word for word in test_flash_terms.WORDS.get(term, ()) if word != "row_bias=1"}
+    wanted = set(test_flash_terms.WORDS.get(term, ()))
     for deterministic in FORMS.values():
         keys = attention_keys(spec, deterministic=deterministic)
         families = {key.split()[0].removeprefix("family=") for key in keys}
         main = {"sm90_backward_dkv", "sm90_backward_dq"} if deterministic else {"sm90_backward"}
-        assert families == main | ({"sm90_backward_dbias"} if spec.bias is not None else set())
+        stores_ds = tiles.can_store_ds(spec, spec.batch, spec.num_heads)
+        assert stores_ds == (term == "staged-bias")
+        own_kernel = spec.bias is not None and not stores_ds
+        assert families == main | ({"sm90_backward_dbias"} if own_kernel else set())
+        assert sum("stores_ds=1" in key.split() for key in keys) == int(stores_ds)
         for key in keys:
             assert wanted <= set(key.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "stored"),
+    [
+        ({}, True),
+        ({"bias": (2, 4, 1024, 1024)}, True),
+        ({"bias": (1, 1, 1024, 1024)}, False),  # heads share it
+        ({"bias_dtype": "float32"}, False),
+        ({"softcap": 30.0}, False),
+        ({"head_dim": 192}, False),
+        ({"kv_len": 1020, "bias": (1, 4, 1024, 1020)}, False),  # rows off 16-byte boundaries
+    ],
+    ids=str,
+)
+def test_ds_is_stored_where_it_is_the_gradient_of_the_bias(
+    change: dict[str, object], stored: bool
+) -> None:
+    spec = test_flash_terms.problem((128, 128), **(TERMS["staged-bias"] | change))
+    assert tiles.can_store_ds(spec, spec.batch, spec.num_heads) == stored
 
 
 def shared_bytes(keys: list[str], folder: Path) -> list[int]:
@@ -103,7 +127,8 @@ def test_shared_memory_is_counted_as_the_kernels_count_it(tmp_path: Path) -> Non
                 elif family == "sm90_backward_dbias":
                     counted.append(tiles.dbias_shared_bytes(tiles.dbias_tile(spec), spec))
                 else:
-                    tile = tiles.keys_tile(spec, fused=not deterministic)
+                    stores_ds = tiles.can_store_ds(spec, spec.batch, spec.num_heads)
+                    tile = tiles.keys_tile(spec, fused=not deterministic, stores_ds=stores_ds)
                     fused = family == "sm90_backward"
                     counted.append(tiles.keys_shared_bytes(tile, spec, fused=fused))
                 keys.append(_core.canonical_kernel_key(key))

@@ -11,7 +11,22 @@ from jattn import _core
 KEYS = toolchain.one_key_per_family()
 # Options that may be switched on together in every kernel of sm80; sm90 has no dense masks and biases.
 FLAGS = {
-    "sm80": {"band": 1, "lengths": 1, "segments": 1, "mask": 1, "bias": 1, "softcap": 1},
+    "sm80": dict.fromkeys(
+        (
+            "band",
+            "lengths",
+            "segments",
+            "mask",
+            "bias",
+            "softcap",
+            "positions",
+            "sinks",
+            "alibi",
+            "dropout",
+            "dropout_rows",
+        ),
+        1,
+    ),
     "sm90": {"band": 1, "lengths": 1, "segments": 1, "softcap": 1},
 }
 

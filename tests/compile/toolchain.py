@@ -14,6 +14,7 @@ import pytest
 
 from jattn import _core, ffi
 from jattn.backends import cuda_tiles, flash_tiles
+from jattn.masks import Band
 from jattn.spec import Spec
 
 MIN_NVCC = (12, 8)
@@ -40,10 +41,14 @@ def one_key_per_family() -> dict[str, str]:
     """A key of every family: a listed one, else one that Python plans for a problem that needs the family."""
     plain = Spec(1, 256, 256, 2, 2, 64, 64, "bfloat16", 0.125, segments=True)
     biased = dataclasses.replace(plain, bias=(1, 1, 256, 256), bias_dtype="bfloat16")
+    moved = dataclasses.replace(plain, positions=True, band=Band(right=0))
     hopper = (9, 0)
+    few_queries = dataclasses.replace(plain, kv_len=8192, segments=False)
     plans = [
         flash_tiles.plan_forward(plain, 1).kernels,
+        flash_tiles.plan_forward(few_queries, 1, few_queries.num_heads).kernels,
         cuda_tiles.plan_forward(biased, 1, hopper).kernels,
+        cuda_tiles.plan_forward(moved, 1, hopper).kernels,
     ]
     for deterministic in (False, True):
         plan = cuda_tiles.plan_backward(

@@ -22,7 +22,10 @@ def sweep_of(backend: str) -> list[Case]:
     if backend == "cpu":
         return list(cases.sweep())
     tags = ("mask", "group", "scale", "length", "values") if backend == "xla" else ("mask", "group")
-    thinned = ("head_dim", "bias", "float64")
+    thinned = (
+        *("head_dim", "bias", "float64"),
+        *("positions", "sinks", "alibi", "dropout", "dropout_rows"),
+    )
     chosen = [
         case
         for tag in tags

@@ -42,11 +42,12 @@ def load_demo() -> ModuleType:
 demo = load_demo()
 
 
-def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_demo(out: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.run(
         [sys.executable, "examples/train_lm.py", *TINY, "--out", str(out), *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         check=False,
@@ -64,6 +65,23 @@ def test_demo_trains_and_its_claims_hold(tmp_path: Path) -> None:
     assert set(result["runs"]["jattn reference"]["calls"]) == {"reference"}
     assert len(result["runs"]["jattn"]["losses"]) == 300
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_dropout_gives_the_same_curve_on_one_device_and_on_a_mesh(tmp_path: Path) -> None:
+    """Two by two virtual devices drop the weights that one drops; no dropout is another curve."""
+    losses = {}
+    for name, devices, arguments in (
+        ("one", 1, ["--dropout", "0.3"]),
+        ("mesh", 4, ["--dropout", "0.3", "--mesh", "2x2"]),
+        ("none", 1, []),
+    ):
+        short = ["--steps", "8", "--compare-steps", "1", "--sample-bytes", "1"]
+        finished = run_demo(tmp_path / name, *short, *arguments, devices=devices)
+        assert "ok      loss curve of 'jattn reference'" in finished.stdout, finished.stderr
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        losses[name] = np.array(result["runs"]["jattn"]["losses"])
+    assert np.abs(losses["one"] - losses["mesh"]).max() < 1e-5
+    assert np.abs(losses["one"] - losses["none"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -133,7 +151,16 @@ def test_dense_mask_is_the_segments_spelled_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "3", "--compare-steps", "4"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--steps", "3", "--compare-steps", "4"],
+        ["--dropout", "1.0"],
+        ["--mesh", "100x1"],
+        ["--mesh", "two"],
+    ],
+)
 def test_demo_refuses_sizes_that_make_no_sense(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

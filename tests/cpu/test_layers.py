@@ -17,7 +17,16 @@ PACKAGE = ROOT / "jattn"
 # Lowest first. A name ending in ".*" is a package: its own modules count as one module here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "device", "config", "counters", "jax_interface"),  # words
-    ("masks", "spec", "ragged", "dropout", "reference", "blocked", "sharding", "sharding.partition"),  # the problem
+    (
+        "masks",
+        "spec",
+        "ragged",
+        "dropout",
+        "reference",
+        "blocked",
+        "sharding",
+        "sharding.partition",
+    ),  # the problem
     ("backends.*", "ffi"),  # backends
     ("dispatch", "call_plan"),  # choosing, and what the choice means
     ("autodiff", "call_timing"),  # transformations

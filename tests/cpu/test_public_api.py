@@ -60,9 +60,15 @@ def test_the_signature_begins_with_that_of_jax_nn() -> None:
     assert all(p.default is not inspect.Parameter.empty for p in added)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if inspect.isfunction(inspect.unwrap(getattr(jattn, n)))]
-)
+def own_functions() -> list[str]:
+    """Functions of ours; ``checkpoint_policy`` is one of JAX's in some releases and another object in others."""
+    found = {name: inspect.unwrap(getattr(jattn, name)) for name in NAMES}
+    return [
+        n for n, f in found.items() if inspect.isfunction(f) and f.__module__.startswith("jattn")
+    ]
+
+
+@pytest.mark.parametrize("name", own_functions())
 def test_functions_are_documented_with_every_parameter(name: str) -> None:
     function = inspect.unwrap(getattr(jattn, name))
     docstring = inspect.getdoc(function)

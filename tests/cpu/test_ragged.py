@@ -5,6 +5,9 @@ padding; what is left is about the type, the conversions, refusals and transform
 """
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +83,7 @@ def test_R013_R014_R016_features_on_the_kernel(case: RaggedCase) -> None:
     verify(case, "cpu")
 
 
-@pytest.mark.parametrize("case", short_list([FEATURES[1], *R100[1::4]], 8))
+@pytest.mark.parametrize("case", short_list([FEATURES[1], *R100[1::4]], 99))
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_R063_plain_backends_pad(case: RaggedCase, backend: str) -> None:
     """They take the padded form by themselves: B * max_length**2 pairs, not total**2."""
@@ -654,6 +657,69 @@ def test_R002_wrong_conversions() -> None:
             RaggedArray.from_segment_ids(values, jnp.asarray(ids), 2)
 
 
+def _layer(x: Any, weights: dict[str, jax.Array], attention: Callable[..., Any]) -> Any:
+    """One post-norm encoder layer on rows (..., F); `attention` takes and gives (..., heads, head dim)."""
+
+    def norm(x: jax.Array) -> jax.Array:
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+    q, k, v = (y.reshape(*y.shape[:-1], 4, -1) for y in jnp.split(x @ weights["qkv"], 3, axis=-1))
+    x = norm(x + attention(q, k, v).reshape(x.shape) @ weights["out"])
+    return norm(x + jax.nn.gelu(x @ weights["up"]) @ weights["down"])
+
+
+def test_T006_T014_an_encoder_of_ragged_layers(backend: str) -> None:
+    """Three layers over lengths [10, 0, 8, 0, 6, 2]: the offsets stay, and the rows are those of the dense form with
+    lengths; whole sequences are padding.
+    """
+    lengths, width = np.array([10, 0, 8, 0, 6, 2]), 32
+    dense = normal(1, 6, 10, width)
+    sizes = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 64),
+        "down": (64, width),
+    }
+    layers = [
+        {name: 0.2 * normal(10 * i + j, *size) for j, (name, size) in enumerate(sizes.items())}
+        for i in range(3)
+    ]
+    counts = jnp.asarray(lengths, jnp.int32)
+    mask = jnp.arange(10) < counts[:, None]
+
+    @jax.jit
+    def ragged_arm(x: RaggedArray) -> RaggedArray:
+        def call(*qkv: jax.Array) -> jax.Array:
+            operands = (x.with_values(y) for y in qkv)
+            return attend(*operands, implementation=backend).values  # type: ignore[no-any-return]
+
+        values = x.values
+        for weights in layers:
+            values = _layer(values, weights, call)
+        return x.with_values(values)
+
+    @jax.jit
+    def dense_arm(x: jax.Array) -> jax.Array:
+        call = functools.partial(
+            jattn.dot_product_attention,
+            query_seq_lengths=counts,
+            key_value_seq_lengths=counts,
+            implementation="cpu",
+        )
+        for weights in layers:
+            x = _layer(x, weights, call)
+        return x
+
+    x = RaggedArray.from_mask(dense, mask)
+    out, want = ragged_arm(x), np.asarray(dense_arm(dense))
+    np.testing.assert_array_equal(out.offsets, x.offsets)
+    assert out.max_length == x.max_length
+    for got, row, length in zip(sequences(out), want, lengths, strict=True):
+        assert got.shape[0] == length
+        np.testing.assert_allclose(got, row[:length], rtol=1e-4, atol=1e-4)
+
+
 def test_T021_from_a_padding_mask() -> None:
     """The eager check of the seed: a left-aligned mask packs, another one is refused and stays a dense mask."""
     x = normal(1, 1, 3, 2, 4)
@@ -726,6 +792,48 @@ def test_R030_R031_R108_a_ragged_batch_axis(backend: str) -> None:
     assert not np.asarray(grad[5:]).any()
     with pytest.raises(ValueError, match="same rows"):
         attend(x, x.with_values(x.values[:5]), x.with_values(x.values[:5]))
+
+
+HEADS_OVER_A_MESH = """
+import functools, re
+import jax, jax.numpy as jnp, numpy as np, jattn
+from jax.sharding import NamedSharding, PartitionSpec as P
+rng = np.random.default_rng(0)
+rows = lambda heads: jnp.asarray(rng.standard_normal((40, heads, 16)), jnp.float32)
+offsets = jnp.asarray([0, 9, 9, 31, 37], jnp.int32)
+q = jattn.RaggedArray(rows(4), offsets, None, 22)
+k, v = q.with_values(rows(2)), q.with_values(rows(2))
+mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+put = lambda x: x.with_values(jax.device_put(x.values, NamedSharding(mesh, P(None, "model"))))
+slopes = jnp.asarray([0.5, 0.25, 0.125, 0.1])
+def step(q, k, v):
+    call = lambda *x: jattn.ragged_dot_product_attention(
+        *(a.with_values(b) for a, b in zip((q, k, v), x)), is_causal=True, implementation="cpu",
+        alibi_slopes=slopes, sinks=slopes, dropout_rate=0.3, dropout_seed=7).values
+    out, pullback = jax.vjp(call, q.values, k.values, v.values)
+    return out, pullback(out)
+want = jax.jit(step)(q, k, v)
+run = jax.jit(step).lower(*map(put, (q, k, v))).compile()
+for a, b in zip(jax.tree.leaves(run(*map(put, (q, k, v)))), jax.tree.leaves(want)):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert "model" in str(a.sharding.spec), a.sharding
+found = set(re.findall(r"all-gather|all-to-all|collective-permute", run.as_text()))
+assert not found, found
+print("ok")
+"""
+
+
+def test_J02_heads_of_ragged_batches_over_a_mesh() -> None:
+    """Two virtual devices: the same bits, dropout included, and nothing is gathered."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        [sys.executable, "-c", HEADS_OVER_A_MESH],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "ok", done.stderr[-3000:]
 
 
 # ---- Cumulative lengths, as other libraries pass them --------------------------------------------------------------

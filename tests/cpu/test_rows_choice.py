@@ -1,5 +1,7 @@
 """Rows past T060 that are about choosing, and need no GPU for it."""
 
+import warnings
+
 import jax
 import pytest
 
@@ -26,6 +28,41 @@ def test_T069_determinism_does_not_change_the_choice(mode: str) -> None:
             assert (
                 jattn.select_backend(*arrays, device=SM90, needs_grad=needs_grad) == "mem_efficient"
             )
+
+
+@pytest.mark.parametrize("mode", ["off", "warn", "strict"])
+@pytest.mark.parametrize(
+    ("backend", "title"),
+    [("mem_efficient", "Memory Efficient attention"), ("flash", "Flash Attention")],
+)
+def test_T070_determinism_is_spoken_of_once_while_tracing(
+    backend: str, title: str, mode: str
+) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(x, x, x, implementation=backend)
+        return out.astype("float32").sum()
+
+    x = jax.ShapeDtypeStruct((1, 64, 8, 64), "float16")
+    with (
+        jattn.target_device(SM90),
+        jattn.deterministic(mode),  # type: ignore[arg-type]
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        jax.eval_shape(jax.grad(loss), x)
+    said = [str(w.message) for w in caught]
+    if mode == "warn":
+        assert len(said) == 1
+        assert said[0].startswith(f"{title} defaults to a non-deterministic algorithm")
+    else:
+        assert said == []
+
+
+@pytest.mark.filterwarnings("ignore:jattn:UserWarning")
+def test_T070_cudnn_is_never_taken_for_deterministic() -> None:
+    x = jax.ShapeDtypeStruct((1, 64, 8, 64), "float16")
+    with jattn.deterministic("strict"), pytest.raises(jattn.NoBackendError):
+        jattn.select_backend(x, x, x, implementation="cudnn", device=SM90, needs_grad=True)
 
 
 @pytest.mark.parametrize("case", ["T088", "T089"])

@@ -51,14 +51,17 @@ def test_T052_gradcheck_through_a_packed_projection(contiguous: bool, backend: s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_T053_choice_on_cpu(dtype: str) -> None:
-    """Dense: the CPU kernel in all four types. Dropout and ragged batches arrive later; their keywords are refused."""
+    """The CPU kernel in all four types, with dropout too, which the seed left to the reference."""
     with jax.enable_x64(dtype == "float64"):
         x = jax.ShapeDtypeStruct((2, 128, 8, 64), dtype)
-        assert jattn.select_backend(x, x, x, device=jattn.Device("cpu")) == "cpu"
-        assert jattn.select_backend(x, x, x, device=jattn.Device("cpu"), needs_grad=True) == "cpu"
-        for unknown in ({"dropout_rate": 0.7}, {"dropout_p": 0.7}):
-            with pytest.raises(TypeError, match="dropout"):
-                jattn.select_backend(x, x, x, **unknown)
+        for options in ({}, {"dropout_rate": 0.7, "dropout_seed": 1}):
+            for needs_grad in (False, True):
+                chosen = jattn.select_backend(
+                    x, x, x, device=jattn.Device("cpu"), needs_grad=needs_grad, **options
+                )
+                assert chosen == "cpu"
+        with pytest.raises(TypeError, match="dropout_p"):
+            jattn.select_backend(x, x, x, dropout_p=0.7)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -220,7 +223,7 @@ def test_T060_broadcast_mask(dtype: str, backend: str) -> None:
 def test_T019_against_the_plain_formula(
     rank: int, is_causal: bool, mask_rank: int | None, dtype: str, backend: str
 ) -> None:
-    """The op against an independent numpy formula. Mask and is_causal both apply (D02); dropout arrives later."""
+    """The op against an independent numpy formula. Mask and is_causal both apply (D02)."""
     case = Case(
         name=f"T019-{rank}-{mask_rank}-{is_causal}-{dtype}",
         batch=5 if rank == 4 else 1,
@@ -256,8 +259,51 @@ def test_T019_against_the_plain_formula(
             check_grads(jax.jit(attend), (q, k, v), order=1, modes=("rev",))
 
 
-@pytest.mark.parametrize("dropout", [0.2, 0.5])
-def test_T019_dropout_arrives_later(dropout: float) -> None:
-    x = jnp.ones((1, 4, 1, 6))
-    with pytest.raises(TypeError, match="dropout_rate"):
-        jattn.dot_product_attention(x, x, x, dropout_rate=dropout)  # type: ignore[call-overload]
+@pytest.mark.backends("reference", "cpu")
+@pytest.mark.parametrize(
+    ("rank", "mask_rank", "is_causal"),
+    [(3, None, False), (3, 2, True), (3, 3, False), (4, None, False), (4, 2, False), (4, 4, True)],
+)
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_T019_with_dropout(
+    rate: float, rank: int, mask_rank: int | None, is_causal: bool, backend: str
+) -> None:
+    """The plain formula with the keep-mask put in; without a mask its gradients numerically too."""
+    case = Case(
+        name=f"T019-{rank}-{mask_rank}-{is_causal}-{rate}",
+        batch=5 if rank == 4 else 1,
+        q_len=4,
+        kv_len=3,
+        num_heads=2,
+        head_dim=6,
+        head_dim_v=6,
+        dtype="float64",
+        is_causal=is_causal,
+        mask_form={None: None, 2: "ts", 3: "nts", 4: "bnts"}[mask_rank],
+        dropout_rate=rate,
+    )
+    operands = inputs.make(case)
+    want = oracle.solve(case, operands)
+    kept = np.asarray(
+        jattn.dropout_mask(
+            operands.dropout_seed, operands.dropout_offset, (case.batch, 2, 4, 3), rate
+        )
+    )
+    np.testing.assert_array_equal(kept, want.z > 0)
+    with jax.enable_x64(True):
+        lead = 0 if rank == 3 else slice(None)
+        q, k, v = (jnp.asarray(x[lead]) for x in (operands.q, operands.k, operands.v))
+        mask = None if operands.mask is None else operands.mask
+        attend = functools.partial(
+            jattn.dot_product_attention,
+            mask=None if mask is None else jnp.asarray(mask if mask_rank != 4 else mask[lead]),
+            is_causal=is_causal,
+            implementation=backend,
+            dropout_rate=rate,
+            dropout_seed=operands.dropout_seed,
+            dropout_offset=operands.dropout_offset,
+        )
+        got = np.asarray(jax.jit(attend)(q, k, v))
+        np.testing.assert_allclose(got, want.out.astype(np.float64)[lead], rtol=1e-7, atol=1e-7)
+        if mask is None:
+            check_grads(jax.jit(attend), (q, k, v), order=1, modes=("rev",))

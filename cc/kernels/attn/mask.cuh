@@ -98,37 +98,4 @@ __device__ __forceinline__ void mask_positions(float (&s)[kM][kN][4], const Prob
   }
 }
 
-// Dense mask of one byte per pair.
-template <bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void mask_dense(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
-                                           int row0, int column0) {
-  const BroadcastReader<kTransposed> reader(problem.mask, problem, batch, head);
-  const uint8_t* mask = static_cast<const uint8_t*>(problem.mask.data);
-  if constexpr (!kTransposed) {
-    if (problem.mask.pairs) {
-      const int lane = threadIdx.x & 31;
-      const int column = column0 + 2 * (lane & 3);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = row0 + 16 * m + 8 * h + (lane >> 2);
-          const uint8_t* line = mask + reader.base + row * problem.mask.stride_query + column;
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            const bool inside = row < problem.q_len && column + 8 * n < problem.kv_len;
-            const uint16_t two = inside ? __ldg(reinterpret_cast<const uint16_t*>(line + 8 * n)) : uint16_t(0);
-            if ((two & 0x00ff) == 0) s[m][n][2 * h] = -infinity();
-            if ((two & 0xff00) == 0) s[m][n][2 * h + 1] = -infinity();
-          }
-        }
-      }
-      return;
-    }
-  }
-  reader.template each<kM, kN>(row0, column0, [&](int m, int n, int h, int e, int64_t index) {
-    if (index < 0 || __ldg(mask + index) == 0) s[m][n][2 * h + e] = -infinity();
-  });
-}
-
 }  // namespace jattn

@@ -1,5 +1,5 @@
-// Least and greatest segment id, and the set of ids, of every tile of queries and of keys, so that attention kernels skip tiles that share
-// none.
+// Least and greatest segment id, and the set of ids, of every tile of queries and of keys, so that attention kernels skip
+// tiles that share none.
 //
 // Unit of the family segment_ranges: entry segment_ranges<kConfig>, parameters SegmentRangesParams. One warp per tile.
 #pragma once
@@ -26,7 +26,7 @@ __device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params
   const int32_t* ids = params.segments[side] + entry * length;
   int low = 0x7fffffff, high = -1;
   bool padding = false;
-  uint32_t members[2] = {0, 0};
+  uint32_t low_members = 0, high_members = 0;  // not an array: an index known only at run time would put it into memory
   for (int i = first + lane; i < min(first + tile, length); i += 32) {
     const int id = ids[i];
     if (id < 0) {
@@ -34,15 +34,18 @@ __device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params
     } else {
       low = min(low, id);
       high = max(high, id);
-      members[id / 32 % 2] |= 1u << id % 32;
+      const uint32_t bit = 1u << (id & 31);
+      low_members |= (id & 32) == 0 ? bit : 0;
+      high_members |= (id & 32) != 0 ? bit : 0;
     }
   }
   low = __reduce_min_sync(0xffffffffu, low);
   high = __reduce_max_sync(0xffffffffu, high);
   padding = __any_sync(0xffffffffu, padding);
-  for (uint32_t& word : members) word = __reduce_or_sync(0xffffffffu, word);
+  low_members = __reduce_or_sync(0xffffffffu, low_members);
+  high_members = __reduce_or_sync(0xffffffffu, high_members);
   if (lane == 0) {
-    params.ranges[side][index] = {padding ? -1 - low : low, high, members[0] | uint64_t(members[1]) << 32};
+    params.ranges[side][index] = {padding ? -1 - low : low, high, low_members | uint64_t(high_members) << 32};
   }
 }
 

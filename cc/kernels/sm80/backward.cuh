@@ -23,6 +23,7 @@
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/mask_words.cuh"
 #include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
@@ -82,8 +83,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   const ScoreTile ds_tile{dout_base + kStages * ValueTile::bytes(kTileQ)};
   const ScoreTile p_tile{ds_tile.address + ScoreTile::bytes(kTileKv)};
   const uint32_t statistics_base = ds_tile.address + backward_score_tiles(kConfig, kFused) * ScoreTile::bytes(kTileKv);
-  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
-  constexpr int kStagedBytes = staged_bias_bytes(kConfig) + staged_mask_bytes(kConfig);
+  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias;
+  constexpr int kStagedBytes = staged_bias_bytes(kConfig);
   const uint32_t staged_base = statistics_base + kStages * backward_statistics_bytes(kConfig);
   const uint32_t saved = staged_base + kStages * kStagedBytes;
 
@@ -104,8 +105,9 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, band, sequence.q_length, kTileQ);
   if (row_end < row_begin + kTileKv) range.full_end = range.full_begin;  // keys beyond the length must be masked
 
-  TileWalk<kConfig> walk{range.begin};
+  TileWalk<kConfig, MaskFilter<kConfig>> walk{range.begin};
   walk.filter.template load<true>(problem, item.batch, item.tile, sequence.band);
+  walk.filter.look_at(params.mask, item.batch, first_head, item.tile);
   const int32_t* q_segments = nullptr;
   const int32_t* kv_segments = nullptr;
   if constexpr (kConfig.segments) {
@@ -129,11 +131,22 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   struct Step {
     int member, tile;
   };
+  // Each head has a mask of its own: some may have no tile.
+  const auto next_head_with_tiles = [&](Step& step, int end) {
+    while (step.tile < 0 && step.member + 1 < problem.group_size) {
+      ++step.member;
+      walk.filter.look_at(params.mask, item.batch, first_head + step.member, item.tile);
+      walk.hits = 0;
+      step.tile = walk.at_or_below(end - 1);
+    }
+  };
   const auto following = [&](Step step) {
     const uint2 limits = ptx::load_shared_u32x2(saved + 2 * kSavedBytes + 8);
     walk.begin = limits.x;
     step.tile = walk.at_or_below(step.tile - 1);
-    if (step.tile < 0 && step.member + 1 < problem.group_size) {
+    if constexpr (kConfig.mask) {
+      next_head_with_tiles(step, int(limits.y));
+    } else if (step.tile < 0 && step.member + 1 < problem.group_size) {  // all heads have the same tiles
       ++step.member;
       step.tile = walk.at_or_below(int(limits.y) - 1);
     }
@@ -181,6 +194,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   clear(dv);
 
   Step step{0, walk.at_or_below(range.end - 1)};
+  if constexpr (kConfig.mask) next_head_with_tiles(step, range.end);
   if (step.tile >= 0) {
     const bool padded = walk.filter.own_padding();
     const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
@@ -235,6 +249,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       }
     }
 
+    MaskWords<kConfig.mask, kM> mask_words;
+    mask_words.load(params.mask, item.batch, head_of(step), row_begin + warp_row, step.tile, warp_column);
     float s[kM][kN][4];  // rows: keys, columns: queries
     clear(s);
     multiply_rows<kConfig.tf32_chain>(s, RowOperand<kElement, kD>::a(k_tile, warp_row),
@@ -265,11 +281,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     if constexpr (has_position_band(kConfig)) {
       if (!walk.filter.inside_band(step.tile)) mask_positions<true>(s, problem, item.batch, band, row0, column0);
     }
-    if constexpr (kStagedMask) {
-      mask_columns(s, pairs.mask(), warp_row, warp_column);
-    } else if constexpr (kConfig.mask) {
-      mask_dense<true>(s, problem, item.batch, head_of(step), row0, column0);
-    }
+    mask_words.apply(s);
 
     // lse is +inf in rows that see no key: their probabilities are 0.
     const uint32_t lse_address = statistics + (warp_column + (lane & 3) * 2) * 4;

@@ -14,6 +14,7 @@
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/mask_words.cuh"
 #include "sm80/score_gradient.cuh"
 #include "sm80/tile_copy.cuh"
 
@@ -88,8 +89,9 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     const TileRange range =
         visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
     if (kv_tile < range.begin || kv_tile >= range.end) continue;
-    TileFilter<kConfig> filter;
+    MaskFilter<kConfig> filter;
     filter.template load<false>(problem, batch, q_tile_index, sequence.band);
+    filter.look_at(params.mask, batch, head, q_tile_index);
     if (!filter.meets(kv_tile)) continue;
 
     const bool same_queries = batch == loaded_batch && head == loaded_head && q_tile_index == loaded_q_tile;

@@ -13,6 +13,7 @@
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/mask_words.cuh"
 #include "sm80/score_gradient.cuh"
 #include "sm80/tile_copy.cuh"
 
@@ -53,8 +54,9 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   if (row_begin < row_end) {
     range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
   }
-  TileWalk<kConfig> walk{range.begin};
+  TileWalk<kConfig, MaskFilter<kConfig>> walk{range.begin};
   walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
+  walk.filter.look_at(params.mask, item.batch, item.head, item.tile);
   const int32_t* kv_segments = nullptr;
   if constexpr (kConfig.segments) kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
   const auto copy_keys = [&](int tile, int stage) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   };
 
   const int warp_row = (threadIdx.x / 32) * kWarpRows;
-  constexpr bool kStaged = (kConfig.bias && kConfig.staged_bias) || (kConfig.mask && kConfig.staged_mask);
+  constexpr bool kStaged = kConfig.bias && kConfig.staged_bias;
   // A warp copies and reads its own rows only, so one tile is enough: it is filled again right after it was read.
   const PairTiles<kConfig> pairs{v_base + kStages * ValueTile::bytes(kTileKv)};
   const auto copy_pairs = [&](int tile) {

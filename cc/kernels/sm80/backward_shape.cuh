@@ -26,7 +26,7 @@ JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool
   const int keys = config.tile_kv * (config.head_dim + config.head_dim_v);
   const int queries = config.tile_q * (config.head_dim + config.head_dim_v);
   const int scores = backward_score_tiles(config, fused) * config.tile_kv * config.tile_q;
-  const int staged = staged_bias_bytes(config) + staged_mask_bytes(config);
+  const int staged = staged_bias_bytes(config);
   return (keys + config.stages * queries + scores) * bytes +
          config.stages * (backward_statistics_bytes(config) + staged) + backward_saved_bytes();
 }
@@ -74,7 +74,7 @@ JATTN_HOST_DEVICE constexpr int backward_dq_min_blocks(const Config&) { return 1
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
   return (config.tile_q + config.stages * config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes +
-         staged_bias_bytes(config) + staged_mask_bytes(config);
+         staged_bias_bytes(config);
 }
 
 JATTN_HOST_DEVICE constexpr int backward_dbias_threads(const Config& config) { return config.num_warps * 32; }
@@ -83,8 +83,8 @@ JATTN_HOST_DEVICE constexpr int backward_dbias_min_blocks(const Config&) { retur
 // One float per column, row and warp at the end, when the tiles are no longer needed.
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) {
   const int bytes = config.element == Element::kF32 ? 4 : 2;
-  const int loop = (config.tile_q + config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes +
-                   staged_bias_bytes(config) + staged_mask_bytes(config);
+  const int loop =
+      (config.tile_q + config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes + staged_bias_bytes(config);
   const int sums = config.num_warps * config.tile_kv * 4;
   return loop > sums ? loop : sums;
 }

@@ -22,6 +22,7 @@
 #include "params.cuh"
 #include "sm80/forward_shape.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/mask_words.cuh"
 #include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
@@ -68,14 +69,14 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   if (row_begin < row_end) {
     range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
   }
-  TileWalk<kConfig> walk{range.begin};
+  TileWalk<kConfig, MaskFilter<kConfig>> walk{range.begin};
   walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
+  walk.filter.look_at(params.mask, item.batch, item.head, item.tile);
   const int32_t* kv_segments = nullptr;
   if constexpr (kConfig.segments) kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
 
-  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias, kStagedMask = kConfig.mask && kConfig.staged_mask;
-  const uint32_t staged = base + forward_shared_bytes(kConfig) - forward_saved_bytes() - staged_bias_bytes(kConfig) -
-                          staged_mask_bytes(kConfig);
+  constexpr bool kStagedBias = kConfig.bias && kConfig.staged_bias;
+  const uint32_t staged = base + forward_shared_bytes(kConfig) - forward_saved_bytes() - staged_bias_bytes(kConfig);
   const PairTiles<kConfig> pairs{staged};
   // A warp copies and reads its own rows only, so one tile is enough: it is filled again right after it was read.
   const auto copy_pairs = [&](int tile) {
@@ -139,6 +140,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     }
     ptx::copy_commit();
 
+    MaskWords<kConfig.mask, kM> mask_words;
+    mask_words.load(params.mask, item.batch, item.head, row_begin + warp_row, tile, 0);
     float s[kM][kN][4];
     clear(s);
     multiply_rows<kConfig.tf32_chain>(s, RowOperand<kElement, kD>::a(q_tile, warp_row),
@@ -179,12 +182,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         mask_positions<false>(s, problem, item.batch, sequence.band, row0, column0);
       }
     }
-    if constexpr (kStagedMask) {
-      mask_rows(s, pairs.mask(), warp_row);
-    } else if constexpr (kConfig.mask) {
-      mask_dense<false>(s, problem, item.batch, item.head, row0, column0);
-    }
-    if constexpr (kStagedBias || kStagedMask) {
+    mask_words.apply(s);
+    if constexpr (kStagedBias) {
       __syncwarp();  // all lanes have read
       if (next >= 0) copy_pairs(next);
       ptx::copy_commit();
@@ -202,7 +201,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         out, s, ColumnOperand<kElement, kDv>(ValueTile{v_base + stage * kValueBytes}, 0, 0, false));
 
     if constexpr (kConfig.stages > 1) stage ^= 1;
-    if constexpr (TileFilter<kConfig>::kActive || !kConfig.band) {
+    if constexpr (MaskFilter<kConfig>::kActive || !kConfig.band) {
       tile = next;
     } else {  // found anew: the masks need the register (one spill less at head dim 128)
       walk.begin = ptx::load_shared_u32(saved + 2 * kSavedBytes + 12);

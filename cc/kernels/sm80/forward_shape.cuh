@@ -14,14 +14,11 @@ JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config& config) { retur
 // Rows of k and v, and the tiles that need no mask.
 JATTN_HOST_DEVICE constexpr int forward_saved_bytes() { return 3 * 16; }
 
-// A tile of the bias and one of the mask, where they are staged.
+// A tile of the bias, where it is staged.
 JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
   return config.bias && config.staged_bias
              ? config.tile_q * config.tile_kv * (config.bias_element == Element::kF32 ? 4 : 2)
              : 0;
-}
-JATTN_HOST_DEVICE constexpr int staged_mask_bytes(const Config& config) {
-  return config.mask && config.staged_mask ? config.tile_q * config.tile_kv : 0;
 }
 
 JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
@@ -29,8 +26,7 @@ JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
   const int loop =
       config.tile_q * config.head_dim + config.stages * config.tile_kv * (config.head_dim + config.head_dim_v);
   const int result = config.tile_q * config.head_dim_v;
-  return (loop > result ? loop : result) * bytes + staged_bias_bytes(config) + staged_mask_bytes(config) +
-         forward_saved_bytes();
+  return (loop > result ? loop : result) * bytes + staged_bias_bytes(config) + forward_saved_bytes();
 }
 
 }  // namespace jattn::sm80

@@ -1,8 +1,8 @@
-// Tiles of a dense bias or mask in shared memory: one element per (query, key) pair, queries along rows.
+// Tiles of a dense bias in shared memory: one element per (query, key) pair, queries along rows.
 //
 // Reading a bias from global memory in fragment order waits for every element in the middle of a step and touches each
-// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias,
-// staged_mask) the tile is copied ahead of its use like K and V.
+// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias) the tile is
+// copied ahead of its use like K and V.
 #pragma once
 
 #include "attn/score.cuh"
@@ -21,7 +21,7 @@ struct PairTile {
   uint32_t address;
 
   // Starts the copy of queries [query0, query0 + kRows) into tile rows from first_row on, by kThreads threads. Pairs
-  // outside the array become 0, which a mask understands as invisible.
+  // outside the array become 0.
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const BroadcastArray& array, const ProblemParams& problem, int batch, int head,
                                        int query0, int key0, int first_row) const {
@@ -40,7 +40,7 @@ struct PairTile {
   }
 };
 
-// The staged tiles of one stage: the bias, then the mask; either may be absent.
+// The staged tile of one stage, if there is any.
 template <Config kConfig>
 struct PairTiles {
   uint32_t address;
@@ -48,18 +48,12 @@ struct PairTiles {
   __device__ __forceinline__ PairTile<element_bytes(kConfig.bias_element), kConfig.tile_kv> bias() const {
     return {address};
   }
-  __device__ __forceinline__ PairTile<1, kConfig.tile_kv> mask() const {
-    return {address + staged_bias_bytes(kConfig)};
-  }
 
   template <int kRows, int kThreads>
   __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int head, int query0, int key0,
                                        int first_row) const {
     if constexpr (kConfig.bias && kConfig.staged_bias) {
       bias().template load<kRows, kThreads>(problem.bias, problem, batch, head, query0, key0, first_row);
-    }
-    if constexpr (kConfig.mask && kConfig.staged_mask) {
-      mask().template load<kRows, kThreads>(problem.mask, problem, batch, head, query0, key0, first_row);
     }
   }
 };
@@ -144,52 +138,6 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
         for (int i = 0; i < 4; ++i) {
           s[m][n + i / 2][2 * (i % 2)] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]));
           s[m][n + i / 2][2 * (i % 2) + 1] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]));
-        }
-      }
-    }
-  }
-}
-
-// s = -inf where the mask is 0; rows are queries.
-template <int kColumns, int kM, int kN>
-__device__ __forceinline__ void mask_rows(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int row0) {
-  using Layout = typename PairTile<1, kColumns>::Layout;
-  constexpr int kRowBytes = PairTile<1, kColumns>::kRowBytes;
-  const int lane = ptx::thread_index_anew() & 31;
-  const uint32_t base = tile.address + row0 * kRowBytes + Layout::offset(lane >> 2, 0) + (lane & 3) * 2;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t x =
-            ptx::load_shared_u16(Layout::advance(base, n / 2) + (n % 2) * 8 + (16 * m + 8 * h) * kRowBytes);
-        if ((x & 0x00ff) == 0) s[m][n][2 * h] = -infinity();
-        if ((x & 0xff00) == 0) s[m][n][2 * h + 1] = -infinity();
-      }
-    }
-  }
-}
-
-// The same; rows are keys.
-template <int kColumns, int kM, int kN>
-__device__ __forceinline__ void mask_columns(float (&s)[kM][kN][4], PairTile<1, kColumns> tile, int key0, int query0) {
-  using Layout = typename PairTile<1, kColumns>::Layout;
-  constexpr int kRowBytes = PairTile<1, kColumns>::kRowBytes;
-  const int lane = ptx::thread_index_anew() & 31;
-  const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      // key0 is a multiple of 16: both halves of a fragment lie in one chunk.
-      const uint32_t base = tile.address + query0 * kRowBytes + Layout::offset(2 * t + e, (key0 + 16 * m) / 16) + g;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (ptx::load_shared_u8(base + n * (8 * kRowBytes) + 8 * h) == 0) s[m][n][2 * h + e] = -infinity();
         }
       }
     }

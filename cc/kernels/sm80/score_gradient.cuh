@@ -7,6 +7,7 @@
 #include "attn/sequence.cuh"
 #include "params.cuh"
 #include "sm80/fragments.cuh"
+#include "sm80/mask_words.cuh"
 #include "sm80/pair_tile.cuh"
 #include "sm80/tile_copy.cuh"
 
@@ -82,6 +83,8 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
                                                RowOperand<kConfig.element, kConfig.head_dim_v> v_operand,
                                                PairTiles<kConfig> pairs, int warp_row, bool to_products) {
   const ProblemParams& problem = params.problem;
+  MaskWords<kConfig.mask, kM> mask_words;
+  mask_words.load(params.mask, batch, head, row0, column0 / kConfig.tile_kv, 0);
   clear(s);
   multiply_rows<kConfig.tf32_chain>(s, q_operand, k_operand);
   scale_scores<kConfig>(s, problem);
@@ -106,11 +109,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   if constexpr (has_position_band(kConfig)) {
     if (!inside_band) mask_positions<false>(s, problem, batch, sequence.band, row0, column0);
   }
-  if constexpr (kConfig.mask && kConfig.staged_mask) {
-    mask_rows(s, pairs.mask(), warp_row);
-  } else if constexpr (kConfig.mask) {
-    mask_dense<false>(s, problem, batch, head, row0, column0);
-  }
+  mask_words.apply(s);
   const float factor = score_factor<kConfig>(problem);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

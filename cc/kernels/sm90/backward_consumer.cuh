@@ -59,7 +59,8 @@ __device__ __forceinline__ void store_matrix_transposed(unsigned address, unsign
 // the tiles. bias_tile: address of the first slot.
 template <Config C, int kCount, int kBiasSlots>
 __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
-                                                         const Drops<C, kCount>& drops, const BackwardParams& params,
+                                                         const Drops<C, kCount>& drops, FetchedBias<C, kCount>& fetched,
+                                                         const BackwardParams& params,
                                                          BackwardControl<C, false>& control, int stage,
                                                          unsigned bias_tile, RingPosition<kBiasSlots>& bias_ring,
                                                          int row, int column) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
   if constexpr (Stage::kMakesExponents) {
     if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
     make_exponents<C, true, kCount>(s, slopes, control.terms[stage], control.item, origin(),
-                                    bias_tile + bias_ring.index * bias_tile_bytes(C), own_positions, positions,
+                                    bias_tile + bias_ring.index * bias_tile_bytes(C), own_positions, positions, fetched,
                                     params.problem, [&](int i) { return load_pair(lse_address + 32 * i); });
     if constexpr (bias_tile_bytes(C) > 0 && !C.stores_ds) {  // else the tile's place takes ds, and is freed behind it
       release_by_warp(&control.bias_empty[bias_ring.index]);

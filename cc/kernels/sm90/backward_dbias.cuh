@@ -82,8 +82,7 @@ struct DbiasProducer {
     const ProblemParams& problem = params.problem;
     const int end = min(item.first + C.tile_q, item.q_length);
     if (end <= item.first) return -1;
-    const TileRange range =
-        visible_tiles<has_index_band(C)>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
+    const TileRange range = visible_tiles<has_index_band(C)>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
     if (kv_tile < range.begin || kv_tile >= range.end) return -1;
     int flags = kv_tile >= range.full_end ? kLimitsAbove : 0;
     if constexpr (has_index_band(C)) flags |= kv_tile < range.full_begin ? kLimitsBelow : 0;
@@ -107,12 +106,12 @@ struct DbiasProducer {
     if constexpr (C.segments) {
       if ((flags & kComparesSegments) || C.dropout_rows) {
         for (int i = lane; i < C.tile_q; i += 32) {
-          control.q_ids[place][i] = segment_id<-1>(problem.q_segments, int64_t(item.batch) * problem.q_len,
-                                                   item.first + i, problem.q_len);
+          control.q_ids[place][i] =
+              segment_id<-1>(problem.q_segments, int64_t(item.batch) * problem.q_len, item.first + i, problem.q_len);
         }
         for (int i = lane; i < C.tile_kv; i += 32) {
-          control.kv_ids[place][i] = segment_id<-2>(problem.kv_segments, int64_t(item.batch) * problem.kv_len,
-                                                    first_key + i, item.kv_length);
+          control.kv_ids[place][i] =
+              segment_id<-2>(problem.kv_segments, int64_t(item.batch) * problem.kv_len, first_key + i, item.kv_length);
         }
       }
     }
@@ -207,10 +206,12 @@ struct DbiasConsumer {
     item.upper_offset = step.upper_offset;
     item.lower_offset = step.lower_offset;
     const FragmentOrigin origin = origin_of(step);
-    KeptSlopes<C, kCount> slopes;  // the bias is added behind the softcap: its slope is not asked for
+    KeptSlopes<C, kCount> slopes;    // the bias is added behind the softcap: its slope is not asked for
+    FetchedBias<C, kCount> fetched;  // of no use here: rows are queries
     make_exponents<C, false>(s, slopes, control.terms[place], item, origin, tiles + kLayout.bias,
-                             control.q_positions[C.positions ? place : 0], control.kv_positions[C.positions ? place : 0],
-                             problem, [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
+                             control.q_positions[C.positions ? place : 0],
+                             control.kv_positions[C.positions ? place : 0], fetched, problem,
+                             [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
     if (flags & kMaskFlags<C>) {
       mask_scores<C, false>(s, flags, item, origin, control.q_ids[C.segments ? place : 0],
                             control.kv_ids[C.segments ? place : 0]);

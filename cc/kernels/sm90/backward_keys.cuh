@@ -134,9 +134,10 @@ struct KeyConsumer {
   // first_query: of the queries whose scores these are, among those of the tile.
   template <int kCount>
   __device__ __forceinline__ void finish_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
-                                                const Drops<C, kCount>& drops, int first_query = 0) {
+                                                const Drops<C, kCount>& drops, FetchedBias<C, kCount>& fetched,
+                                                int first_query = 0) {
     finish_transposed_scores<C, kCount, kLayout.bias_slots>(
-        s, p, flags, drops, params, control, ring.index, tiles + kLayout.bias, bias_ring,
+        s, p, flags, drops, fetched, params, control, ring.index, tiles + kLayout.bias, bias_ring,
         first_row() + warp_row() + lane() / 4, first_query + lane() % 4 * 2);
   }
 
@@ -186,6 +187,10 @@ struct KeyConsumer {
   // Gradients of the scores of this warpgroup's keys, [queries][64 keys], take the place of the bias that they come from.
   __device__ __forceinline__ unsigned stored_ds_address() const {
     return tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C) + warpgroup * C.tile_q * kChunkRowBytes;
+  }
+  // Found anew instead of kept: where ds is stored, registers are short.
+  __device__ __forceinline__ void find_warpgroup() {
+    if constexpr (C.stores_ds) warpgroup = uniform(ptx::thread_index_anew() / kWarpgroupThreads - 1);
   }
   // Behind sync_gradients().
   __device__ __forceinline__ void start_ds_store() const {
@@ -282,15 +287,18 @@ struct KeyConsumer {
       start_scores(s);
       wait_dout();
       start_dp(dp);
+      FetchedBias<C, C.tile_q / 2> fetched;
+      if constexpr (fetched.kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       decide_drops(drops);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, p, flags, drops);
+      finish_scores(s, p, flags, drops, fetched);
       wait_products<0>();
       pin_registers(dp);
       finish_gradients<C.tile_q / 2>(ds, s, dp);
       start_dv(dv, p);
       sync_gradients();
+      find_warpgroup();
       start_ds_store();
       finish_dv_for_ds(dv);
       start_dq(dq, all_ds);
@@ -338,7 +346,8 @@ struct KeyConsumer {
       wait_products<1>();
       pin_registers(s);
       const Drops<C, C.tile_q / 2> drops{};
-      finish_scores(s, p, flags, drops);
+      FetchedBias<C, C.tile_q / 2> fetched;
+      finish_scores(s, p, flags, drops, fetched);
       start_dv(dv, p);
       wait_products<1>();
       pin_registers(dp);
@@ -406,7 +415,8 @@ struct KeyConsumer {
       wait_products<1>();
       pin_registers(s);
       const Drops<C, C.tile_q / 2> drops{};
-      finish_scores(s, p, flags, drops);
+      FetchedBias<C, C.tile_q / 2> fetched;
+      finish_scores(s, p, flags, drops, fetched);
       start_dv(dv, p);
       wait_products<1>();
       pin_registers(dp);
@@ -476,7 +486,8 @@ struct KeyConsumer {
       wait_products<1>();
       pin_registers(s);
       const Drops<C, kHalf / 2> drops{};
-      finish_scores(s, p, flags, drops);
+      FetchedBias<C, kHalf / 2> fetched;
+      finish_scores(s, p, flags, drops, fetched);
       start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, p, dout);
       start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(next_s, k, q + kHalfBytes);
       wait_products<2>();
@@ -488,7 +499,7 @@ struct KeyConsumer {
       pin_registers(next_s);
       pin_registers(dv);
       HalfFragments next_p, next_ds;
-      finish_scores(next_s, next_p, flags, drops, kHalf);
+      finish_scores(next_s, next_p, flags, drops, fetched, kHalf);
       start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, next_p, dout + kHalfBytes);
       wait_products<1>();
       pin_registers(dp);
@@ -576,6 +587,7 @@ struct KeyConsumer {
       }
     }
     finish_reductions();
+    find_warpgroup();
     write(dk, dv);
   }
 };

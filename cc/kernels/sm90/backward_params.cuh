@@ -46,9 +46,10 @@ struct BackwardParams {
 
 // backward_dbias.cuh
 struct DbiasParams {
-  BackwardParams backward;  // boxes of queries have 128 rows; tiles, section_heads and what follows them but bias are not read
-  void* dbias;              // shape and strides of the bias; written if splits == 1
-  float* partials;          // [splits, elements of the bias]; written otherwise
+  BackwardParams
+      backward;     // boxes of queries have 128 rows; tiles, section_heads and what follows them but bias are not read
+  void* dbias;      // shape and strides of the bias; written if splits == 1
+  float* partials;  // [splits, elements of the bias]; written otherwise
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
   int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
@@ -57,8 +58,8 @@ struct DbiasParams {
 
 // backward_sum.cuh
 struct SumParams {
-  const void* parts;  // what is added up: rows of `elements` numbers of the element type, `stride` apart
-  void* result;       // [elements], likewise
+  const void* parts;         // what is added up: rows of `elements` numbers of the element type, `stride` apart
+  void* result;              // [elements], likewise
   int64_t elements, stride;  // multiples of kSumElements
   int32_t batch;
 };

@@ -206,7 +206,8 @@ struct QueryConsumer {
   }
 
   // Scores become weights: probabilities times the slope of the score stage.
-  __device__ __forceinline__ void finish_scores(Scores& s, const StepHeader& header, const Drops<C, C.tile_kv / 2>& drops) {
+  __device__ __forceinline__ void finish_scores(Scores& s, const StepHeader& header,
+                                                const Drops<C, C.tile_kv / 2>& drops) {
     const int* own_positions = nullptr;
     const int* positions = nullptr;
     if constexpr (C.positions) {
@@ -214,11 +215,12 @@ struct QueryConsumer {
       positions = control.positions[k_ring.index];
     }
     KeptSlopes<C, C.tile_kv / 2> slopes;
+    FetchedBias<C, C.tile_kv / 2> fetched;  // of no use here: rows are queries
     if constexpr (Stage::kMakesExponents) {
       if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
       make_exponents<C, false>(s, slopes, control.terms[0], control.item, origin(header.first),
                                tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C), own_positions, positions,
-                               params.problem, [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
+                               fetched, params.problem, [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
       if constexpr (bias_tile_bytes(C) > 0) {
         release_by_warp(&control.bias_empty[bias_ring.index]);
         bias_ring.advance();

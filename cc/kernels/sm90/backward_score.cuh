@@ -232,9 +232,8 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int low = 4 * i + 2 * r;
-      ds[2 * i + r] =
-          ElementTraits<C.element>::pack(score_gradient<C>(weights[low], dp[low], delta.x, factor),
-                                         score_gradient<C>(weights[low + 1], dp[low + 1], delta.y, factor));
+      ds[2 * i + r] = ElementTraits<C.element>::pack(score_gradient<C>(weights[low], dp[low], delta.x, factor),
+                                                     score_gradient<C>(weights[low + 1], dp[low + 1], delta.y, factor));
     }
   }
 }

@@ -98,7 +98,7 @@ JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool
 struct QueryLayout {
   int q, dout, k, v, bias, control, bytes;
   int bias_slots;  // 1 where memory is short
-  int v_stages;  // v is needed for the shortest part of a step, so one stage less than k where memory is short
+  int v_stages;    // v is needed for the shortest part of a step, so one stage less than k where memory is short
 };
 
 JATTN_HOST_DEVICE constexpr QueryLayout query_layout(const Config& config) {

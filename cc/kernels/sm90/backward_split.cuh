@@ -70,9 +70,14 @@ struct SplitConsumer {
         drops.template decide<true>(control.terms[stage], origin, nullptr, nullptr, nullptr, params.problem);
       }
     }
+    FetchedBias<C, C.tile_q / 2> fetched;
+    if constexpr (fetched.kUsed) {
+      fetched.fetch(params.problem, control.terms[stage],
+                    {control.item.first + row, control.headers[stage].first + column, row, column});
+    }
     wait_products<0>();
     pin_registers(s);
-    finish_transposed_scores<C, C.tile_q / 2, kLayout.bias_slots>(s, p, flags, drops, params, control, stage,
+    finish_transposed_scores<C, C.tile_q / 2, kLayout.bias_slots>(s, p, flags, drops, fetched, params, control, stage,
                                                                   tiles + kLayout.bias, bias_ring, row, column);
     if constexpr (C.softcap || C.dropout) {
       Fragments weights;
@@ -115,8 +120,8 @@ struct SplitConsumer {
       take(weights);
       float factor = 1.0f;
       if constexpr (C.dropout) factor = control.terms[ring.index].factor;
-      transposed_gradients<C, C.tile_q / 2>(ds, weights, dp,
-                                            shared_address(control.delta[ring.index]) + lane() % 4 * 8, factor);
+      transposed_gradients<C, C.tile_q / 2>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8,
+                                            factor);
       release_by_warp(&control.second_empty[ring.index]);
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());
       wait_products<0>();

@@ -19,9 +19,9 @@ struct FragmentOrigin {
 template <Config C, bool kTransposed>
 struct BiasSource {
   const ProblemParams& problem;
-  int64_t base;          // element of query 0 and key 0
+  int64_t base;  // element of query 0 and key 0
   FragmentOrigin origin;
-  unsigned tile;         // shared address; staged only
+  unsigned tile;  // shared address; staged only
 
   // Queries lie along the rows of the tile; transposed fragments are read transposed.
   __device__ __forceinline__ void load_staged(float (&bias)[8], int step) const {
@@ -32,14 +32,13 @@ struct BiasSource {
     if constexpr (kTransposed) {
       const int query = 16 * step + lane / 16 * 8 + lane % 8;
       const int column16 = warp_row % kChunkColumns / 8 + lane / 8 % 2;
-      const unsigned address = tile + (warp_row / kChunkColumns * C.tile_q + query) * kChunkRowBytes +
-                               (column16 ^ query % 8) * 16;
+      const unsigned address =
+          tile + (warp_row / kChunkColumns * C.tile_q + query) * kChunkRowBytes + (column16 ^ query % 8) * 16;
       ptx::load_matrix_x4_transposed(words, address);
     } else {
       const int query = warp_row + lane % 16;
       const int column16 = step % 4 * 2 + lane / 16;
-      const unsigned address =
-          tile + (step / 4 * C.tile_q + query) * kChunkRowBytes + (column16 ^ query % 8) * 16;
+      const unsigned address = tile + (step / 4 * C.tile_q + query) * kChunkRowBytes + (column16 ^ query % 8) * 16;
       ptx::load_matrix_x4(words, address);
     }
 #pragma unroll
@@ -67,16 +66,14 @@ struct BiasSource {
       const bool inside = row < rows && (column < columns || column_stride == 0);
       const unsigned char* address = data + (base + row * row_stride + column * column_stride) * kBytes;
       if constexpr (C.bias_element == Element::kF32) {
-        asm volatile(
-            "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
-            : "=f"(bias[k])
-            : "l"(address), "r"(int(inside)));
+        asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
+                     : "=f"(bias[k])
+                     : "l"(address), "r"(int(inside)));
       } else {
         uint16_t x;
-        asm volatile(
-            "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
-            : "=h"(x)
-            : "l"(address), "r"(int(inside)));
+        asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
+                     : "=h"(x)
+                     : "l"(address), "r"(int(inside)));
         bias[k] = ElementTraits<C.bias_element>::to_float(x);
       }
     }
@@ -88,6 +85,48 @@ struct BiasSource {
     } else {
       load_direct(bias, step);
     }
+  }
+};
+
+// A bias that transposed fragments read where it lies, fetched before the scores are waited for: the two keys of this thread
+// where all queries share it (Config::row_bias), else every pair. Outside the array 0.
+template <Config C, int kCount>
+struct FetchedBias {
+  static constexpr bool kUsed = C.bias && !C.staged_bias;
+  // Wide gradients leave no registers for all pairs at once: the second half is fetched when the first is used up.
+  static constexpr int kParts = C.row_bias || C.head_dim + C.head_dim_v <= 128 ? 1 : 2;
+  static constexpr int kValues = !kUsed ? 1 : C.row_bias ? 2 : kCount / kParts;
+  using Storage = typename ElementTraits<C.bias_element>::Storage;
+  Storage values[kValues];
+
+  __device__ __forceinline__ void fetch(const ProblemParams& problem, const StepTerms& terms,
+                                        const FragmentOrigin& origin, int part = 0) {
+    if constexpr (kUsed) {
+      const BroadcastArray& array = problem.bias;
+      const auto* data = static_cast<const Storage*>(array.data) + terms.bias;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int key = origin.row + 8 * (C.row_bias ? i : i / 2 % 2);
+        const int query = C.row_bias ? 0 : origin.column + (part * kValues + i) / 4 * 8 + i % 2;
+        const bool inside = key < problem.kv_len && query < problem.q_len;
+        const Storage* address = data + key * array.stride_key + query * array.stride_query;
+        // Volatile: the compiler must not read them where they are used.
+        if constexpr (C.bias_element == Element::kF32) {
+          asm volatile(
+              "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
+              : "=f"(values[i])
+              : "l"(address), "r"(int(inside)));
+        } else {
+          asm volatile(
+              "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
+              : "=h"(values[i])
+              : "l"(address), "r"(int(inside)));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float operator[](int index) const {
+    return ElementTraits<C.bias_element>::to_float(values[!kUsed ? 0 : C.row_bias ? index / 2 % 2 : index % kValues]);
   }
 };
 
@@ -114,7 +153,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
                                                const StepTerms& terms, const BackwardItem& item,
                                                const FragmentOrigin& origin, unsigned bias_tile,
                                                const int* row_positions, const int* column_positions,
-                                               const ProblemParams& problem, Lse lse) {
+                                               FetchedBias<C, kCount>& fetched, const ProblemParams& problem, Lse lse) {
   const float slope = C.alibi ? terms.slope : 0.0f;
   float first[2] = {0.0f, 0.0f};  // distance of the first column, up to its sign
   int row_position[2] = {0, 0};
@@ -133,7 +172,11 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
   float bias[8];
 #pragma unroll
   for (int step = 0; step < kCount / 8; ++step) {
-    if constexpr (C.bias) source.load(bias, step);
+    if constexpr (C.bias && (C.staged_bias || !kTransposed)) {
+      source.load(bias, step);
+    } else if constexpr (fetched.kUsed && fetched.kParts == 2) {
+      if (step == kCount / 16) fetched.fetch(problem, terms, origin, 1);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = 2 * step + half;
@@ -154,7 +197,10 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
                                                : first[r] + float(8 * i + c);
             rest = fmaf(slope, fabsf(distance), rest);
           }
-          if constexpr (C.bias) rest = fmaf(bias[4 * half + 2 * r + c], kLog2E, rest);
+          if constexpr (C.bias) {
+            const bool ahead = kTransposed && !C.staged_bias;
+            rest = fmaf(ahead ? fetched[4 * i + 2 * r + c] : bias[4 * half + 2 * r + c], kLog2E, rest);
+          }
           if constexpr (C.softcap) {
             const float capped = problem.softcap_log2 * tanh_accurate<false>(x * problem.softcap_in);
             const float t = capped * softcap_inverse;
@@ -206,8 +252,8 @@ struct Drops {
         }
       } else {
         const int lane = threadIdx.x % 32;
-        const Dropout dropout{{__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)},
-                              threshold_high, 0.0f};
+        const Dropout dropout{
+            {__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)}, threshold_high, 0.0f};
         const int row0 = origin.row - lane / 4, column0 = origin.column - lane % 4 * 2;
         const auto drops = [&] {
           if constexpr (kTransposed) {

@@ -14,9 +14,9 @@
 namespace jattn::sm90 {
 
 enum BackwardFlags : int {
-  kLastStep = 1,         // no further tile for this item
-  kLimitsAbove = 2,      // some key lies beyond the upper limit of its query, or beyond the keys of the batch entry
-  kLimitsBelow = 4,      // some key lies below the lower limit of its query
+  kLastStep = 1,            // no further tile for this item
+  kLimitsAbove = 2,         // some key lies beyond the upper limit of its query, or beyond the keys of the batch entry
+  kLimitsBelow = 4,         // some key lies below the lower limit of its query
   kComparesSegments = 8,    // segment ids must be compared
   kComparesPositions = 16,  // positions may lie outside the band
   kComparesMask = 32,       // the packed mask of this step is there and has zeros
@@ -45,10 +45,10 @@ struct BackwardItem {
 
 // What the scores of a step need beside the products; of one batch entry and query head.
 struct alignas(16) StepTerms {
-  int64_t bias;               // element of the bias of query 0 and key 0
-  int head;                   // query head
-  float slope;                // of ALiBi: -log2(e) * slope
-  PhiloxKey key;              // of dropout, as the two that follow
+  int64_t bias;   // element of the bias of query 0 and key 0
+  int head;       // query head
+  float slope;    // of ALiBi: -log2(e) * slope
+  PhiloxKey key;  // of dropout, as the two that follow
   uint32_t threshold_high;
   float factor;
 };
@@ -93,8 +93,8 @@ using StepTermsOf = Conditional<has_step_terms(C), StepTermsPart<C.stages>, NoPa
 template <Config C, bool kOwnsQueries>
 using PositionsOf =
     Conditional<C.positions,
-                    PositionsPart<(kOwnsQueries ? C.tile_q : C.tile_kv), (kOwnsQueries ? C.tile_kv : C.tile_q), C.stages>,
-                    NoPart<2>>;
+                PositionsPart<(kOwnsQueries ? C.tile_q : C.tile_kv), (kOwnsQueries ? C.tile_kv : C.tile_q), C.stages>,
+                NoPart<2>>;
 template <Config C>
 using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.stages>, NoPart<3>>;
 
@@ -145,8 +145,7 @@ __device__ __forceinline__ WorkItem place_of_block(const BackwardParams& params,
   const int first_head = C.stores_ds ? params.first_kv_head : 0;
   if constexpr (C.bias) {
     if (params.batch_fastest) {
-      const WorkItem turned =
-          work_item<kHeaviest>(blockIdx.x, batch, heads, params.tiles, 1, params.section_heads);
+      const WorkItem turned = work_item<kHeaviest>(blockIdx.x, batch, heads, params.tiles, 1, params.section_heads);
       return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
     }
     WorkItem place = work_item<kHeaviest>(blockIdx.x, heads, batch, params.tiles, 1, params.section_heads);
@@ -173,8 +172,8 @@ struct RoundWalk {
   // For a tile of the own axis of a query head.
   __device__ __forceinline__ void look_at_mask(const PackedMask& mask, int batch, int head, int own_tile) {
     if constexpr (C.mask) {  // rows of the packed mask are the axis that the block owns
-      states = mask.states + batch * mask.states_batch + head * mask.states_head +
-               int64_t(own_tile) * mask.states_row_tile;
+      states =
+          mask.states + batch * mask.states_batch + head * mask.states_head + int64_t(own_tile) * mask.states_row_tile;
       state_stride = mask.states_column_tile;
     }
   }

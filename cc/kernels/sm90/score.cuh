@@ -39,15 +39,48 @@ struct ScoreStage {
                                        : C.softcap || C.scale_first ? ScoreUnits::kLog2
                                                                     : ScoreUnits::kRaw;
 
+  // all_visible: no test hides a pair of the tile, so that a NaN may spread over its row.
   template <int kCount>
-  __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params) {
+  __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params, bool all_visible) {
     if constexpr (C.softcap) {
       const float cap = kAddsTerms ? params.problem.softcap_log2 * kLn2 : params.problem.softcap_log2;
+      if (all_visible) {
+        cap_by_fours(s, params.problem.softcap_in, cap);
+        return;
+      }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate<false>(s[i] * params.problem.softcap_in);
     } else if constexpr (C.scale_first && !kAddsTerms) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] *= params.problem.scale_log2;
+    }
+  }
+
+  // cap * tanh(s * factor) = cap - 2 cap / (1 + exp(2 s factor)), with one reciprocal for four scores of a row: three
+  // operations of the special unit a score would take half as long again as the products (head_dim 128). Exponents are
+  // cut off where tanh is 1 in float32, so that the product of four terms stays finite.
+  template <int kCount>
+  __device__ __forceinline__ static void cap_by_fours(float (&s)[kCount], float factor, float cap) {
+    const float to_exponent = factor * (2.0f * kLog2E);
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float* const four[] = {&s[8 * i + 2 * r], &s[8 * i + 2 * r + 1], &s[8 * i + 2 * r + 4], &s[8 * i + 2 * r + 5]};
+        float x[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float exponent = *four[n] * to_exponent;
+          x[n] = exp2_fast(exponent > 30.0f ? 30.0f : exponent) + 1.0f;  // a comparison keeps NaN, a minimum would not
+        }
+        const float low = x[0] * x[1], high = x[2] * x[3];
+        const float inverse = reciprocal_fast(low * high) * (-2.0f * cap);
+        const float inverse_low = inverse * high, inverse_high = inverse * low;
+        *four[0] = fmaf(inverse_low, x[1], cap);
+        *four[1] = fmaf(inverse_low, x[0], cap);
+        *four[2] = fmaf(inverse_high, x[3], cap);
+        *four[3] = fmaf(inverse_high, x[2], cap);
+      }
     }
   }
 

@@ -76,7 +76,7 @@ test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
 	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
 
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
-	$(PYTEST) tests/compile $(ARGS)
+	$(PYTEST) -n $(JOBS) tests/compile $(ARGS)
 
 test-gpu: $(VENV)/.installed-kernels  ## tier gpu: on a machine that has one
 	$(PYTEST) tests/gpu $(ARGS)

@@ -99,7 +99,9 @@ void measure_tiles(int64_t head_dim) {
   const double flops = 2.0 * kTile * kTile * static_cast<double>(head_dim);
   float *a = random_floats<float>(kTile * head_dim), *b = random_floats<float>(kTile * head_dim);
   float* c = memory<float>(kTile * max_of(head_dim, kTile));
-  const auto run = [&](const char* part, const auto& body) { report(part, head_dim, flops, least_seconds(30, 50, body)); };
+  const auto run = [&](const char* part, const auto& body) {
+    report(part, head_dim, flops, least_seconds(30, 50, body));
+  };
   run("scores", [&] { multiply<false, float>(kTile, kTile, head_dim, {a, head_dim, 1}, {b, kTile}, {c, kTile}); });
   run("values", [&] { multiply<true, float>(head_dim, kTile, kTile, {a, 1, head_dim}, {b, kTile}, {c, kTile}); });
   run("dk, dv", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, 1, kTile}, {b, head_dim}, {c, head_dim}); });
@@ -150,11 +152,11 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
                   static_cast<int>(length));
     return part;
   };
-  const double forward_seconds = least_seconds(
-      12, 1, [&] { run_forward<Element, Forward>(problem, forward_plan, results, scratch, runner); });
+  const double forward_seconds =
+      least_seconds(12, 1, [&] { run_forward<Element, Forward>(problem, forward_plan, results, scratch, runner); });
   report(name("forward"), head_dim, flops, forward_seconds);
-  const double backward_seconds = least_seconds(
-      8, 1, [&] { run_backward<Element, Backward>(problem, backward_plan, buffers, scratch, runner); });
+  const double backward_seconds =
+      least_seconds(8, 1, [&] { run_backward<Element, Backward>(problem, backward_plan, buffers, scratch, runner); });
   report(name("backward"), head_dim, 2.5 * flops, backward_seconds);
 }
 

@@ -24,7 +24,7 @@ from typing import Any
 
 WHO = ("jattn", "jax.nn")
 STEADY_CALLS = 300
-WHAT = "One batch entry, length 256, 8 heads of 64, causal, seconds in fresh processes"
+WHAT = "One batch entry, length 256, 8 heads of 64, causal, medians over fresh processes"
 
 
 def child(who: str, kind: str) -> dict[str, float]:

@@ -117,9 +117,9 @@ def _device_name(device: jax.Device) -> str:
     return f"{models[0] if models else device.device_kind}, {len(os.sched_getaffinity(0))} cores"
 
 
-def circumstances() -> dict[str, object]:
-    """Collects what a number means nothing without: commit, device, clocks, power, versions, command, and what a matrix
-    product reaches.
+def circumstances(*, timed: bool = False) -> dict[str, object]:
+    """Collects what a number means nothing without: commit, device, clocks, power, versions, command; and, for a run
+    that takes times, what a matrix product reaches.
     """
     device = jax.devices()[0]
     packages = (
@@ -134,6 +134,9 @@ def circumstances() -> dict[str, object]:
         "flash-attn3-jax",
         "numpy",
     )
+    ceiling = (
+        {dtype: matmul_speed(dtype) / 1e12 for dtype in ("bfloat16", "float32")} if timed else {}
+    )
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": os.environ.get("JATTN_COMMIT") or _output("git", "rev-parse", "HEAD") or None,
@@ -147,10 +150,10 @@ def circumstances() -> dict[str, object]:
             "--format=csv",
         )
         or None,
-        "matmul_tflops": {dtype: matmul_speed(dtype) / 1e12 for dtype in ("bfloat16", "float32")},
         "python": sys.version.split()[0],
         "versions": {package: _version(package) for package in packages if _version(package)},
         "command": " ".join(sys.argv[1:]),
+        **({"matmul_tflops": ceiling} if timed else {}),
     }
 
 

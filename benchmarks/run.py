@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.name:<28} {' '.join(sorted(case.tags))}")
         return 0
 
-    facts = report.circumstances()
+    facts = report.circumstances(timed=True)
     rows: list[report.Row] = []
     work = [(case, name) for case in choose_cases(options) for name in PASSES[options.passes]]
     operands: case_arrays.Arrays | None = None

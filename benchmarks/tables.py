@@ -196,7 +196,7 @@ def latency(page: Path) -> str:
         ]
         table = _format(["milliseconds", "jattn", "jax.nn"], rows)
         parts += [table, _caption(record, page, record.content["what"])]
-    return "\n\n".join(parts)
+    return "\n\n".join(["## Latency", *parts] if parts else [])
 
 
 def _milliseconds(seconds: float | None) -> str:

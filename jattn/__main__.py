@@ -72,15 +72,21 @@ def _explain(arguments: argparse.Namespace) -> int:
         "local_window_size": tuple(arguments.window) if arguments.window else None,
         "logits_soft_cap": arguments.softcap,
     }
+    q_ids = jax.ShapeDtypeStruct((arguments.batch, arguments.q_len), jnp.int32)
+    kv_ids = jax.ShapeDtypeStruct((arguments.batch, kv_len), jnp.int32)
+    per_head = jax.ShapeDtypeStruct((arguments.heads,), jnp.float32)
     if arguments.lengths:
         options["key_value_seq_lengths"] = jax.ShapeDtypeStruct((arguments.batch,), jnp.int32)
     if arguments.segments:
-        options["query_segment_ids"] = jax.ShapeDtypeStruct(
-            (arguments.batch, arguments.q_len), jnp.int32
-        )
-        options["key_value_segment_ids"] = jax.ShapeDtypeStruct(
-            (arguments.batch, kv_len), jnp.int32
-        )
+        options |= {"query_segment_ids": q_ids, "key_value_segment_ids": kv_ids}
+    if arguments.positions:
+        options |= {"query_positions": q_ids, "key_value_positions": kv_ids}
+    if arguments.sinks:
+        options["sinks"] = per_head
+    if arguments.alibi:
+        options["alibi_slopes"] = per_head
+    if arguments.dropout:
+        options |= {"dropout_rate": arguments.dropout, "dropout_key": jax.random.key(0)}
     dtype = jnp.dtype(arguments.dtype)
     scores_shape = (1, arguments.heads, arguments.q_len, kv_len)
     found = jattn.explain(
@@ -148,7 +154,9 @@ def _parser() -> argparse.ArgumentParser:
         "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit"
     )
     explain.add_argument("--softcap", type=float)
-    for flag in ("causal", "bias", "mask", "lengths", "segments", "grad"):
+    explain.add_argument("--dropout", type=float, metavar="RATE", help="of attention weights")
+    flags = "causal bias mask lengths segments positions sinks alibi grad"
+    for flag in flags.split():
         explain.add_argument(f"--{flag}", action="store_true")
     explain.add_argument(
         "--device", help="cpu, or cuda:9.0 for another machine's GPU (default: this machine)"

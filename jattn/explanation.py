@@ -56,7 +56,7 @@ class Explanation:
 
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """What runs, forward first; empty if nobody does. Of a call site in a function: its one pass.
+        """What runs, forward first; empty if nobody does; the one pass of a call site in a function.
 
         Found when first asked for, because it traces the backend.
         """

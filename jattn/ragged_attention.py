@@ -91,6 +91,8 @@ def ragged_dot_product_attention(
       ValueError: shapes, dtypes or options do not fit together; offsets or lengths that are not traced make no sense.
       jattn.NoBackendError: the batch cannot be broadcast, an empty sequence under ``strict``, or no backend.
     """
+    if compute_dtype is not None:
+        query, key, value = (_cast(x, compute_dtype) for x in (query, key, value))
     arguments = {"query": query, "key": key, "value": value}
     options: dict[str, Any] = {
         "scale": scale,
@@ -195,6 +197,11 @@ def flash_mha_varlen(
 
 def _values(x: Any) -> Any:
     return x.values if isinstance(x, RaggedArray) else jnp.asarray(x)
+
+
+def _cast(x: Any, dtype: DTypeLike) -> Any:
+    values = _values(x).astype(dtype)
+    return x.with_values(values) if isinstance(x, RaggedArray) else values
 
 
 def _ranks(arguments: dict[str, Any]) -> int:

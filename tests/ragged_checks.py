@@ -10,7 +10,7 @@ import numpy as np
 
 import jattn
 from jattn import RaggedArray
-from jattn.testing import compare, inputs, oracle
+from jattn.testing import bounds, compare, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
 from jattn.testing.run import assert_ran
@@ -228,7 +228,7 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
     q, k, v = (np.asarray(x.values) for x in (arrays.q, arrays.k, arrays.v))
     dout, dlse = np.asarray(arrays.dout), np.asarray(arrays.dlse)
     sinks, slopes = case.per_head()
-    sums = {name: np.zeros(case.num_heads) for name in SHARED}
+    sums = {name: np.zeros((2, case.num_heads)) for name in SHARED}  # values and error bounds
     for i, (of_q, of_kv) in enumerate(zip(arrays.q_rows, arrays.kv_rows, strict=True)):
         found = {
             name: x[of_kv if name in ("dk", "dv") else of_q][None] for name, x in rows_of.items()
@@ -244,11 +244,13 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
         )  # fmt: skip
         solution = oracle.solve(sequence, operands)
         compare.assert_close(sequence, operands, found, solution=solution)
-        for name, total in sums.items():
-            total += 0 if (part := getattr(solution, name)) is None else part  # noqa: PLW2901
+        limits = bounds.bounds(sequence, operands, solution, bounds.units(case.dtype), "float32")
+        for name in SHARED & set(results):
+            sums[name] += np.stack([getattr(solution, name), limits[name]])
     for name in SHARED & set(results):
-        tolerance = 1e-4 if case.dtype == "float32" else 0.05
-        np.testing.assert_allclose(results[name], sums[name], rtol=tolerance, atol=tolerance)
+        want, bound = sums[name]
+        error = np.abs(results[name] - want)
+        assert (error <= bound).all(), f"{name}: error {error}, bound {bound}"
     return results
 
 

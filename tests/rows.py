@@ -38,28 +38,28 @@ CUDNN = "arrives with the cudnn backend"
 ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T001": BOTH,
     "T002": CPU,
-    "T003": CPU,
-    "T004": CPU,
+    "T003": BOTH,
+    "T004": BOTH,
     "T005": CPU,
     "T006": Covered(
         ("cpu",), "masked and length arms in test_rows_modules.py, the ragged arm in test_ragged.py"
     ),
-    "T007": CPU,
+    "T007": BOTH,
     "T008": CPU,
     "T009": CPU,
     "T010": CPU,
-    "T011": CPU,
-    "T012": CPU,
-    "T013": CPU,
+    "T011": BOTH,
+    "T012": BOTH,
+    "T013": BOTH,
     "T014": Covered(
-        ("cpu",),
+        ("cpu", "gpu"),
         "dense lengths in test_rows_modules.py, ragged arrays in and out in test_ragged.py",
     ),
     "T015": CPU,
     "T016": CPU,
     "T017": CPU,
     "T018": NotApplicable("the seed's test asserts nothing; growing caches are J10"),
-    "T019": Covered(("cpu",), "mask and is_causal both apply (D02)"),
+    "T019": Covered(("cpu", "gpu"), "mask and is_causal both apply (D02)"),
     "T020": NotApplicable("dead code in the seed; the condition it means is T042"),
     "T021": Covered(
         ("cpu",), "the check is is_left_aligned and RaggedArray.from_mask; a mask= runs dense"

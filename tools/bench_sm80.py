@@ -54,13 +54,13 @@ class Variant:
 
 
 def _chain(steps: int) -> Variant:
-    return Variant(f"chain {steps}", (("tf32_chain", lambda family: steps),))
+    return Variant(f"chain {steps}", (("tf32_chain", lambda: steps),))
 
 
 AS_PLANNED = Variant("as planned")
 CHAINS = (_chain(1), _chain(2), _chain(4), AS_PLANNED)
 SHARING = tuple(
-    Variant(name, (("shares_scores", lambda dtype, widest, shares=shares: shares),))
+    Variant(name, (("shares_scores", lambda dtype, widest, fused, shares=shares: shares),))
     for name, shares in (("own scores", False), ("shared scores", True))
 )
 

@@ -45,9 +45,7 @@ from sm90_bench import (
     visibility,
 )
 
-OWN_MEMBERS = (
-    *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads", "q_shift"),
-)
+OWN_MEMBERS = ("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads")
 
 FLAGS = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
 
@@ -78,7 +76,6 @@ class Variant:
     integer_max: int = 0
     compiler: str = "nvcc"
     section_waves: float = 0  # items of one section over multiprocessors; 0: one key/value head
-    early_tiles: int = 1  # the tile that is not full is the first, where there is a diagonal
 
     def config(self) -> dict[str, str]:
         """Returns the members of Config as device code, in its order."""
@@ -144,12 +141,12 @@ def variants() -> list[Variant]:
         add("kept", head_dim=192, tile_kv=96)
         add("kept", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
+            add("grid", **best, schedule=0)
+            add("grid_plain", schedule=0)
             add("kept_2waves", **best, section_waves=2.0)
             add("kept_4waves", **best, section_waves=4.0)
             add("kept_2waves", **chained, section_waves=2.0)
             add("kept_4waves", **chained, section_waves=4.0)
-            add("late_2waves", **chained, section_waves=2.0, early_tiles=0)
-            add("late", head_dim=96, **series, early_tiles=0)
             add("kept_4waves", head_dim=256, tile_kv=64, section_waves=4.0)
     # For the checks: other types and features.
     checked = Variant("", band=1, lengths=1)
@@ -301,7 +298,6 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "tiles": tiles,
             "items": items,
             "section_heads": section_heads(variant, case, num_sms),
-            "q_shift": tiles * variant.tile_q - case.q_len if variant.early_tiles else 0,
         }
         | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )

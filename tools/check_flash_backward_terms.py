@@ -29,7 +29,12 @@ NAMES = ("dq", "dk", "dv", "dbias")
 
 
 def gradients(drawn: terms.Drawn, implementation: str, arrays: list[Any]) -> Any:
-    """Compiles the gradients of a problem for given cotangents of out and lse."""
+    """Compiles the gradients of a problem for given cotangents of out and lse, where its arrays are."""
+    device = arrays[0].devices().pop()
+    keywords = {
+        name: jax.device_put(value, device) if isinstance(value, jax.Array) else value
+        for name, value in drawn.keywords.items()
+    }
 
     def call(q: Any, k: Any, v: Any, bias: Any, mask: Any, dout: Any, dlse: Any) -> Any:
         def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -39,7 +44,7 @@ def gradients(drawn: terms.Drawn, implementation: str, arrays: list[Any]) -> Any
                 v,
                 bias,
                 mask,
-                **drawn.keywords,
+                **keywords,
                 implementation=implementation,
                 return_lse=True,
             )
@@ -59,8 +64,7 @@ def prepared(drawn: terms.Drawn, number: int) -> tuple[list[Any], list[Any]]:
     random = np.random.default_rng(number)
     dout = jnp.asarray(random.standard_normal((*q.shape[:3], v.shape[3])), q.dtype)
     dlse = jnp.asarray(random.standard_normal(q.shape[:3]) * 0.3, jnp.float32)
-    wide = terms.wide(drawn.arrays)
-    return [*drawn.arrays, dout, dlse], [*wide, dout.astype(jnp.float32), dlse]
+    return [*drawn.arrays, dout, dlse], terms.wide([*drawn.arrays, dout, dlse])
 
 
 def compiled(drawn: terms.Drawn, number: int) -> tuple[Any, Any, list[Any], list[Any]]:

@@ -157,19 +157,18 @@ Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
-    """Returns the problem as programs of flash and, in float32, of the reference, which give out and lse."""
+    """Returns the problem as programs that give out and lse: of flash, and of the reference in float32 on the host."""
 
     def attention(implementation: str, arrays: list[Any]) -> Attention:
+        device = arrays[0].devices().pop()
+        keywords = {
+            name: jax.device_put(value, device) if isinstance(value, jax.Array) else value
+            for name, value in drawn.keywords.items()
+        }
+
         def call(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
             return jattn.dot_product_attention(
-                q,
-                k,
-                v,
-                bias,
-                mask,
-                **drawn.keywords,
-                implementation=implementation,
-                return_lse=True,
+                q, k, v, bias, mask, **keywords, implementation=implementation, return_lse=True
             )
 
         return jax.jit(call).lower(*arrays).compile()  # type: ignore[no-any-return]
@@ -178,13 +177,19 @@ def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
 
 
 def wide(arrays: list[Any]) -> list[Any]:
-    """The arrays in float32, the mask as it is."""
-    return [x if x is None or x.dtype == jnp.bool_ else x.astype(jnp.float32) for x in arrays]
+    """The arrays on the host in float32, the mask as it is."""
+    host = jax.devices("cpu")[0]
+    return [
+        x
+        if x is None
+        else jax.device_put(x if x.dtype == jnp.bool_ else x.astype(jnp.float32), host)
+        for x in arrays
+    ]
 
 
 def wrong(drawn: Drawn, flash: Attention, reference: Attention) -> str:
     """Returns what is wrong with the result, or nothing."""
-    out, lse = flash(*drawn.arrays)
+    out, lse = (jnp.asarray(x) for x in flash(*drawn.arrays))
     q, k, v, bias, mask = wide(drawn.arrays)
     want, want_lse = reference(q, k, v, bias, mask)
     room, _ = reference(q, k, jnp.abs(v), bias, mask)
@@ -275,62 +280,101 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
             {"is_causal": True, "sinks": jnp.zeros((heads,), jnp.float32)},
         ),
     }
-    plain: dict[bool, float] = {}
+    programs: list[tuple[str, str, Any, tuple[Any, Any]]] = []
+    picked = flash_tiles.forward_tile
     for name, (bias, mask, keywords) in problems.items():
+        for tag, changes in {"": {}, **TILES.get(head_dim, {}).get(name, {})}.items():
 
-        def call(q: Any, k: Any, v: Any, bias: Any, mask: Any, keywords: Any = keywords) -> Any:
-            return jattn.dot_product_attention(
-                q, k, v, bias, mask, **keywords, implementation="flash"
-            )
+            def other(problem: flash_tiles.Problem, changes: Any = changes) -> flash_tiles.Tile:
+                return dataclasses.replace(picked(problem), **changes)
 
-        taken = seconds(jax.jit(call), q, k, v, bias, mask)
+            def call(
+                q: Any,
+                k: Any,
+                v: Any,
+                bias: Any,
+                mask: Any,
+                tag: str = tag,
+                keywords: Any = keywords,
+            ) -> Any:
+                del tag
+                return jattn.dot_product_attention(
+                    q, k, v, bias, mask, **keywords, implementation="flash"
+                )
+
+            flash_tiles.forward_tile = other
+            programs.append((name, tag, jax.jit(call).lower(q, k, v, bias, mask), (bias, mask)))
+    flash_tiles.forward_tile = picked
+    plain: dict[bool, float] = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled_programs = [pool.submit(program.compile) for _, _, program, _ in programs]
+        concurrent.futures.wait(compiled_programs)
+    for (name, tag, _, (bias, mask)), program in zip(programs, compiled_programs, strict=True):
+        label = f"D={head_dim:<4} {name:<24} {tag:<24}"
+        try:
+            taken = seconds(program.result(), q, k, v, bias, mask)
+        except Exception as error:  # a tile that does not fit must not hide the next
+            print(f"{label} {str(error)[:100]}", flush=True)
+            continue
         causal = "causal" in name
         if name.startswith("plain"):
             plain[causal] = taken
         flops = 4 * head_dim * pairs * (0.5 if causal else 1.0)
         print(
-            f"D={head_dim:<4} {name:<26} {taken * 1e6:9.1f} us {flops / taken * 1e-12:7.1f} TFLOP/s "
-            f"{plain[causal] / taken:5.2f} of plain",
+            f"{label} {taken * 1e6:9.1f} us {flops / taken * 1e-12:7.1f} TFLOP/s {plain[causal] / taken:5.2f} of plain",
             flush=True,
         )
-    time_bias_tiles(head_dim, q, k, v, full, plain[False])
 
 
-def time_bias_tiles(head_dim: int, q: Any, k: Any, v: Any, bias: Any, plain: float) -> None:
-    """Prints the time of other tiles for a staged bias, and of the bias read where it lies."""
-    picked = flash_tiles.forward_tile
-    for tile_kv, stages, staged in (
-        (128, 2, True),
-        (96, 2, True),
-        (64, 2, True),
-        (64, 3, True),
-        (128, 2, False),
-    ):
-
-        def other(
-            problem: flash_tiles.Problem, tile: Any = (tile_kv, stages, staged)
-        ) -> flash_tiles.Tile:
-            return dataclasses.replace(
-                picked(problem), tile_kv=tile[0], stages=tile[1], staged_bias=tile[2]
-            )
-
-        flash_tiles.forward_tile = other
-
-        def call(q: Any, k: Any, v: Any, bias: Any, tile: Any = (tile_kv, stages, staged)) -> Any:
-            del tile
-            return jattn.dot_product_attention(q, k, v, bias, implementation="flash")
-
-        name = f"bias tile {tile_kv} x {stages} {'staged' if staged else 'direct'}"
-        try:
-            taken = seconds(jax.jit(call), q, k, v, bias, rounds=3)
-        except Exception as error:  # a tile that does not fit must not hide the next
-            print(f"D={head_dim:<4} {name:<26} {str(error)[:100]}")
-        else:
-            print(
-                f"D={head_dim:<4} {name:<26} {taken * 1e6:9.1f} us {plain / taken:5.2f} of plain",
-                flush=True,
-            )
-    flash_tiles.forward_tile = picked
+_LAST, _AMID = {"loop_order": 1}, {"loop_order": 0, "chain_items": False}
+_Q_SHARED = {"q_in_registers": False}
+# Other tiles than the one that is picked, as changes of it.
+TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
+    128: {
+        "bias (1,N,T,S)": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            "64 keys, 3 stages": {"tile_kv": 64, "stages": 3},
+        },
+        "bias (1,N,1,S)": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "mask (1,1,T,S) random": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+        },
+        "softcap": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "alibi": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "dropout 0.1": {
+            "amid": _AMID,
+            "last": _LAST,
+            "96 keys, last": _LAST | {"tile_kv": 96},
+            "64 keys, last": _LAST | {"tile_kv": 64, "stages": 3},
+        },
+    },
+    64: {
+        "bias (1,N,T,S)": {
+            "128 queries, amid": _AMID | {"tile_q": 128, "stages": 3},
+            "128 queries, last": _LAST | {"tile_q": 128, "stages": 3},
+            "in series": {"loop_order": 2},
+        },
+        "bias (1,N,1,S)": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
+        "mask (1,1,T,S) random": {
+            "128 queries, last": _LAST | {"tile_q": 128, "chain_items": False},
+            "no chain": {"chain_items": False},
+        },
+        "softcap": {
+            "last": _LAST,
+            "192 queries, last": _LAST | {"tile_q": 192, "q_in_registers": False},
+        },
+        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
+        "dropout 0.1": {
+            "amid": _AMID,
+            "last": _LAST,
+            "192 queries, in series": {"loop_order": 2, "tile_q": 192},
+        },
+    },
+}
 
 
 def main() -> int:

@@ -148,22 +148,11 @@ inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumula
 }
 
 // to[i] = from[i] / divisor, or times its reciprocal where that is the same but for a negligible part of the rounding.
-// `from` may be read up to the next multiple of kWidth.
 template <typename Element>
 inline void divide_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> divisor, Element* to) {
   using Acc = Accumulator<Element>;
-  const Acc inverse = 1 / divisor;
   if constexpr (sizeof(Element) < sizeof(Acc)) {
-    narrow_row(from, count, inverse, to);
-  } else if (divisor > Acc{0x1p-100} && divisor < Acc{0x1p100}) {
-    // One step of Newton's method: a vector division takes as long as ten such steps.
-    int64_t i = 0;
-    for (; i + kWidth<Acc> <= count; i += kWidth<Acc>) {
-      const Vec<Acc> dividend = load(from + i), quotient = rounded(dividend * inverse);
-      const Vec<Acc> corrected = quotient + (dividend - quotient * divisor) * inverse;
-      store(to + i, corrected == corrected ? corrected : quotient);  // infinity has no remainder
-    }
-    for (; i < count; ++i) to[i] = from[i] / divisor;
+    narrow_row(from, count, 1 / divisor, to);
   } else {
     for (int64_t i = 0; i < count; ++i) to[i] = from[i] / divisor;
   }

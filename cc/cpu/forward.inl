@@ -427,8 +427,8 @@ class ForwardPass {
       for (int64_t split = 0; split < plan_.num_splits; ++split) {
         const int64_t index = split * num_rows() + row;
         if (partial_sum_[index] == 0) continue;
-        const Vec<Acc> weight =
-            exp2<Acc>((broadcast(partial_max_[index]) - shift) * log2_unit() - residual_of(broadcast(partial_max_[index])));
+        const Vec<Acc> weight = exp2<Acc>((broadcast(partial_max_[index]) - shift) * log2_unit() -
+                                          residual_of(broadcast(partial_max_[index])));
         sum += partial_sum_[index] * weight[0];
         const Acc* from = partial_out_ + index * plan_.row_len_v;
         for (int64_t d = 0; d < problem_.head_dim_v; ++d) merged[d] += from[d] * weight[0];

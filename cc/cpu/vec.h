@@ -189,7 +189,7 @@ inline Vec<float> scaled_exp2(Vec<float> x, const float (&kCoefficients)[kTerms]
 }
 
 // (2^f - 1) / f on [0, 1]: minimax fits, errors of 2^f 2.0e-9 and 8.2e-8.
-constexpr float kScaledExp2[] = {0.69314704444f,  0.240229305603f,  0.0554852803474f,
+constexpr float kScaledExp2[] = {0.69314704444f, 0.240229305603f,   0.0554852803474f,
                                  0.00967545219f, 0.00124678400169f, 0.000216129393785f};
 constexpr float kScaledExp2Short[] = {0.693151311803f, 0.240164450223f, 0.0557999127844f, 0.00901703081107f,
                                       0.00186712983454f};

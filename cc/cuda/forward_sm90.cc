@@ -47,16 +47,17 @@ sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
 }
 
-// Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two, four:
-// head_dim 128, 8192 keys 605, 648, 649, 654 (615, 665, 640, 615 on another card), 2048 keys 530, 541, 546, 548; head_dim
-// 64, 8192 keys 497, 497, 513; head_dim 256, 2048 keys 620 with one and 603 with four.
+// Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two,
+// four: head_dim 128, 8192 keys 605, 648, 649, 654 (615, 665, 640, 615 on another card), 2048 keys 530, 541, 546, 548;
+// head_dim 64, 8192 keys 497, 497, 513; head_dim 256, 2048 keys 620 with one and 603 with four.
 int64_t waves_of_section(const Problem& problem, const Config& config) {
   if (config.head_dim_v <= 64) return 2;
   return config.head_dim_v <= 128 && problem.kv_len <= 2048 ? 4 : 1;
 }
 
-// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make some waves of items: then the
-// long items of all run at once and share keys and values in L2. Else the tiles of one key/value head follow each other.
+// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make some waves of items:
+// then the long items of all run at once and share keys and values in L2. Else the tiles of one key/value head follow
+// each other.
 int32_t heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
   const int64_t group = problem.group_size();
   if (shares_bias_over_batch(problem, config)) {
@@ -200,9 +201,6 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
-  if (sm90::shifts_rows(config)) {
-    params.q_shift = static_cast<int32_t>(int64_t{params.tiles} * config.tile_q - problem.q_len);
-  }
   const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
   params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
 

@@ -109,7 +109,8 @@ def dbias_shared_bytes(tile: Tile, problem: Problem) -> int:
     place = _tile_bytes(rows, max(tile.head_dim, tile.head_dim_v))
     records = 4 * rows * (problem.segments + problem.positions) + 32 + 32 + 16
     records += 16 * tile.tile_q if problem.mask is not None else 0
-    return tile.stages * (place + records) + _bias_bytes(tile) + 128
+    kept = 0 if tile.staged_bias else 4 * tile.tile_q * tile.tile_kv
+    return tile.stages * (place + records) + _bias_bytes(tile) + kept + 128
 
 
 def _splits(tile: Tile) -> bool:
@@ -188,11 +189,12 @@ def keys_tile(problem: Problem, *, fused: bool, stores_ds: bool = False) -> Tile
         # Two tiles of a bias are worth more than the room for bulk reductions; other summands without a band take their
         # registers.
         adds = problem.alibi_slopes is not None or problem.bias is not None
-        bulk = fused and not staged and not (adds and problem.band.unbounded)
-        return dataclasses.replace(tile, tile_q=128, bulk_reduce=bulk)
+        with_bulk = fused and not staged and not (adds and problem.band.unbounded)
+        return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
     if problem.band.unbounded and not _has_step_terms(problem) and problem.mask is None:
         return dataclasses.replace(tile, ds_in_registers=fused)
-    if problem.alibi_slopes is not None and problem.positions:
+    direct_bias = problem.bias is not None and problem.bias[2] > 1 and not staged
+    if direct_bias or (problem.alibi_slopes is not None and problem.positions):
         return tile  # registers
     bulk = dataclasses.replace(tile, bulk_reduce=fused)
     return bulk if keys_shared_bytes(bulk, problem, fused=fused) <= MAX_SHARED_BYTES else tile

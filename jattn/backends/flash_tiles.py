@@ -191,6 +191,22 @@ def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
     A bias is staged where a tile of it fits beside the stages, if need be with fewer keys.
     """
     row_bias = problem.bias is not None and problem.bias[2] == 1
+    light = _count_terms(problem) == 1 and problem.dropout is None
+    light = light and not _reads_bias_directly(problem)
+    if light and max(head_dim, head_dim_v) <= 64 and not problem.positions:
+        has_tiles = problem.bias is not None and not row_bias
+        return Tile(
+            head_dim,
+            head_dim_v,
+            192,
+            128,
+            stages=2 if has_tiles else 4,
+            loop_order=_SOFTMAX_LAST,
+            chain_items=not has_tiles,
+            integer_max=True,
+            staged_bias=has_tiles,
+            row_bias=row_bias,
+        )
     stages = 3 if max(head_dim, head_dim_v) <= 64 else 2
     found: Tile | None = None
     # Registers: with 256 columns of output two products stay in flight only beside a single term.
@@ -204,6 +220,7 @@ def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
             tile_kv,
             stages=stages,
             loop_order=_IN_SERIES if in_series else 0,
+            q_in_registers=light and max(head_dim, head_dim_v) <= 128,
             integer_max=head_dim_v <= 128,
             row_bias=row_bias,
         )
@@ -252,11 +269,11 @@ def forward_tile(problem: Problem) -> Tile:
         )
     if small:
         return Tile(head_dim, head_dim_v, 192, 128, loop_order=_IN_SERIES, integer_max=True)
-    shared_keys = problem.num_heads >= 4 * problem.num_kv_heads and problem.band.unbounded
-    if head_dim == head_dim_v == 128 and shared_keys and not problem.softcap > 0:
-        # Measured with 32/8 heads at 8192 keys: 692 TFLOP/s against 668; with one head per group equal, causal worse.
-        if problem.q_len >= 2048 and not problem.segments:
-            return Tile(128, 128, 192, 128, loop_order=_IN_SERIES, integer_max=True)
+    # Measured with 32/8 heads at 8192 keys: 692 TFLOP/s against 668; with one head per group equal, causal worse.
+    shared_keys = problem.num_heads >= 4 * problem.num_kv_heads and problem.q_len >= 2048
+    full = problem.band.unbounded and not problem.segments and not problem.softcap > 0
+    if head_dim == head_dim_v == 128 and shared_keys and full:
+        return Tile(128, 128, 192, 128, loop_order=_IN_SERIES, integer_max=True)
     # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores, half as many packed
     # probabilities and, if q is in registers, head_dim / 4 of its words.
     for tile_kv in (128, 96, 64):

@@ -37,11 +37,13 @@ class StructuralMask:
     switched on: decoding combines masks as arrays). The parts apply together, and with the options of
     `make_attention_fn`. A pytree, so it passes through `jax.jit`, `nnx.jit` and rematerialisation.
 
-    Shapes: B stands for the batch axes of the call, as many as the query has.
-      segment_ids (B, T) integer, self-attention; a query sees the keys with its own id. A negative id marks padding.
-      query_segment_ids (B, T), key_value_segment_ids (B, S): the same for cross-attention; both or neither.
-      query_seq_lengths (B,), key_value_seq_lengths (B,) integer: how many leading positions are real.
-      query_positions (B, T), key_value_positions (B, S) integer, both or neither: where the tokens stand, for
+    B stands for the batch axes of the call, as many as the query has.
+
+    Attributes:
+      segment_ids: (B, T) integer, self-attention; a query sees the keys with its own id. A negative id marks padding.
+      query_segment_ids, key_value_segment_ids: (B, T) and (B, S), the same for cross-attention; both or neither.
+      query_seq_lengths, key_value_seq_lengths: (B,) integer, how many leading positions are real.
+      query_positions, key_value_positions: (B, T) and (B, S) integer, both or neither: where the tokens stand, for
         causality, windows and slopes, in place of their indices.
       dense: a boolean mask that broadcasts to (B, N, T, S), True = takes part.
     """

@@ -67,8 +67,12 @@ def forward_key(spec: Spec) -> str:
     return flash_tiles.plan_forward(spec, spec.batch).kernels.split(";")[0]
 
 
-@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("term", "head_dims"),
+    [(term, dims) for term in TERMS for dims in ((64, 64), (128, 128), (256, 256))]
+    + [("everything", dims) for dims in ((96, 96), (192, 128), (192, 192))],
+    ids=str,
+)
 def test_no_spills(term: str, head_dims: tuple[int, int]) -> None:
     toolchain.require_nvrtc()
     key = forward_key(problem(head_dims, **TERMS[term]))
@@ -76,7 +80,7 @@ def test_no_spills(term: str, head_dims: tuple[int, int]) -> None:
     assert resources.read_log(key, log).faults == ()
 
 
-@pytest.mark.parametrize("term", ["mask", "staged-bias", "alibi", "dropout"])
+@pytest.mark.parametrize("term", ["mask", "staged-bias", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_products_stay_in_flight(
     term: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jattn import _core, ffi
-from jattn.backends import cuda_tiles, flash_tiles
+from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
 from jattn.masks import Band
 from jattn.spec import Spec
 
@@ -41,6 +41,7 @@ def one_key_per_family() -> dict[str, str]:
     """A key of every family: a listed one, else one that Python plans for a problem that needs the family."""
     plain = Spec(1, 256, 256, 2, 2, 64, 64, "bfloat16", 0.125, segments=True)
     biased = dataclasses.replace(plain, bias=(1, 1, 256, 256), bias_dtype="bfloat16")
+    per_head = dataclasses.replace(biased, bias=(1, 2, 256, 256))
     moved = dataclasses.replace(plain, positions=True, band=Band(right=0))
     hopper = (9, 0)
     few_queries = dataclasses.replace(plain, kv_len=8192, segments=False)
@@ -55,6 +56,11 @@ def one_key_per_family() -> dict[str, str]:
             biased, 1, hopper, wants=(True,) * 4, deterministic=deterministic
         )
         plans.append(plan.kernels)
+        for problem in (biased, per_head):
+            flash_plan = flash_backward_tiles.plan_backward(
+                problem, 1, problem.num_heads, wants=(True,) * 4, deterministic=deterministic
+            )
+            plans.append(flash_plan.kernels)
     keys = listed_key_per_family()
     for planned in ";".join(plans).split(";"):
         key = _core.canonical_kernel_key(planned)

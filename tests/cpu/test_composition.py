@@ -31,6 +31,7 @@ def composed(draw: st.DrawFn) -> Case:
     )
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 3)
 @given(case=composed())
 def test_features_compose_on_the_kernel(case: Case) -> None:
     verify(case, "cpu")

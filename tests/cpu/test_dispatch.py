@@ -140,10 +140,11 @@ def test_what_is_admitted_for_cuda_can_be_lowered(case: Case, device: str) -> No
 
 def test_explain_is_readable() -> None:
     """A person finds the problem, the choice, and the way out of every refusal."""
-    text = str(explained(but("mask", mask_form="b1ts"), DEVICES["sm90"], needs_grad=True))
+    case = but("mask", mask_form="b1ts", dtype="float32")
+    text = str(explained(case, DEVICES["sm90"], needs_grad=True))
     for words in (
         "cuda sm_90, forward and backward",
-        "q bfloat16 (2, 128, 2, 64)",
+        "q float32 (2, 128, 2, 64)",
         "mask",
         "chosen: mem_efficient",
         "flash: refuses",

@@ -95,7 +95,7 @@ def test_gradients_of_all_differentiable_operands(backend: str) -> None:
     arrays = drawn()
     gradients = functools.partial(jax.grad, argnums=range(5))
     got = jax.jit(gradients(functools.partial(loss, functools.partial(attend, backend))))(*arrays)
-    close(got, gradients(functools.partial(loss, textbook))(*arrays))
+    close(got, jax.jit(gradients(functools.partial(loss, textbook)))(*arrays))
 
 
 @pytest.mark.parametrize("argnums", [(3,), (4,), (3, 4), (0, 4), (1, 3)], ids=str)
@@ -106,7 +106,7 @@ def test_gradients_of_some_operands(argnums: tuple[int, ...]) -> None:
     got = jax.jit(jax.grad(functools.partial(loss, functools.partial(attend, "cpu")), argnums))(
         *arrays
     )
-    close(got, jax.grad(functools.partial(loss, textbook), argnums)(*arrays))
+    close(got, jax.jit(jax.grad(functools.partial(loss, textbook), argnums))(*arrays))
     after = jattn.call_counters().get("cpu", {}).get("backward", 0)
     assert after - before == int(min(argnums) < 3)
 
@@ -122,27 +122,26 @@ def test_forward_mode_and_second_derivatives(backend: str) -> None:
         return jax.jvp(of_moving, moving, tangents)[1], jax.jvp(gradient, moving, tangents)[1]
 
     got = jax.jit(lambda: derivatives(functools.partial(attend, backend)))()
-    close(got, derivatives(textbook), 2e-4)
+    close(got, jax.jit(lambda: derivatives(textbook))(), 2e-4)
 
 
 def test_numerical_gradients_in_float64() -> None:
     with jax.enable_x64(True):
         *moving, q_positions, kv_positions, key, rate = drawn()
         wide = [x.astype(jnp.float64) for x in moving[:3]]
-        # Sinks and slopes are read as float32: their steps are those of check_grads in float32.
-        run = functools.partial(attend, "cpu")
-        check_grads(
-            lambda *x: run(*x, *moving[3:], q_positions, kv_positions, key, rate),
-            wide,
-            order=2,
-            modes=["rev", "fwd"],
-        )
+
+        # Sinks and slopes are read as float32, too coarse for the steps of a float64 check.
+        @jax.jit
+        def run(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return attend("cpu", *x, *moving[3:], q_positions, kv_positions, key, rate)
+
+        check_grads(run, wide, order=1, modes=["rev", "fwd"])
 
 
 def test_the_rate_has_no_gradient() -> None:
     arrays = drawn()
-    got = jax.grad(functools.partial(loss, functools.partial(attend, "cpu")), argnums=8)(*arrays)
-    assert got == 0
+    gradient = jax.grad(functools.partial(loss, functools.partial(attend, "cpu")), argnums=8)
+    assert jax.jit(gradient)(*arrays) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -154,7 +153,7 @@ def test_gradients_come_back_in_the_dtype_and_shape_of_the_operand(dtype: str) -
 
     for shape in ((N,), (1, N), (B, N), (B, 1), (1,)):
         operands = jnp.full(shape, 0.5, dtype), jnp.full(shape, 0.1, dtype)
-        for gradient in jax.grad(scalar, (0, 1))(*operands):
+        for gradient in jax.eval_shape(jax.grad(scalar, (0, 1)), *operands):
             assert gradient.shape == shape
             assert gradient.dtype == dtype
 
@@ -162,6 +161,7 @@ def test_gradients_come_back_in_the_dtype_and_shape_of_the_operand(dtype: str) -
 def test_a_sink_of_minus_infinity_is_no_sink(backend: str) -> None:
     q, k, v, *_ = drawn()
 
+    @jax.jit
     def run(**keywords: Any) -> Any:
         def attend(*x: jax.Array) -> jax.Array:
             return jattn.dot_product_attention(*x, implementation=backend, **keywords)
@@ -188,6 +188,7 @@ def test_vmap_over_one_operand(mapped: int) -> None:
     gradients = jax.value_and_grad(
         functools.partial(loss, functools.partial(attend, "cpu")), argnums=range(5)
     )
+    one = jax.jit(gradients)
     axes = [0 if i == mapped else None for i in range(9)]
     got = jax.jit(jax.vmap(gradients, axes))(
         *(stacked if i == mapped else x for i, x in enumerate(arrays))
@@ -195,7 +196,7 @@ def test_vmap_over_one_operand(mapped: int) -> None:
     each = []
     for x in stacked:
         arrays[mapped] = x
-        each.append(gradients(*arrays))
+        each.append(one(*arrays))
     close(got, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
@@ -207,7 +208,6 @@ def packed() -> dict[str, Any]:
         "segment_ids": segments,
         "query_positions": positions,
         "key_value_positions": positions,
-        "dropout_rate": 0.4,
         "dropout_table": dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 2, N),
     }
 
@@ -215,9 +215,8 @@ def packed() -> dict[str, Any]:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_drop_what_the_padded_batch_drops(backend: str, is_causal: bool) -> None:
     q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 13, N, D))
-    out, lse = api.packed_attention(
-        q, k, v, is_causal=is_causal, implementation=backend, **packed()
-    )
+    run = functools.partial(api.packed_attention, is_causal=is_causal, implementation=backend)
+    out, lse = jax.jit(functools.partial(run, dropout_rate=0.4))(q, k, v, **packed())
 
     def padded(x: jax.Array) -> jax.Array:
         return jnp.stack([jnp.pad(x[0, :5], ((0, 3), (0, 0), (0, 0))), x[0, 5:]])
@@ -249,6 +248,7 @@ def test_vmap_of_packed_sequences(mapped: str) -> None:
                 q,
                 k,
                 v,
+                dropout_rate=0.4,
                 dropout_table=x if mapped == "dropout_table" else table,
                 implementation="cpu",
                 **keywords,
@@ -258,14 +258,14 @@ def test_vmap_of_packed_sequences(mapped: str) -> None:
         out, pullback = jax.vjp(attend, x if mapped == "q" else q)
         return out, pullback(jnp.ones_like(out))
 
-    close(
-        jax.jit(jax.vmap(run))(stacked), jax.tree.map(lambda *x: jnp.stack(x), *map(run, stacked))
-    )
+    each = map(jax.jit(run), stacked)
+    close(jax.jit(jax.vmap(run))(stacked), jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
 def test_inside_scan_and_checkpoint_the_masks_are_those_outside() -> None:
     q, k, v, *_ = drawn()
     keys = jax.random.split(jax.random.key(5), 3)
+    one_by_one = list(keys)
 
     def layer(x: jax.Array, key: jax.Array) -> jax.Array:
         return x + jnp.pad(
@@ -280,9 +280,9 @@ def test_inside_scan_and_checkpoint_the_masks_are_those_outside() -> None:
         return (jax.lax.scan(lambda c, key: (body(c, key), None), x, keys)[0] ** 2).sum()
 
     def unrolled(x: jax.Array) -> jax.Array:
-        return (functools.reduce(layer, keys, x) ** 2).sum()
+        return (functools.reduce(layer, one_by_one, x) ** 2).sum()
 
-    want = jax.value_and_grad(unrolled)(q)
+    want = jax.jit(jax.value_and_grad(unrolled))(q)
     for remat in (False, True):
         close(jax.jit(jax.value_and_grad(functools.partial(scanned, remat=remat)))(q), want)
 

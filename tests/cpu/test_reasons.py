@@ -1,11 +1,13 @@
 """Every refusal fires, and its text has the argument, the value, the rule, the remedy and the phrase of its code."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 
 import jattn
+from jattn.backends.reference import ReferenceBackend
 from jattn.errors import REASON_CODES
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
@@ -52,10 +54,26 @@ REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], jattn.Device, tuple[str, ..
     ),
     ("flash", "HEAD_DIM", alike(2, 8, 2, 300), {}, SM90, ("head_dim is 300", "256")),
     ("mem_efficient", "HEAD_DIM", alike(2, 8, 2, 600), {}, SM90, ("head_dim is 600", "512", "xla")),
-    ("flash", "MASK", PLAIN, BIAS, SM90, ("bias",)),
-    ("flash", "MASK", PLAIN, MASK, SM90, ("mask",)),
+    ("bare", "MASK", PLAIN, BIAS, SM90, ("bias", "must be one of none")),
+    ("bare", "MASK", PLAIN, MASK, SM90, ("mask",)),
+    ("bare", "FEATURE", PLAIN, {"is_causal": True}, SM90, ("band",)),
+    ("bare", "FEATURE", PLAIN, {"logits_soft_cap": 3.0}, SM90, ("softcap",)),
     ("cudnn", "NOT_BUILT", PLAIN, {}, SM90, ("cudnn",)),
 )
+
+
+class BareBackend(ReferenceBackend):
+    """A user's backend that understands no feature: the shipped ones understand all."""
+
+    name = "bare"
+    understands = frozenset()
+
+
+@pytest.fixture(autouse=True)
+def bare_backend() -> Iterator[None]:
+    jattn.register_backend("cuda", BareBackend())
+    yield
+    jattn.unregister_backend("cuda", "bare")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,8 @@ def test_all_reasons_are_given_at_once() -> None:
     """Two things are wrong, two reasons are given; those of other backends come along."""
     arrays = alike(2, 8, 2, 300, dtype="float32")
     reasons = jattn.explain(*arrays, device=SM90, **MASK).reasons
-    assert {reason.code for reason in reasons["flash"]} == {"DTYPE", "HEAD_DIM", "MASK"}
+    assert {reason.code for reason in reasons["flash"]} == {"DTYPE", "HEAD_DIM"}
+    assert {reason.code for reason in reasons["bare"]} == {"MASK"}
     assert [reason.argument for reason in reasons["flash"] if reason.code == "HEAD_DIM"] == [
         "head_dim",
         "head_dim_v",
@@ -142,7 +161,8 @@ def test_a_code_that_nobody_listed_is_refused() -> None:
 
 
 def test_every_code_is_reached_by_some_test() -> None:
-    """DISABLED: test_options.py; SYMBOLIC: above; FEATURE: a registered backend, test_rows_bias.py."""
-    tested = {refusal[1] for refusal in REFUSALS} | {"DISABLED", "SYMBOLIC", "FEATURE"}
+    """DISABLED: test_options.py; SYMBOLIC: above; RAGGED_...: test_ragged.py."""
+    tested = {refusal[1] for refusal in REFUSALS} | {"DISABLED", "SYMBOLIC"}
+    tested |= {code for code in REASON_CODES if code.startswith("RAGGED_")}
     unreached = {"DETERMINISTIC"}  # belongs to cudnn, which is not a backend yet
     assert set(REASON_CODES) == tested | unreached

@@ -14,9 +14,14 @@ namespace jattn {
 // Something is added to the scores, so that they are multiplied by the scale first.
 JATTN_HOST_DEVICE constexpr bool adds_to_scores(const Config& config) { return config.bias || config.alibi; }
 
+// A forward kernel keeps scores with a bias in natural units: product * scale + bias is one instruction, and no bias
+// overflows. (A backward kernel subtracts lse in base 2.)
+JATTN_HOST_DEVICE constexpr bool has_natural_scores(const Config& config) { return config.bias && !config.softcap; }
+
 // Scores are multiplied by this on the way into exp2: log2(e) * scale if they are still raw products.
-template <Config kConfig>
+template <Config kConfig, bool kNatural = false>
 __device__ __forceinline__ float score_factor(const ProblemParams& problem) {
+  if constexpr (kNatural) return kLog2E;
   if constexpr (adds_to_scores(kConfig) || kConfig.softcap) return 1.0f;
   return problem.scale_first ? 1.0f : problem.scale_log2;
 }
@@ -29,8 +34,10 @@ __device__ __forceinline__ float load_element(const void* data, int64_t index) {
 
 // s + bias * log2(e), the bias kept finite where it is finite: the least bfloat16 or float32 would become -inf, and a row
 // filled with it has a softmax. Fused by name, so that every way of reading a bias gives the same bits.
-template <Element kElement>
-__device__ __forceinline__ float add_bias(float s, float bias) {
+// kNatural: s * scale + bias, s a raw product.
+template <Element kElement, bool kNatural>
+__device__ __forceinline__ float add_bias(float s, float bias, float scale) {
+  if constexpr (kNatural) return fmaf(s, scale, bias);
   if constexpr (kElement == Element::kF16) return fmaf(bias, kLog2E, s);
   const float clamped = fminf(fmaxf(bias, -2.3e38f), 2.3e38f);
   return fmaf(fabsf(bias) < infinity() ? clamped : bias, kLog2E, s);
@@ -79,8 +86,9 @@ struct BroadcastReader {
 
 // s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a
 // fragment that keeps raw products is left alone.
-template <Config kConfig, int kM, int kN>
+template <Config kConfig, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ProblemParams& problem) {
+  if constexpr (kNatural) return;  // the bias does it
   if constexpr (kConfig.softcap) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -142,8 +150,8 @@ struct SoftcapDerivative {
   }
 };
 
-// s += log2(e) * bias
-template <Config kConfig, bool kTransposed, int kM, int kN>
+// s += log2(e) * bias, or s = s * scale + bias if kNatural
+template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
                                          int row0, int column0) {
   const BroadcastReader<kTransposed> reader(problem.bias, problem, batch, head);
@@ -171,8 +179,10 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
                     reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(problem.bias.data) + index + 8 * n));
                 low = Traits::low(x), high = Traits::high(x);
               }
-              s[m][n][2 * h] = add_bias<kConfig.bias_element>(s[m][n][2 * h], low);
-              s[m][n][2 * h + 1] = add_bias<kConfig.bias_element>(s[m][n][2 * h + 1], high);
+              float& left = s[m][n][2 * h];
+              float& right = s[m][n][2 * h + 1];
+              left = add_bias<kConfig.bias_element, kNatural>(left, low, problem.scale);
+              right = add_bias<kConfig.bias_element, kNatural>(right, high, problem.scale);
             }
           }
         }
@@ -182,19 +192,21 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
   }
   reader.template each<kM, kN>(row0, column0, [&](int m, int n, int h, int e, int64_t index) {
     if (index >= 0) {
-      s[m][n][2 * h + e] = add_bias<kConfig.bias_element>(s[m][n][2 * h + e],
-                                                          load_element<kConfig.bias_element>(problem.bias.data, index));
+      float& x = s[m][n][2 * h + e];
+      const float bias = load_element<kConfig.bias_element>(problem.bias.data, index);
+      x = add_bias<kConfig.bias_element, kNatural>(x, bias, problem.scale);
     }
   });
 }
 
-// s -= log2(e) * slope * |distance|. offset: distances are column - row - offset, in the axes of the fragment.
-template <Config kConfig, bool kTransposed, int kM, int kN>
+// s -= log2(e) * slope * |distance|, without log2(e) if kNatural. offset: distances are column - row - offset, in the axes
+// of the fragment.
+template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
                                            int offset, int row0, int column0) {
   const PerHeadFloat& slopes = problem.alibi_slopes;
-  const float slope =
-      -kLog2E * __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
+  const float slope = -(kNatural ? 1.0f : kLog2E) *
+                      __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
   if constexpr (kConfig.positions) {
     const FragmentPositions<kTransposed> positions(problem, batch);
     int row_position[kM][2];

@@ -116,23 +116,32 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
   }
 }
 
+// The row maximum in natural units. It stays where its logarithm in base 2 is finite, which the backward needs: a row may be
+// filled with the least finite bias.
+template <bool kNatural>
+__device__ __forceinline__ float natural_maximum(float row_max, float factor) {
+  return kNatural ? fminf(fmaxf(row_max, -2.3e38f), 2.3e38f) : row_max * factor * kLn2;
+}
+
 // Gives 1 / row_sum (0 for an empty row) and the natural logarithm of the sum of exponentials of one row.
 struct RowResult {
   float inverse_sum, lse;
 };
 
+template <bool kNatural>
 __device__ __forceinline__ RowResult finish_row(float row_max, float lane_sum, float factor) {
   const float sum = quad_sum(lane_sum);
   if (sum == 0.0f) return {0.0f, -infinity()};
-  return {reciprocal_fast(sum), row_max * factor * kLn2 + logf(sum)};
+  return {reciprocal_fast(sum), natural_maximum<kNatural>(row_max, factor) + logf(sum)};
 }
 
 // The same with a sink: a key of this score (natural units) that has no value. It may be infinite. A row that sees no
 // key stays empty.
+template <bool kNatural>
 __device__ __forceinline__ RowResult finish_row_with_sink(float row_max, float lane_sum, float factor, float sink) {
   const float sum = quad_sum(lane_sum);
   if (sum == 0.0f) return {0.0f, -infinity()};
-  const float keys = row_max * factor * kLn2;
+  const float keys = natural_maximum<kNatural>(row_max, factor);
   const float greatest = fmaxf(keys, sink);
   const float keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);
   const float sink_part = sink == greatest ? 1.0f : exp2_fast((sink - greatest) * kLog2E);

@@ -111,7 +111,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   clear(out);
   RowStatistics<kM> rows;
   rows.reset();
-  const float factor = score_factor<kConfig>(problem);
+  constexpr bool kNatural = has_natural_scores(kConfig);
+  const float factor = score_factor<kConfig, kNatural>(problem);
 
   int tile = walk.at_or_below(range.end - 1);
   if (tile >= 0) {
@@ -156,14 +157,14 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 
     const int column0 = tile * kTileKv;
     const int row0 = row_begin + warp_row;
-    scale_scores<kConfig>(s, problem);
+    scale_scores<kConfig, kNatural>(s, problem);
     if constexpr (kStagedBias) {
-      add_bias_rows<kConfig.bias_element>(s, pairs.bias(), warp_row);
+      add_bias_rows<kConfig.bias_element, kNatural>(s, pairs.bias(), warp_row, problem.scale);
     } else if constexpr (kConfig.bias) {
-      add_bias<kConfig, false>(s, problem, item.batch, item.head, row0, column0);
+      add_bias<kConfig, false, kNatural>(s, problem, item.batch, item.head, row0, column0);
     }
     if constexpr (kConfig.alibi) {
-      add_slopes<kConfig, false>(s, problem, item.batch, item.head, sequence.band.offset, row0, column0);
+      add_slopes<kConfig, false, kNatural>(s, problem, item.batch, item.head, sequence.band.offset, row0, column0);
     }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
@@ -227,8 +228,9 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = end_row + 16 * m + 8 * h + (lane >> 2);
-      RowResult result = kConfig.sinks ? finish_row_with_sink(rows.row_max[m][h], rows.row_sum[m][h], factor, sink)
-                                       : finish_row(rows.row_max[m][h], rows.row_sum[m][h], factor);
+      RowResult result = kConfig.sinks
+                             ? finish_row_with_sink<kNatural>(rows.row_max[m][h], rows.row_sum[m][h], factor, sink)
+                             : finish_row<kNatural>(rows.row_max[m][h], rows.row_sum[m][h], factor);
       if (row >= q_length) result = {0.0f, -infinity()};
       inverse[m][h] = result.inverse_sum * drop_factor;
       if (end_item.slice == 0 && (lane & 3) == 0 && row < problem.q_len) {

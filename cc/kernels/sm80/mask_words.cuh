@@ -29,7 +29,6 @@ struct MaskFilter<kConfig, true> : TileFilter<kConfig> {
   __device__ __forceinline__ bool meets(int tile) const {
     return TileFilter<kConfig>::meets(tile) && states[int64_t(tile) * stride] != kMaskTileEmpty;
   }
-  __device__ __forceinline__ bool unmasked(int tile) const { return states[int64_t(tile) * stride] == kMaskTileFull; }
 };
 
 // The bits of a warp's part of a tile. Loaded before the product that they are applied to: a warp's load covers eight

@@ -58,10 +58,11 @@ struct PairTiles {
   }
 };
 
-// s += log2(e) * bias for a fragment whose rows are queries: tile row row0 is the first of the warp.
-template <Element kBias, int kColumns, int kM, int kN>
+// s += log2(e) * bias, or s = s * scale + bias if kNatural, for a fragment whose rows are queries: tile row row0 is the
+// first of the warp.
+template <Element kBias, bool kNatural, int kColumns, int kM, int kN>
 __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile,
-                                              int row0) {
+                                              int row0, float scale) {
   using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
   constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
   const int lane = ptx::thread_index_anew() & 31;
@@ -75,8 +76,8 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float2 x = ptx::load_shared_f32x2(Layout::advance(base, 2 * n) + (16 * m + 8 * h) * kRowBytes);
-          s[m][n][2 * h] = add_bias<kBias>(s[m][n][2 * h], x.x);
-          s[m][n][2 * h + 1] = add_bias<kBias>(s[m][n][2 * h + 1], x.y);
+          s[m][n][2 * h] = add_bias<kBias, kNatural>(s[m][n][2 * h], x.x, scale);
+          s[m][n][2 * h + 1] = add_bias<kBias, kNatural>(s[m][n][2 * h + 1], x.y, scale);
         }
       }
     }
@@ -90,8 +91,8 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t x = ptx::load_shared_u32(Layout::advance(base, n) + (16 * m + 8 * h) * kRowBytes);
-          s[m][n][2 * h] = add_bias<kBias>(s[m][n][2 * h], Traits::low(x));
-          s[m][n][2 * h + 1] = add_bias<kBias>(s[m][n][2 * h + 1], Traits::high(x));
+          s[m][n][2 * h] = add_bias<kBias, kNatural>(s[m][n][2 * h], Traits::low(x), scale);
+          s[m][n][2 * h + 1] = add_bias<kBias, kNatural>(s[m][n][2 * h + 1], Traits::high(x), scale);
         }
       }
     }
@@ -117,7 +118,8 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
           const uint32_t base = tile.address + query0 * kRowBytes + Layout::offset(2 * t + e, chunk) + (g & 3) * 4;
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
-            s[m][n][2 * h + e] = add_bias<kBias>(s[m][n][2 * h + e], ptx::load_shared_f32(base + n * (8 * kRowBytes)));
+            s[m][n][2 * h + e] =
+                add_bias<kBias, false>(s[m][n][2 * h + e], ptx::load_shared_f32(base + n * (8 * kRowBytes)), 1.0f);
           }
         }
       }
@@ -136,8 +138,9 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
         ptx::load_matrix_x4_transposed(x, base + n * (8 * kRowBytes));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[m][n + i / 2][2 * (i % 2)] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]));
-          s[m][n + i / 2][2 * (i % 2) + 1] = add_bias<kBias>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]));
+          s[m][n + i / 2][2 * (i % 2)] = add_bias<kBias, false>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]), 1.0f);
+          s[m][n + i / 2][2 * (i % 2) + 1] =
+              add_bias<kBias, false>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]), 1.0f);
         }
       }
     }

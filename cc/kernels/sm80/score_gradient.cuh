@@ -91,7 +91,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   SoftcapDerivative<kConfig, kM, kN> derivative;
   derivative.keep(s, problem);
   if constexpr (kConfig.bias && kConfig.staged_bias) {
-    add_bias_rows<kConfig.bias_element>(s, pairs.bias(), warp_row);
+    add_bias_rows<kConfig.bias_element, false>(s, pairs.bias(), warp_row, 1.0f);
   } else if constexpr (kConfig.bias) {
     add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
   }

@@ -236,8 +236,30 @@ struct DbiasConsumer {
     return {step.first_query + row, step.first_key + column, row, column};
   }
 
+  // The bias of a block is the same in all its steps: what is not staged is read once and kept, each thread's own.
+  __device__ __forceinline__ void keep_bias() const {
+    const DbiasWork work(dbias, C.tile_q, C.tile_kv);
+    const BroadcastArray& array = dbias.backward.problem.bias;
+    DbiasStep first{};
+    first.first_query = work.q_tile * C.tile_q;
+    first.first_key = work.kv_tile * C.tile_kv;
+    const BiasSource<C, false> source{dbias.backward.problem,
+                                      work.batch * array.stride_batch + work.head * array.stride_head, origin_of(first),
+                                      tiles + kLayout.bias};
+    float bias[8];
+#pragma unroll
+    for (int step = 0; step < kCount / 8; ++step) {
+      source.load_direct(bias, step);
+      source.keep(bias, step);
+    }
+  }
+
   __device__ __forceinline__ void visit(Scores& sum) {
-    if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full, 0);
+    if constexpr (C.staged_bias) {
+      wait(&control.bias_full, 0);
+    } else {
+      keep_bias();
+    }
     while (true) {
       const int place = ring.index;
       wait(&control.full[place], ring.parity);

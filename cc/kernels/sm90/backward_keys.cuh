@@ -113,13 +113,20 @@ struct KeyConsumer {
     return {control.item.first + row, control.headers[ring.index].first + column, row, column};
   }
 
+  // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited for
+  // then, so that nothing else is done.
   template <int kCount>
-  __device__ __forceinline__ void decide_drops(Drops<C, kCount>& drops) const {
-    if constexpr (C.dropout_rows) {
-      drops.template decide<true>(control.terms[ring.index], origin(), control.ids[ring.index], control.own_positions,
-                                  control.positions[ring.index], params.problem);
-    } else if constexpr (C.dropout) {
-      drops.template decide<true>(control.terms[ring.index], origin(), nullptr, nullptr, nullptr, params.problem);
+  __device__ __forceinline__ void decide_drops(Drops<C, kCount>& drops, RingPosition<C.stages> step) const {
+    if constexpr (C.dropout) {
+      wait(&control.first_full[step.index], step.parity);
+      const int row = first_row() + warp_row() + lane() / 4, column = lane() % 4 * 2;
+      const FragmentOrigin origin{control.item.first + row, control.headers[step.index].first + column, row, column};
+      if constexpr (C.dropout_rows) {
+        drops.template decide<true>(control.terms[step.index], origin, control.ids[step.index], control.own_positions,
+                                    control.positions[step.index], params.problem);
+      } else {
+        drops.template decide<true>(control.terms[step.index], origin, nullptr, nullptr, nullptr, params.problem);
+      }
     }
   }
   __device__ __forceinline__ float dropout_factor() const {
@@ -276,6 +283,8 @@ struct KeyConsumer {
   __device__ __forceinline__ void wait_dout() const { wait(&control.second_full[ring.index], ring.parity); }
 
   __device__ __forceinline__ void visit_plainly(Dk& dk, Dv& dv) {
+    Drops<C, C.tile_q / 2> drops;
+    decide_drops(drops, ring);
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
@@ -283,13 +292,12 @@ struct KeyConsumer {
       Fragments p, ds;
       Dq dq;
       DsFragments all_ds;
-      Drops<C, C.tile_q / 2> drops;
       start_scores(s);
       wait_dout();
       start_dp(dp);
       FetchedBias<C, C.tile_q / 2> fetched;
-      if constexpr (fetched.kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
-      decide_drops(drops);
+      if constexpr (FetchedBias<C, C.tile_q / 2>::kUsed)
+        fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, p, flags, drops, fetched);
@@ -308,6 +316,13 @@ struct KeyConsumer {
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
       start_dk(dk, ds);
+      if constexpr (C.dropout) {
+        if (!last) {
+          RingPosition<C.stages> next = ring;
+          next.advance();
+          decide_drops(drops, next);
+        }
+      }
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);

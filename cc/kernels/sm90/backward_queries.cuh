@@ -219,8 +219,9 @@ struct QueryConsumer {
     if constexpr (Stage::kMakesExponents) {
       if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
       make_exponents<C, false>(s, slopes, control.terms[0], control.item, origin(header.first),
-                               tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C), own_positions, positions,
-                               fetched, params.problem, [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
+                               C.staged_bias ? tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C) : 0u,
+                               own_positions, positions, fetched, params.problem,
+                               [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
       if constexpr (bias_tile_bytes(C) > 0) {
         release_by_warp(&control.bias_empty[bias_ring.index]);
         bias_ring.advance();

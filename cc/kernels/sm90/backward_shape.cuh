@@ -137,7 +137,8 @@ JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
   const int width = config.head_dim > config.head_dim_v ? config.head_dim : config.head_dim_v;
   layout.place_bytes = tile_bytes(config.tile_q, width) + tile_bytes(config.tile_kv, width);
   layout.bias = config.stages * layout.place_bytes;
-  layout.control = layout.bias + bias_tile_bytes(config);
+  const int kept_bytes = config.tile_q * config.tile_kv * 4;  // in float32, as threads hold it
+  layout.control = layout.bias + (config.staged_bias ? bias_tile_bytes(config) : kept_bytes);
   layout.bytes = layout.control + dbias_control_bytes(config);
   return layout;
 }

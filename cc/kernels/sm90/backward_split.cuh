@@ -71,7 +71,7 @@ struct SplitConsumer {
       }
     }
     FetchedBias<C, C.tile_q / 2> fetched;
-    if constexpr (fetched.kUsed) {
+    if constexpr (FetchedBias<C, C.tile_q / 2>::kUsed) {
       fetched.fetch(params.problem, control.terms[stage],
                     {control.item.first + row, control.headers[stage].first + column, row, column});
     }

@@ -21,7 +21,7 @@ struct BiasSource {
   const ProblemParams& problem;
   int64_t base;  // element of query 0 and key 0
   FragmentOrigin origin;
-  unsigned tile;  // shared address; staged only
+  unsigned tile;  // shared address of a staged tile, or of values kept by thread; 0: read where it lies
 
   // Queries lie along the rows of the tile; transposed fragments are read transposed.
   __device__ __forceinline__ void load_staged(float (&bias)[8], int step) const {
@@ -79,9 +79,34 @@ struct BiasSource {
     }
   }
 
+  // Values that this thread has kept in shared memory, as it needs them.
+  __device__ __forceinline__ unsigned kept_address(int step) const {
+    return tile + (2 * step * kBackwardConsumers * kWarpgroupThreads + threadIdx.x - kWarpgroupThreads) * 16;
+  }
+  static constexpr int kKeptHalf = kBackwardConsumers * kWarpgroupThreads * 16;
+  __device__ __forceinline__ void keep(const float (&bias)[8], int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(kept_address(step) + half * kKeptHalf),
+                   "f"(bias[4 * half]), "f"(bias[4 * half + 1]), "f"(bias[4 * half + 2]), "f"(bias[4 * half + 3])
+                   : "memory");
+    }
+  }
+  __device__ __forceinline__ void load_kept(float (&bias)[8], int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(bias[4 * half]), "=f"(bias[4 * half + 1]), "=f"(bias[4 * half + 2]), "=f"(bias[4 * half + 3])
+                   : "r"(kept_address(step) + half * kKeptHalf)
+                   : "memory");
+    }
+  }
+
   __device__ __forceinline__ void load(float (&bias)[8], int step) const {
     if constexpr (C.staged_bias) {
       load_staged(bias, step);
+    } else if (tile != 0) {
+      load_kept(bias, step);
     } else {
       load_direct(bias, step);
     }
@@ -174,7 +199,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
   for (int step = 0; step < kCount / 8; ++step) {
     if constexpr (C.bias && (C.staged_bias || !kTransposed)) {
       source.load(bias, step);
-    } else if constexpr (fetched.kUsed && fetched.kParts == 2) {
+    } else if constexpr (FetchedBias<C, kCount>::kUsed && FetchedBias<C, kCount>::kParts == 2) {
       if (step == kCount / 16) fetched.fetch(problem, terms, origin, 1);
     }
 #pragma unroll
@@ -262,10 +287,11 @@ struct Drops {
             return QueryRowDrops(dropout, row0);
           }
         }();
-        // Rolled: two calls at a time take all registers that the running products leave.
+        // More calls at a time take registers that the running products do not leave.
+        constexpr int kAtOnce = kTransposed ? 2 : 1;
 #pragma unroll
         for (unsigned word = 0; word < sizeof(words) / sizeof(unsigned); ++word) {
-#pragma unroll 1
+#pragma unroll kAtOnce
           for (int step = 0; step < min(kCount, 32) / 8; ++step) {
             const auto bits = drops.bits(column0 + 64 * int(word) + 16 * step);
             unsigned eight = 0;

@@ -312,8 +312,7 @@ struct Consumer {
   // One past the last key that some query of this warpgroup sees.
   __device__ __forceinline__ int end_of_keys(const ItemRecord& item) const {
     const int first = item.q_begin + first_row();
-    const bool has_rows = first < item.q_length && (!shifts_rows(C) || first > -kWarpgroupRows);
-    const int end = has_rows ? item.kv_length : 0;
+    const int end = first < item.q_length ? item.kv_length : 0;
     return has_index_band(C) ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
   }
 
@@ -373,11 +372,6 @@ struct Consumer {
     float row[2];
   };
 
-  __device__ __forceinline__ bool exists(int t) const {
-    const int length = params.problem.q_len;
-    return shifts_rows(C) ? unsigned(t) < unsigned(length) : t < length;
-  }
-
   // Writes lse: -inf for rows without keys and beyond q_length.
   __device__ __forceinline__ RowFactors finish_rows(Softmax softmax, unsigned number) const {
     const ItemRecord& item = control.items[number % S::kItemSlots];
@@ -396,7 +390,7 @@ struct Consumer {
         factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       }
       if constexpr (C.dropout) factors.row[r] *= control.numbers[number % S::kItemSlots].dropout.factor;
-      if (lane() % 4 == 0 && exists(t)) {
+      if (lane() % 4 == 0 && t < params.problem.q_len) {
         if constexpr (C.partial_results) {
           params.row_parts[row_of_part(item, number, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
                                                             softmax.unit(), softmax.natural_unit()};

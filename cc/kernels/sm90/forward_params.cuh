@@ -34,7 +34,6 @@ struct ForwardParams {
   float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
   RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
   int32_t key_splits;  // items are parts of tiles: the part is the fastest index
-  int32_t q_shift;     // queries by which tiles begin early; read if shifts_rows()
 };
 
 // sm90/forward_combine.cuh

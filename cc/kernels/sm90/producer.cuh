@@ -124,6 +124,10 @@ struct Producer {
   __device__ __forceinline__ void load_q(const ItemRecord& record) {
     const int buffer = items % S::kQBuffers;
     const int slot = items % S::kItemSlots;
+    HeadNumbers numbers{};
+    if constexpr (has_head_numbers(C)) {
+      if (record.status != kItemsEnd) numbers = head_numbers(record);  // before the wait, which hides their way here
+    }
     wait(&control.q_empty[buffer], items / S::kQBuffers % 2 ^ 1);
     ++items;
     if constexpr (C.segments) {
@@ -138,7 +142,7 @@ struct Producer {
       __syncwarp();
     }
     if constexpr (has_control_extras(C)) {
-      if (record.status != kItemsEnd) publish_extras(record, slot);
+      if (record.status != kItemsEnd) publish_extras(record, numbers, slot);
       __syncwarp();
     }
     if (leads()) {
@@ -166,7 +170,7 @@ struct Producer {
   }
 
   // What the consumers need of an item beside its record.
-  __device__ __forceinline__ void publish_extras(const ItemRecord& record, int slot) {
+  __device__ __forceinline__ void publish_extras(const ItemRecord& record, const HeadNumbers& numbers, int slot) {
     const ProblemParams& problem = params.problem;
     if constexpr (C.positions) {
       for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
@@ -176,22 +180,64 @@ struct Producer {
       }
     }
     if constexpr (has_head_numbers(C)) {
-      HeadNumbers numbers{};
-      if constexpr (C.alibi) numbers.slope = number_of_head(problem.alibi_slopes, record);
-      if constexpr (C.sinks) numbers.sink = number_of_head(problem.sinks, record);
-      if constexpr (C.dropout) numbers.dropout = dropout_of<C>(problem, record.batch, record.head);
       if (leads()) control.numbers[slot] = numbers;
     }
+  }
+
+  __device__ __forceinline__ HeadNumbers head_numbers(const ItemRecord& record) const {
+    const ProblemParams& problem = params.problem;
+    HeadNumbers numbers{};
+    if constexpr (C.alibi) numbers.slope = number_of_head(problem.alibi_slopes, record);
+    if constexpr (C.sinks) numbers.sink = number_of_head(problem.sinks, record);
+    if constexpr (C.dropout) numbers.dropout = dropout_of<C>(problem, record.batch, record.head);
+    return numbers;
   }
 
   __device__ __forceinline__ static float number_of_head(const PerHeadFloat& array, const ItemRecord& record) {
     return array.data[int64_t(record.batch) * array.stride_batch + int64_t(record.head) * array.stride_head];
   }
 
-  // Copies what travels beside a tile of k and needs a copy of its own; returns after the ordinary stores. The bytes of
-  // copies are announced here.
-  __device__ __forceinline__ void load_beside_k(const ItemRecord& record, int kv_tile, int flags, Barrier* full) {
+  // What the lanes of this warp carry of a tile of keys, from global to shared memory.
+  struct Columns {
+    static constexpr int kCount = C.tile_kv / 32;
+    int positions[C.positions ? kCount : 1];
+    float bias[C.row_bias ? kCount : 1];
+  };
+
+  // Before the stage is waited for: the way from memory takes longer than the wait.
+  __device__ __forceinline__ void fetch_columns(Columns& columns, const ItemRecord& record, int kv_tile) const {
     const ProblemParams& problem = params.problem;
+    if constexpr (C.positions || C.row_bias) {
+#pragma unroll
+      for (int i = 0; i < Columns::kCount; ++i) {
+        const int j = kv_tile * C.tile_kv + 32 * i + int(threadIdx.x % 32);
+        const bool exists = j < problem.kv_len;
+        if constexpr (C.positions) {
+          columns.positions[i] = exists ? problem.kv_positions[int64_t(record.batch) * problem.kv_len + j] : 0;
+        }
+        if constexpr (C.row_bias) {
+          const BroadcastArray& bias = problem.bias;
+          const int64_t index = record.batch * bias.stride_batch + record.head * bias.stride_head + j * bias.stride_key;
+          columns.bias[i] = exists ? load_element<C.bias_element>(bias.data, index) : 0.0f;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_columns(const Columns& columns) const {
+    if constexpr (C.positions || C.row_bias) {
+#pragma unroll
+      for (int i = 0; i < Columns::kCount; ++i) {
+        const int column = 32 * i + int(threadIdx.x % 32);
+        if constexpr (C.positions) control.kv_positions[k_ring.index][column] = columns.positions[i];
+        if constexpr (C.row_bias) control.row_bias[k_ring.index][column] = columns.bias[i];
+      }
+      __syncwarp();
+    }
+  }
+
+  // Copies what travels beside a tile of k and announces its bytes.
+  __device__ __forceinline__ void load_beside_k(const ItemRecord& record, int kv_tile, int flags, Barrier* full) {
     const int stage = k_ring.index;
     if constexpr (S::kBiasBytes > 0) {
       if (leads()) {
@@ -201,6 +247,15 @@ struct Producer {
         for (int chunk = 0; chunk < num_chunks(C.tile_kv); ++chunk) {
           load_box(tiles + S::kBiasOffset + stage * S::kBiasBytes + chunk * C.tile_q * kChunkRowBytes, &params.bias,
                    full, kv_tile * C.tile_kv + chunk * kChunkColumns, record.q_begin, head, batch);
+        }
+        // A bias comes from memory, k and v mostly from L2, and a tile is asked for little more than one tile ahead.
+        constexpr int kAhead = 2;
+        if (kv_tile >= kAhead) {
+#pragma unroll
+          for (int chunk = 0; chunk < num_chunks(C.tile_kv); ++chunk) {
+            prefetch_box(&params.bias, (kv_tile - kAhead) * C.tile_kv + chunk * kChunkColumns, record.q_begin, head,
+                         batch);
+          }
         }
       }
     }
@@ -215,22 +270,6 @@ struct Producer {
                        kv_tile * mask.words_column_tile + int64_t(all_rows ? record.q_begin : 0) * 4,
                    bytes, full);
       }
-    }
-    if constexpr (C.positions || C.row_bias) {
-      for (int column = threadIdx.x % 32; column < C.tile_kv; column += 32) {
-        const int j = kv_tile * C.tile_kv + column;
-        const bool exists = j < problem.kv_len;
-        if constexpr (C.positions) {
-          control.kv_positions[stage][column] =
-              exists ? problem.kv_positions[int64_t(record.batch) * problem.kv_len + j] : 0;
-        }
-        if constexpr (C.row_bias) {
-          const BroadcastArray& bias = problem.bias;
-          const int64_t index = record.batch * bias.stride_batch + record.head * bias.stride_head + j * bias.stride_key;
-          control.row_bias[stage][column] = exists ? load_element<C.bias_element>(bias.data, index) : 0.0f;
-        }
-      }
-      __syncwarp();
     }
   }
 
@@ -249,6 +288,8 @@ struct Producer {
 
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
     Barrier* full = &control.k_full[k_ring.index];
+    Columns columns;
+    fetch_columns(columns, record, kv_tile);
     wait(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
@@ -264,7 +305,8 @@ struct Producer {
       }
       __syncwarp();
     }
-    if constexpr (C.bias || C.mask || C.positions) load_beside_k(record, kv_tile, flags, full);
+    if constexpr (S::kBiasBytes > 0 || C.mask) load_beside_k(record, kv_tile, flags, full);
+    store_columns(columns);
     if (leads()) arrive(full);
     k_ring.advance();
   }

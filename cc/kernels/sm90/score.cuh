@@ -163,6 +163,17 @@ __device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const Tile
     float distance[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) distance[r] = float(context.first_key() - context.query(r) - offset);
+    const int first_key = context.header.kv_tile * C.tile_kv, first_query = context.first_row + offset;
+    const bool below = first_key + C.tile_kv <= first_query + 1;  // no distance of the warp is positive
+    if (below || first_key >= first_query + 15) {
+      const float rise = below ? -fall : fall;
+      const float base[2] = {distance[0] * rise, distance[1] * rise};
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 2; ++i) {
+        Stage::template add<!C.bias>(s[i], fmaf(float(i / 4 * 8 + i % 2), rise, base[i / 2 % 2]), problem.scale);
+      }
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) {
       const float d = distance[i / 2 % 2] + float(i / 4 * 8 + i % 2);

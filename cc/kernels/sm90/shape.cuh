@@ -118,13 +118,6 @@ JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
   return control_offset(config) + control_bytes(config);
 }
 
-// Tiles of queries may begin before query 0, so that the tile that is not full is the first: with a diagonal it is the one
-// with the fewest keys. Only where nothing else is looked up by query or by tile of queries.
-JATTN_HOST_DEVICE constexpr bool shifts_rows(const Config& config) {
-  return has_index_band(config) && !config.segments && !config.positions && !config.mask && !config.bias &&
-         !config.alibi && !config.dropout && !config.partial_results;
-}
-
 // Warps read what travels beside k after the product with k.
 JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
   return config.segments || config.positions || config.mask || config.row_bias || config.staged_bias;

@@ -41,7 +41,10 @@ __device__ __forceinline__ void raise_row_max(float (&largest)[2], const float (
 // The same by the three-input integer maximum, half the instructions. Bits of floats order as signed integers unless
 // both are negative; so the integer result is the maximum if it is not negative, and need not be known if `largest`
 // is not.
-template <int kCount>
+//
+// kOftenNegative: scores with terms may stay negative for whole rows. Of values that are all negative the largest float
+// is the least unsigned number.
+template <bool kOftenNegative, int kCount>
 __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount]) {
   int bits[2][2];
 #pragma unroll
@@ -60,7 +63,19 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   const int most[2] = {max(bits[0][0], bits[0][1]), max(bits[1][0], bits[1][1])};
   const bool unknown = (most[0] < 0 && largest[0] < 0.0f) || (most[1] < 0 && largest[1] < 0.0f);
   if (__any_sync(~0u, unknown)) {
-    raise_row_max(largest, s);
+    if constexpr (kOftenNegative) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        unsigned least = __float_as_uint(s[2 * r]);
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i) {
+          least = __vimin3_u32(least, __float_as_uint(s[4 * i + 2 * r]), __float_as_uint(s[4 * i + 2 * r + 1]));
+        }
+        largest[r] = fmaxf(largest[r], most[r] < 0 ? __uint_as_float(least) : __int_as_float(most[r]));
+      }
+    } else {
+      raise_row_max(largest, s);
+    }
   } else {
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = fmaxf(largest[r], most[r] < 0 ? largest[r] : __int_as_float(most[r]));
@@ -109,7 +124,7 @@ struct OnlineSoftmax {
     const float unit = this->unit();
     float largest[2] = {row_max[0], row_max[1]};
     if constexpr (kIntegerMax) {
-      raise_row_max_integer(largest, s);
+      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s);
     } else {
       raise_row_max(largest, s);
     }

@@ -22,6 +22,13 @@ __device__ __forceinline__ void load_box(unsigned destination, const TensorMap* 
       : "memory");
 }
 
+// Brings a box into L2.
+__device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
+               "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // Copies a tile of kRows rows and kColumns columns, one box per chunk of 64 columns. What lies outside the array
 // arrives as 0 and counts towards the announced bytes.
 template <int kRows, int kColumns>

@@ -33,7 +33,7 @@ enum ItemStatus : int { kItemRuns, kItemEmpty, kItemsEnd };
 // the offsets are read only if there is a band of indices.
 struct ItemRecord {
   int status;
-  int q_begin;  // first query of the tile; may be negative if shifts_rows()
+  int q_begin;  // first query of the tile
   int head;
   int batch;
   int q_length;
@@ -92,7 +92,6 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   ItemRecord record;
   record.status = kItemRuns;
   record.q_begin = place.tile * C.tile_q;
-  if constexpr (shifts_rows(C)) record.q_begin -= params.q_shift;
   record.head = place.head;
   record.batch = place.batch;
   record.q_length = problem.q_len;
@@ -114,8 +113,7 @@ __device__ __forceinline__ TileRange item_tiles(const ItemRecord& record) {
   const int last = min(record.q_begin + C.tile_q, record.q_length);
   if (last <= record.q_begin) return {0, 0, 0, 0};
   const Band band{-record.lower_offset, record.upper_offset - 1, 0};
-  const int first = shifts_rows(C) ? max(record.q_begin, 0) : record.q_begin;
-  return visible_tiles<has_index_band(C)>(first, last, band, record.kv_length, C.tile_kv);
+  return visible_tiles<has_index_band(C)>(record.q_begin, last, band, record.kv_length, C.tile_kv);
 }
 
 }  // namespace jattn::sm90

@@ -1,0 +1,147 @@
+"""The CPU kernel against PyTorch (where it is installed) and jax.nn, on the cores of this machine.
+
+  python -m benchmarks.cpu                                  # what make bench-cpu runs: under five minutes on two cores
+  python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
+
+Every problem has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Our results are checked
+against the oracle first, on one problem of each type. jax.nn, many times slower, is timed in float32 and bfloat16 with
+64 elements a head alone. Ends with geometric means and the worst ratio of each type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads that wait without spinning: two libraries share the cores here.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np
+
+from benchmarks import arrays as case_arrays
+from benchmarks import report, timing
+from benchmarks.rivals import RIVALS, UnsupportedError, jattn_contender
+from jattn.testing.cases import Case
+from jattn.testing.run import verify
+
+NUM_HEADS = 8
+OURS = "jattn:cpu"
+PASSES = ("forward", "forward+backward")
+
+
+def grid(lengths: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
+    """The problems, shortest first."""
+    for length in sorted(lengths):
+        for dtype in dtypes:
+            for head_dim in (64, 128):
+                for is_causal in (True, False):
+                    kind = "causal" if is_causal else "full"
+                    yield Case(
+                        name=f"{dtype}-{length}-d{head_dim}-{kind}",
+                        batch=1,
+                        q_len=length,
+                        kv_len=length,
+                        num_heads=NUM_HEADS,
+                        num_kv_heads=NUM_HEADS,
+                        head_dim=head_dim,
+                        head_dim_v=head_dim,
+                        dtype=dtype,
+                        is_causal=is_causal,
+                        with_dlse=False,
+                    )
+
+
+def rivals_of(case: Case) -> tuple[str, ...]:
+    """Who is timed beside us."""
+    slow = case.head_dim == 64 and case.dtype in ("float32", "bfloat16")
+    return ("torch-flash", "jax-xla") if slow else ("torch-flash",)
+
+
+def measure(case: Case, pass_name: str, rounds: int) -> list[report.Row]:
+    """Times one problem and pass."""
+    backward = pass_name == "forward+backward"
+    operands = case_arrays.make(case)
+    ours, backends = jattn_contender(case, operands, backward, "cpu")
+    contenders = [ours]
+    notes: list[report.Row] = []
+    for name in rivals_of(case):
+        try:
+            contenders.append(RIVALS[name].build(case, operands, backward))
+        except UnsupportedError as error:
+            notes.append(report.Row(case.name, pass_name, name, note=str(error)))
+    work = report.flops(case, case_arrays.visible_pairs(case, operands), pass_name)
+    timings = timing.compare(contenders, rounds, round_seconds=0.05)
+    return notes + [
+        report.Row(
+            case.name,
+            pass_name,
+            name,
+            backends=backends if name == OURS else "",
+            median_us=result.median_seconds * 1e6,
+            spread=result.spread,
+            tflops=work / result.median_seconds / 1e12,
+            calls_per_round=result.calls_per_round,
+            rounds_us=tuple(seconds * 1e6 for seconds in result.seconds),
+        )
+        for name, result in timings.items()
+    ]
+
+
+def summary(rows: Sequence[report.Row]) -> str:
+    """The geometric mean and the least of rival's time over ours, by type, rival and pass."""
+    times = {
+        (row.case, row.pass_name, row.contender): row.median_us
+        for row in rows
+        if row.median_us is not None
+    }
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for (case, pass_name, rival), microseconds in times.items():
+        if rival != OURS:
+            key = (case.split("-")[0], rival, pass_name)
+            ratios.setdefault(key, []).append(microseconds / times[case, pass_name, OURS])
+    lines = [f"{'':10}{'':14}{'':18}{'geomean':>9}{'least':>8}{'most':>8}"]
+    for (dtype, rival, pass_name), values in sorted(ratios.items()):
+        mean = float(np.exp(np.mean(np.log(values))))
+        lines.append(
+            f"{dtype:10}{rival:14}{pass_name:18}{mean:8.2f}x{min(values):7.2f}x{max(values):7.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the grid and prints both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 4096])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (%(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    for dtype in options.dtypes:
+        verify(Case(f"checked-{dtype}", q_len=200, kv_len=200, dtype=dtype, is_causal=True), "cpu")
+    facts = report.circumstances()
+    rows: list[report.Row] = []
+    for case in grid(options.lengths, options.dtypes):
+        for pass_name in PASSES:
+            measured = measure(case, pass_name, options.rounds)
+            rows += measured
+            times = [
+                f"{row.contender} {row.median_us / 1e3:,.2f} ms"
+                for row in measured
+                if row.median_us is not None
+            ]
+            print(f"{case.name} {pass_name}: {', '.join(times)}", file=sys.stderr, flush=True)
+            if options.out is not None:
+                report.write(options.out, rows, facts)
+    print(report.format_table(rows))
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

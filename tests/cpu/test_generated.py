@@ -1,0 +1,80 @@
+"""What is written by programs: tables of README and docs, pictures, and what their makers read out of records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import backend_table, records, tables
+from jattn.spec import FEATURES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda p: p.name)
+def test_tables_are_what_would_be_written(page: Path) -> None:
+    assert tables.rewrite(page) == page.read_text()
+
+
+def test_a_changed_number_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    text = (ROOT / "README.md").read_text()
+    page.write_text(
+        text.replace("| 128 | causal | 8192 | forward |", "| 128 | causal | 8192 | backward |")
+    )
+    assert page.read_text() != text
+    monkeypatch.setattr(tables, "PAGES", (page,))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "_caption", lambda *_: "")
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+
+
+def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table made-up -->\n<!-- end table -->\n")
+    with pytest.raises(LookupError, match="'made-up'"):
+        tables.rewrite(page)
+
+
+def test_every_feature_has_words_and_a_row() -> None:
+    assert set(backend_table.ARGUMENTS) == set(FEATURES)
+    first = [row[0] for row in backend_table.rows()]
+    assert first[4:] == [backend_table.ARGUMENTS[feature] for feature in FEATURES]
+    names = [row[0] for row in backend_table.summary()[1:]]
+    assert names == ["`flash`", "`mem_efficient`", "`cpu`", "`xla`", "`reference`"]
+
+
+@pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_records_say_device_date_and_commit(path: Path) -> None:
+    record = records.read(path)
+    assert record.date == path.name[:10] or record.date < path.name[:10]
+    assert len(str(record.content["commit"])) >= 7
+    assert record.content["device"] in record.caption()
+    text = path.read_text()
+    assert json.loads(text) == record.content
+    assert "/home/" not in text
+    assert "/tmp/" not in text
+
+
+def test_problems_are_read_from_names() -> None:
+    found = records.problem_of("bench-D128-S8192-causal")
+    assert found == records.Problem("bfloat16", 128, 8192, True)
+    assert records.problem_of("D64 full 1024") == records.Problem("bfloat16", 64, 1024, False)
+    assert records.problem_of("bench-cpu-f32-full") == records.Problem("float32", 64, 1024, False)
+    assert records.problem_of("window 128 16384") is None
+
+
+def test_pictures_are_what_would_be_drawn() -> None:
+    path = ROOT / "docs" / "images" / "draw.py"
+    spec = importlib.util.spec_from_file_location("draw", path)
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    for name, picture in draw.PICTURES.items():
+        assert (path.parent / f"{name}.svg").read_text() == picture().svg(), name

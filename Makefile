@@ -98,8 +98,8 @@ tables: $(VENV)/.installed  ## write the tables and figures of README and docs f
 bench: $(VENV)/.installed-kernels  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
-bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.run --tag cpu_bench --rivals jax-xla $(ARGS)
+bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn, and PyTorch if it is installed: under five minutes
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -103,8 +103,12 @@ def speed_h200() -> None:
             if column == 0:
                 axis.set_ylabel(f"{pass_name}\nTFLOP/s")
     axes[0][0].set_ylim(bottom=0)  # shared by all
-    handles, titles = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, titles, loc="upper center", ncol=len(titles), fontsize=8)
+    drawn: dict[str, Any] = {}
+    for axis in axes.flat:
+        for handle, title in zip(*axis.get_legend_handles_labels(), strict=True):
+            drawn.setdefault(title, handle)
+    titles = list(drawn)
+    figure.legend(list(drawn.values()), titles, loc="upper center", ncol=len(titles), fontsize=8)
     figure.subplots_adjust(top=0.86)
     figure.text(0.01, 0.005, f"bfloat16. {record.caption()}", fontsize=7, color="#66727f")
     figure.tight_layout(rect=(0, 0.03, 1, 0.94))
@@ -118,7 +122,8 @@ def speed_cpu() -> None:
     titles = records.contenders(record.points)
     groups: dict[str, dict[str, float]] = {}
     for point in record.points:
-        if point.problem is not None and point.problem.head_dim == 64 and point.problem.is_causal:
+        at = point.problem
+        if at is not None and at.head_dim == 64 and at.is_causal and at.length in (1024, 4096):
             groups.setdefault(_cpu_label(point), {})[point.contender] = point.median_us
     figure, axis = plt.subplots(figsize=(max(5.0, 0.95 * len(groups) + 1), 3.4))
     width = 0.8 / len(titles)

@@ -116,17 +116,18 @@ def read(path: Path) -> Record:
     content = json.loads(path.read_text())
     points: list[Point] = []
     for row in content.get("rows", []):
-        points += _points(row)
+        points += _points(row, on_cpu=content.get("platform") == "cpu")
     return Record(path, content, tuple(points))
 
 
-def _points(row: dict[str, Any]) -> Iterable[Point]:
+def _points(row: dict[str, Any], *, on_cpu: bool) -> Iterable[Point]:
     if "contender" in row and row.get("median_us") is not None:
+        title = TITLES.get(row["contender"], row["contender"])
         yield Point(
             name=row["case"],
             problem=problem_of(row["case"]),
             pass_name=row["pass_name"],
-            contender=TITLES.get(row["contender"], row["contender"]),
+            contender="torch" if on_cpu and title.startswith("torch") else title,
             median_us=row["median_us"],
             tflops=row.get("tflops"),
             spread=row.get("spread"),
@@ -145,6 +146,9 @@ _FORMS = (
     re.compile(r"D(?P<head_dim>\d+) (?P<mask>causal|full) (?P<length>\d+)$"),
     re.compile(r"bench-cpu-(?P<dtype>f32|bf16|f16)-(?P<mask>causal|full)$"),
     re.compile(
+        r"(?P<dtype>float32|bfloat16|float16)-(?P<length>\d+)-d(?P<head_dim>\d+)-(?P<mask>causal|full)$"
+    ),
+    re.compile(
         r"bench-cpu-(?P<dtype>f32|bf16|f16)-D(?P<head_dim>\d+)-S(?P<length>\d+)-(?P<mask>causal|full)$"
     ),
 )
@@ -156,7 +160,8 @@ def problem_of(name: str) -> Problem | None:
     for form in _FORMS:
         if match := form.match(name):
             words = match.groupdict()
-            dtype = _DTYPES[words.get("dtype") or "bf16"]
+            named = words.get("dtype") or "bf16"
+            dtype = _DTYPES.get(named, named)
             # The cases of the CPU kernel leave out what they have in common.
             head_dim, length = int(words.get("head_dim") or 64), int(words.get("length") or 1024)
             return Problem(dtype, head_dim, length, words["mask"] == "causal")

@@ -99,12 +99,18 @@ def speed_h200_f32(page: Path) -> str:
     return "\n\n".join([_format(["pass", *titles], rows), _caption(record, page, what)])
 
 
+def _shown_in_readme(point: Point) -> bool:
+    at = point.problem
+    return at is not None and at.head_dim == 64 and at.is_causal and at.length in (1024, 4096)
+
+
 def speed_cpu(page: Path) -> str:
     """The CPU kernel beside other implementations on two cores."""
     record = records.newest("cpu-two-cores")
-    titles = records.contenders(record.points)
+    points = [p for p in record.points if page.name != "README.md" or _shown_in_readme(p)]
+    titles = records.contenders(points)
     groups: dict[tuple[str, int, str, int, str], dict[str, float]] = {}
-    for point in record.points:
+    for point in points:
         at = point.problem
         if at is not None:
             key = (at.dtype, at.head_dim, at.mask, at.length, point.pass_name)
@@ -127,7 +133,11 @@ def speed_features(page: Path) -> str:
     if not records.has("h200-features"):
         return ""
     record = records.newest("h200-features")
-    plain = {p.pass_name: p.median_us for p in record.points if p.name == "feature-plain"}
+    plain = {
+        p.pass_name: p.median_us
+        for p in record.points
+        if (p.name, p.contender) == ("feature-plain", "jattn")
+    }
     groups: dict[tuple[str, str], Point] = {
         (p.name, p.pass_name): p for p in record.points if p.contender == "jattn"
     }
@@ -200,7 +210,10 @@ def latency(page: Path) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+    if seconds is None:
+        return "-"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

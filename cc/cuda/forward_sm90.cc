@@ -49,9 +49,10 @@ sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
 
 // Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two,
 // four: head_dim 128, 8192 keys 605, 648, 649, 654 (615, 665, 640, 615 on another card), 2048 keys 530, 541, 546, 548;
-// head_dim 64, 8192 keys 497, 497, 513; head_dim 256, 2048 keys 620 with one and 603 with four.
+// head_dim 64, 8192 keys 497, 497, 513, 16384 keys 513, 531, 519; head_dim 256, 2048 keys 620 with one and 603 with
+// four.
 int64_t waves_of_section(const Problem& problem, const Config& config) {
-  if (config.head_dim_v <= 64) return 2;
+  if (config.head_dim_v <= 64) return problem.kv_len <= 8192 ? 2 : 1;
   return config.head_dim_v <= 128 && problem.kv_len <= 2048 ? 4 : 1;
 }
 

@@ -40,7 +40,8 @@ class Picture:
     ) -> None:
         """One line of text; y is its base line."""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" xml:space="preserve" text-anchor="{anchor}" fill="{fill}">{escape(text)}</text>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" xml:space="preserve"'
+            f' text-anchor="{anchor}" fill="{fill}">{escape(text)}</text>'
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:

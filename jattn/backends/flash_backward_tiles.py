@@ -158,8 +158,10 @@ def can_store_ds(problem: Problem, batch: int, num_heads: int) -> bool:
     if not _can_stage(problem) or problem.softcap > 0 or not _is_number(batch):
         return False
     assert problem.bias is not None
-    fits = max(_head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v))
-    return fits <= _LARGEST_FUSED_HEAD_DIM and problem.bias[1] == num_heads
+    widest = max(_head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v))
+    # At head dim 64 batch entries that share a bias are added up sooner by computing their scores again.
+    pays = widest > 64 or problem.bias[0] == batch
+    return pays and widest <= _LARGEST_FUSED_HEAD_DIM and problem.bias[1] == num_heads
 
 
 def keys_tile(problem: Problem, *, fused: bool, stores_ds: bool = False) -> Tile:

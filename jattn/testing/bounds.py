@@ -124,6 +124,8 @@ def bounds(
         (p * (dp_error + rho * abs_dp)).sum(axis=3, keepdims=True)
         + unit.a_in * (seen * abs_dp).sum(axis=3, keepdims=True)
         + unit.u_out * dout_out
+        # The same rounding of out where it is a subnormal float16: its error is absolute.
+        + unit.a_out * abs_dout.sum(axis=3, keepdims=True)
         + acc_s * (p * abs_dp).sum(axis=3, keepdims=True)
         # The rounding of delta = rowsum(dout * out) - dlse, which cancels when the two are alike.
         + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])

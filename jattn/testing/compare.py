@@ -27,7 +27,7 @@ FEWEST_PAIRS = 32
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
 
-# Gradients with one number per head: too few errors for a root mean square.
+# Gradients with one number per head: too few errors for a root mean square, so their bounds alone judge.
 PER_HEAD = ("dsinks", "dalibi_slopes")
 
 

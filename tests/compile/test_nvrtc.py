@@ -9,7 +9,8 @@ import toolchain
 from jattn import _core
 
 KEYS = toolchain.one_key_per_family()
-# Options that may be switched on together in every kernel of sm80; sm90 has no dense masks and biases.
+# Options that may be switched on together in every kernel of a folder. The planners of sm90 pick other tiles for
+# dense masks, biases and dropout: test_flash_terms.py and test_flash_backward_terms.py.
 FLAGS = {
     "sm80": dict.fromkeys(
         (

@@ -66,6 +66,9 @@ def test_problems_are_read_from_names() -> None:
     assert found == records.Problem("bfloat16", 128, 8192, True)
     assert records.problem_of("D64 full 1024") == records.Problem("bfloat16", 64, 1024, False)
     assert records.problem_of("bench-cpu-f32-full") == records.Problem("float32", 64, 1024, False)
+    assert records.problem_of("float16-512-d128-causal") == records.Problem(
+        "float16", 128, 512, True
+    )
     assert records.problem_of("window 128 16384") is None
 
 

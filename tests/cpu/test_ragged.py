@@ -125,7 +125,7 @@ def random_problem(draw: st.DrawFn) -> RaggedCase:
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(case=random_problem())
 def test_random_problems(form: str, case: RaggedCase) -> None:
     if any(case.q_lengths) and any(case.lengths[1]):

@@ -93,10 +93,10 @@ STRICT = [case for case in CASES if case.head_dim <= 128]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: Case) -> None:
-    verify(case, "flash")
+    verify(case, "flash", backward=not case.dropout_rows)
 
 
 @pytest.mark.parametrize("case", STRICT, ids=str)
 def test_gradients_by_two_kernels(case: Case) -> None:
     with jattn.deterministic("strict"):
-        verify(case, "flash")
+        verify(case, "flash", backward=not case.dropout_rows)

@@ -315,6 +315,9 @@ struct KeyConsumer {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
+      // Read before dk starts: one thread frees the header when dk is done, and a warp may be late by all of its calls below.
+      float* target = nullptr;
+      if constexpr (C.dropout) target = dq_target(ring.index);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
         if (!last) {
@@ -326,7 +329,7 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        add_dq(dq, dq_target(ring.index));
+        add_dq(dq, C.dropout ? target : dq_target(ring.index));
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);

@@ -20,7 +20,7 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at positions
 // and segments does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
-  const bool spares = splits_gradients(config) || (config.head_dim == 64 && config.tile_q == 64);
+  const bool spares = config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64);
   return config.positions && config.segments && spares;
 }
 JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {

@@ -315,9 +315,9 @@ struct KeyConsumer {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
-      // Read before dk starts: one thread frees the header when dk is done, and a warp may be late by all of its calls below.
-      float* target = nullptr;
-      if constexpr (C.dropout) target = dq_target(ring.index);
+      // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
+      // dropout by all the calls below: on an H200 dq went to wrong rows).
+      float* const target = dq_target(ring.index);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
         if (!last) {
@@ -329,7 +329,7 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        add_dq(dq, C.dropout ? target : dq_target(ring.index));
+        add_dq(dq, target);
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
@@ -377,12 +377,13 @@ struct KeyConsumer {
       sync_gradients();
       finish_dv_for_ds(dv);
       start_dq(dq, all_ds);
+      float* const target = dq_target(ring.index);  // as in visit_plainly(): before dk
       start_dk(dk, ds);
       wait_products<1>();
       pin_registers(dv);
       release_by_warpgroup(&control.second_empty[ring.index]);
       if constexpr (kFused) pin_registers(dq);
-      add_dq(dq, dq_target(ring.index));
+      add_dq(dq, target);
       buffer ^= 1;
     }
     wait_products<0>();

@@ -103,14 +103,15 @@ def queries_shared_bytes(tile: Tile, problem: Problem) -> int:
     return _with_bias(tile, both if both + _bias_bytes(tile) <= MAX_SHARED_BYTES else rest + v)
 
 
-def dbias_shared_bytes(tile: Tile, problem: Problem) -> int:
-    """Shared memory of the kernel for dbias."""
+def dbias_shared_bytes(tile: Tile, problem: Problem, *, keeps_bias: bool = False) -> int:
+    """Shared memory of the kernel for dbias; a bias that is not staged is kept if that fits, or if ``keeps_bias``."""
     rows = tile.tile_q + tile.tile_kv
     place = _tile_bytes(rows, max(tile.head_dim, tile.head_dim_v))
     records = 4 * rows * (problem.segments + problem.positions) + 32 + 32 + 16
     records += 16 * tile.tile_q if problem.mask is not None else 0
-    kept = 0 if tile.staged_bias else 4 * tile.tile_q * tile.tile_kv
-    return tile.stages * (place + records) + _bias_bytes(tile) + kept + 128
+    rest = tile.stages * (place + records) + _bias_bytes(tile) + 128
+    with_kept = rest + (0 if tile.staged_bias else 4 * tile.tile_q * tile.tile_kv)
+    return with_kept if keeps_bias or with_kept <= MAX_SHARED_BYTES else rest
 
 
 def _splits(tile: Tile) -> bool:
@@ -238,12 +239,14 @@ def dbias_tile(problem: Problem) -> Tile:
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
     crowded = _is_crowded(problem, staged_bias=True) or problem.positions
     tile_kv = 128 if max(head_dim, head_dim_v) <= 128 and not crowded else 64
-    for stages in (4, 3, 2):
-        tile = Tile(
-            head_dim, head_dim_v, 128, tile_kv, stages=stages, staged_bias=_can_stage(problem)
-        )
-        if dbias_shared_bytes(tile, problem) <= MAX_SHARED_BYTES:
-            return tile
+    tiles = [
+        Tile(head_dim, head_dim_v, 128, tile_kv, stages=stages, staged_bias=_can_stage(problem))
+        for stages in (4, 3, 2)
+    ]
+    for keeps_bias in (True, False):
+        for tile in tiles:
+            if dbias_shared_bytes(tile, problem, keeps_bias=keeps_bias) <= MAX_SHARED_BYTES:
+                return tile
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
 
 

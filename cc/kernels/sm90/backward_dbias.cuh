@@ -208,7 +208,8 @@ struct DbiasConsumer {
     const FragmentOrigin origin = origin_of(step);
     KeptSlopes<C, kCount> slopes;    // the bias is added behind the softcap: its slope is not asked for
     FetchedBias<C, kCount> fetched;  // of no use here: rows are queries
-    make_exponents<C, false>(s, slopes, control.terms[place], item, origin, tiles + kLayout.bias,
+    const unsigned bias = C.staged_bias || keeps_bias(C) ? tiles + kLayout.bias : 0u;
+    make_exponents<C, false>(s, slopes, control.terms[place], item, origin, bias,
                              control.q_positions[C.positions ? place : 0],
                              control.kv_positions[C.positions ? place : 0], fetched, problem,
                              [&](int) { return make_float2(lse_log2[0], lse_log2[1]); });
@@ -257,7 +258,7 @@ struct DbiasConsumer {
   __device__ __forceinline__ void visit(Scores& sum) {
     if constexpr (C.staged_bias) {
       wait(&control.bias_full, 0);
-    } else {
+    } else if constexpr (keeps_bias(C)) {
       keep_bias();
     }
     while (true) {

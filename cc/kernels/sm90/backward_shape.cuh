@@ -132,12 +132,22 @@ JATTN_HOST_DEVICE constexpr int dbias_control_bytes(const Config& config) {
   return config.stages * (rows + kStepBytes + kStepTermsBytes + kBarriers) + kSmallest;
 }
 
+JATTN_HOST_DEVICE constexpr int dbias_place_bytes(const Config& config) {
+  const int width = config.head_dim > config.head_dim_v ? config.head_dim : config.head_dim_v;
+  return tile_bytes(config.tile_q, width) + tile_bytes(config.tile_kv, width);
+}
+
+// A bias that is not staged is kept in float32, as threads hold it, where that fits; else it is read in every step.
+JATTN_HOST_DEVICE constexpr bool keeps_bias(const Config& config) {
+  const int rest = config.stages * dbias_place_bytes(config) + dbias_control_bytes(config);
+  return !config.staged_bias && rest + config.tile_q * config.tile_kv * 4 <= kMaxSharedBytes;
+}
+
 JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
   DbiasLayout layout{};
-  const int width = config.head_dim > config.head_dim_v ? config.head_dim : config.head_dim_v;
-  layout.place_bytes = tile_bytes(config.tile_q, width) + tile_bytes(config.tile_kv, width);
+  layout.place_bytes = dbias_place_bytes(config);
   layout.bias = config.stages * layout.place_bytes;
-  const int kept_bytes = config.tile_q * config.tile_kv * 4;  // in float32, as threads hold it
+  const int kept_bytes = keeps_bias(config) ? config.tile_q * config.tile_kv * 4 : 0;
   layout.control = layout.bias + (config.staged_bias ? bias_tile_bytes(config) : kept_bytes);
   layout.bytes = layout.control + dbias_control_bytes(config);
   return layout;

@@ -1,4 +1,4 @@
-"""Rows J06 to J14: what jattn adds to the seed's tests."""
+"""Rows J07 to J14: what jattn adds to the seed's tests."""
 
 import functools
 import gc
@@ -17,10 +17,6 @@ from jattn.testing.run import verify
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
-
-
-def test_J06_dropout_arrives_later() -> None:
-    assert not hasattr(jattn, "dropout_mask")
 
 
 @pytest.mark.backends("cpu")

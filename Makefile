@@ -47,7 +47,7 @@ $(VENV)/.installed-kernels: $(VENV)/.installed
 
 # Nothing is fetched while the site is built; only these packages are, once.
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	JATTN_CUDA=$(if $(shell command -v nvidia-smi),AUTO,OFF) $(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 setup: $(VENV)/.installed  ## virtual environment, build, git hooks
@@ -73,7 +73,7 @@ check: $(VENV)/.installed  ## format check, ruff, types, generated tables, impor
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
-	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadgroup tests/cpu $(ARGS)
 
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 	$(PYTEST) -n $(JOBS) tests/compile $(ARGS)

@@ -13,10 +13,11 @@ from jattn.backends.flash_tiles import (
     LARGEST_HEAD_DIM,
     MASK_KEY,
     MAX_SHARED_BYTES,
+    HotBand,
+    HotProblem,
     Plan,
     Problem,
 )
-from jattn.spec import Dropout
 
 _ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _ARCH = "sm_90a"
@@ -408,43 +409,6 @@ def plan_backward(
     return Plan(";".join(kernels), scratch)
 
 
-@dataclasses.dataclass(frozen=True)
-class _HotBand:
-    unbounded: bool
-    left: int = 0
-    right: int = 0
-    lower_right: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _HotProblem:
-    """Self-attention without further features."""
-
-    dtype: str
-    head_dim: int
-    band: _HotBand
-    q_len: int = 4096
-    kv_len: int = 4096
-    scale: float = 1.0
-    softcap: float = 0.0
-    q_lengths: bool = False
-    kv_lengths: bool = False
-    segments: bool = False
-    positions: bool = False
-    num_heads: int = 16
-    num_kv_heads: int = 16
-    bias: tuple[int, ...] | None = None
-    bias_dtype: str = ""
-    mask: tuple[int, ...] | None = None
-    sinks: tuple[int, int] | None = None
-    alibi_slopes: tuple[int, int] | None = None
-    dropout: Dropout | None = None
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.head_dim
-
-
 _HOT_HEAD_DIMS = {"bfloat16": (64, 128, 256), "float16": (64, 128)}
 
 
@@ -454,7 +418,7 @@ def hot_keys() -> tuple[str, ...]:
     for dtype, head_dims in _HOT_HEAD_DIMS.items():
         for head_dim in head_dims:
             for unbounded in (True, False):
-                problem = _HotProblem(dtype, head_dim, _HotBand(unbounded))
+                problem = HotProblem(dtype, head_dim, head_dim, HotBand(unbounded))
                 plan = plan_backward(
                     problem, 1, 1, wants=(True, True, True, False), deterministic=False
                 )

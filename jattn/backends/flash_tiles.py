@@ -378,7 +378,7 @@ def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class _HotBand:
+class HotBand:
     unbounded: bool
     left: int = 0
     right: int = 0
@@ -386,13 +386,13 @@ class _HotBand:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HotProblem:
+class HotProblem:
     """Self-attention without further features."""
 
     dtype: str
     head_dim: int
     head_dim_v: int
-    band: _HotBand
+    band: HotBand
     q_len: int = 4096
     kv_len: int = 4096
     num_heads: int = 16
@@ -427,17 +427,17 @@ _HOT_TERMS: tuple[tuple[dict[str, Any], tuple[int, ...], tuple[bool, ...]], ...]
 )
 
 
-def _hot_problems() -> Iterator[_HotProblem]:
+def _hot_problems() -> Iterator[HotProblem]:
     """Yields the common problems."""
     for dtype, all_head_dims in _HOT_HEAD_DIMS.items():
         for head_dims in all_head_dims:
             for unbounded in (True, False):
-                yield _HotProblem(dtype, *head_dims, _HotBand(unbounded))
-    yield _HotProblem("bfloat16", 128, 128, _HotBand(True), num_heads=32, num_kv_heads=8)
+                yield HotProblem(dtype, *head_dims, HotBand(unbounded))
+    yield HotProblem("bfloat16", 128, 128, HotBand(True), num_heads=32, num_kv_heads=8)
     for term, widths, bands in _HOT_TERMS:
         for width in widths:
             for unbounded in bands:
-                yield _HotProblem("bfloat16", width, width, _HotBand(unbounded), **term)
+                yield HotProblem("bfloat16", width, width, HotBand(unbounded), **term)
 
 
 def hot_keys() -> tuple[str, ...]:

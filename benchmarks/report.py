@@ -9,6 +9,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -117,6 +118,15 @@ def _device_name(device: jax.Device) -> str:
     return f"{models[0] if models else device.device_kind}, {len(os.sched_getaffinity(0))} cores"
 
 
+def _command(arguments: Sequence[str]) -> str:
+    """Returns the arguments as typed, less where the record is written: that says nothing of the run."""
+    left = list(arguments)
+    if "--out" in left:
+        at = left.index("--out")
+        del left[at : at + 2]
+    return shlex.join(argument for argument in left if not argument.startswith("--out="))
+
+
 def circumstances(*, timed: bool = False) -> dict[str, object]:
     """Collects what a number means nothing without: commit, device, clocks, power, versions, command; and, for a run
     that takes times, what a matrix product reaches.
@@ -152,7 +162,7 @@ def circumstances(*, timed: bool = False) -> dict[str, object]:
         or None,
         "python": sys.version.split()[0],
         "versions": {package: _version(package) for package in packages if _version(package)},
-        "command": " ".join(sys.argv[1:]),
+        "command": _command(sys.argv[1:]),
         **({"matmul_tflops": ceiling} if timed else {}),
     }
 

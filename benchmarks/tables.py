@@ -209,6 +209,32 @@ def latency(page: Path) -> str:
     return "\n\n".join(["## Latency", *parts] if parts else [])
 
 
+def training(page: Path) -> str:
+    """Training steps of the example's language model with different attention."""
+    if not records.has("h200-training"):
+        return ""
+    record = records.newest("h200-training")
+    rows = record.content["rows"]
+    contenders = list(dict.fromkeys(row["contender"] for row in rows))
+    groups: dict[tuple[int, str], dict[str, float]] = {}
+    for row in rows:
+        if row["median_ms"] is not None:
+            groups.setdefault((row["head_dim"], row["kind"]), {})[row["contender"]] = row[
+                "median_ms"
+            ]
+    table = _format(
+        ["head dim", "rows", *(records.TITLES.get(name, name) for name in contenders)],
+        [
+            [str(head_dim), _ROWS[kind], *_cells(values, contenders, 1, largest=False)]
+            for (head_dim, kind), values in groups.items()
+        ],
+    )
+    return "\n\n".join(["## Training", table, _caption(record, page, record.content["what"])])
+
+
+_ROWS = {"rows": "one document, causal", "documents": "packed documents"}
+
+
 def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -225,6 +251,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-features": speed_features,
     "accuracy": accuracy,
     "latency": latency,
+    "training": training,
 }
 
 

@@ -52,6 +52,7 @@ struct Config {
       false;               // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
   int key_splits = 1;      // forward_combine: the parts
   bool stores_ds = false;  // backward: gradients of the scores leave for memory in the place of a staged bias
+  bool take_turns = false;  // forward: consumer warpgroups start their products one after the other (sm90/turns.cuh)
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

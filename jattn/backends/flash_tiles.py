@@ -92,7 +92,8 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias: see ``Config``.
+      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns: see
+        ``Config``.
     """
 
     head_dim: int
@@ -106,6 +107,7 @@ class Tile:
     integer_max: bool = False
     staged_bias: bool = False
     row_bias: bool = False
+    take_turns: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -339,6 +341,8 @@ def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
         members["scale_first"] = 1
     if partial:
         members["partial_results"] = 1
+    if tile.take_turns:
+        members["take_turns"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
 
 

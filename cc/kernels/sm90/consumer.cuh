@@ -9,6 +9,7 @@
 #include "sm90/score.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/turns.cuh"
 #include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
 
@@ -104,6 +105,29 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ Turns<C> turns() const { return {warpgroup}; }
+
+  // Starts the products of a turn: the scores of the tile at hand and, from the p of the tile before, the output.
+  // between: what stands between the two.
+  template <class Between>
+  __device__ __forceinline__ void start_both(Scores& s, Queries& q, Output& out, Probabilities& p, const Ring& before,
+                                             Between between) const {
+    if constexpr (C.take_turns) wait(&control.v_full[before.index], before.parity);  // not while others wait for us
+    turns().begin();
+    start_scores_of_stage(s, q);
+    between();
+    if constexpr (!C.take_turns) wait(&control.v_full[before.index], before.parity);
+    start_output<C>(out, p, v_address(before.index));
+    turns().end();
+  }
+
+  // The scores of the first tile, with nothing to do beside them.
+  __device__ __forceinline__ void start_first_scores(Scores& s, Queries& q) const {
+    turns().begin();
+    start_scores_of_stage(s, q);
+    turns().end();
+  }
+
   // From raw products to probabilities; frees the k tile on the way.
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
                                                 Softmax& softmax) const {
@@ -133,7 +157,7 @@ struct Consumer {
     TileHeader header = wait_k();
     {
       Scores s;
-      start_scores_of_stage(s, q);
+      start_first_scores(s, q);
       TileDrops<C> drops;
       drops.make(context(header));
       wait_products<0>();
@@ -149,9 +173,7 @@ struct Consumer {
       ring.advance();
       header = wait_k();
       Scores s;
-      start_scores_of_stage(s, q);
-      wait(&control.v_full[before.index], before.parity);
-      start_output<C>(out, p, v_address(before.index));
+      start_both(s, q, out, p, before, [] {});
       RowFactors factors;
       if (ends) {
         factors = finish_rows(softmax, items - 1);
@@ -182,7 +204,7 @@ struct Consumer {
   __device__ __forceinline__ void visit_tiles_softmax_last(Queries& q, Output& out, Softmax& softmax) {
     Scores s;
     TileHeader header = wait_k();
-    start_scores_of_stage(s, q);
+    start_first_scores(s, q);
     TileDrops<C> first_drops;
     first_drops.make(context(header));
     wait_products<0>();
@@ -208,10 +230,7 @@ struct Consumer {
       }
       if (ends) begin_next_item(q);
       pack_fragment<C.element>(p, s);
-      start_scores_of_stage(s, q);
-      softmax.rescale_output(out);
-      wait(&control.v_full[before.index], before.parity);
-      start_output<C>(out, p, v_address(before.index));
+      start_both(s, q, out, p, before, [&] { softmax.rescale_output(out); });
       if (ends) {
         factors = finish_rows(softmax, items - 1);
         reset(softmax);
@@ -297,6 +316,8 @@ struct Consumer {
 
   // A stage is freed only after it was filled: an early arrival would count for the round before.
   __device__ __forceinline__ void free_unread_tile() {
+    turns().begin();
+    turns().end();
     wait(&control.v_full[ring.index], ring.parity);
     sync_warpgroup();  // every warp has read the header
     release(&control.k_empty[ring.index]);
@@ -479,6 +500,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     Softmax softmax;
     softmax.scale_log2 = params.problem.scale_log2;
+    turns().start();
     for (;; ++items) {
       wait(&control.q_full[items % S::kQBuffers], items / S::kQBuffers % 2);
       const ItemRecord& item = control.items[items % S::kItemSlots];
@@ -507,6 +529,7 @@ struct Consumer {
       }
       if constexpr (C.schedule == 0) break;
     }
+    turns().finish();
     if (thread() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 };

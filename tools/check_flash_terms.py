@@ -328,6 +328,8 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
 
 _LAST, _AMID = {"loop_order": 1}, {"loop_order": 0, "chain_items": False}
 _Q_SHARED = {"q_in_registers": False}
+_TURNS, _SERIES = {"take_turns": True, "chain_items": False}, {"cap_series": True}
+_BY_TURNS = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
     128: {
@@ -336,21 +338,47 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
             "last": _LAST,
             "last, q shared": _LAST | _Q_SHARED,
             "64 keys, 3 stages": {"tile_kv": 64, "stages": 3},
+            **_BY_TURNS,
         },
-        "bias (1,N,1,S)": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "bias (1,N,1,S)": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+        },
         "mask (1,1,T,S) random": {
             "amid": _AMID,
             "last": _LAST,
             "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
         },
-        "softcap": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
-        "alibi": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "softcap": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+            "series": _SERIES,
+            "series, last": _SERIES | _LAST,
+            "series, turns": _SERIES | _TURNS,
+            "series, last, turns": _SERIES | _LAST | _TURNS,
+        },
+        "alibi": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+        },
         "dropout 0.1": {
             "amid": _AMID,
             "last": _LAST,
             "96 keys, last": _LAST | {"tile_kv": 96},
             "64 keys, last": _LAST | {"tile_kv": 64, "stages": 3},
+            **_BY_TURNS,
         },
+        "plain": _BY_TURNS,
+        "plain causal": _BY_TURNS,
+        "alibi causal": _BY_TURNS,
+        "dropout 0.1 causal": _BY_TURNS,
     },
     64: {
         "bias (1,N,T,S)": {

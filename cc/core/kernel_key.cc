@@ -74,6 +74,7 @@ constexpr Member kMembers[] = {
     {"key_splits", &Config::key_splits, {1, 256, 1}},
     {"stores_ds", &Config::stores_ds},
     {"take_turns", &Config::take_turns},
+    {"cap_series", &Config::cap_series},
 };
 
 struct AnyValue {

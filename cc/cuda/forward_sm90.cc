@@ -198,6 +198,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   if (config.row_bias) {
     JATTN_REQUIRE(problem.bias.stride_query == 0, "kernel ", kernel.text, " needs a bias without a query axis");
   }
+  if (config.cap_series) params.cap_series = sm90::cap_series(problem.scale, problem.softcap);
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));

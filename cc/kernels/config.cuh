@@ -53,6 +53,7 @@ struct Config {
   int key_splits = 1;      // forward_combine: the parts
   bool stores_ds = false;  // backward: gradients of the scores leave for memory in the place of a staged bias
   bool take_turns = false;  // forward: consumer warpgroups start their products one after the other (sm90/turns.cuh)
+  bool cap_series = false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

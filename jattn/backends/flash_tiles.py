@@ -92,8 +92,8 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns: see
-        ``Config``.
+      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
+        cap_series: see ``Config``.
     """
 
     head_dim: int
@@ -108,6 +108,7 @@ class Tile:
     staged_bias: bool = False
     row_bias: bool = False
     take_turns: bool = False
+    cap_series: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -343,6 +344,8 @@ def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
         members["partial_results"] = 1
     if tile.take_turns:
         members["take_turns"] = 1
+    if tile.cap_series:
+        members["cap_series"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
 
 

@@ -132,6 +132,16 @@ struct Consumer {
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
                                                 Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
+    if constexpr (C.cap_series) {
+      const bool small = !(header.flags & kMasks) && all_below(s, params.cap_series.limit);
+      if (__all_sync(~0u, small)) {
+        if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+        softmax.update_capped(s, params.cap_series);
+        if constexpr (C.dropout) drops.apply(s, context(header));
+        if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+        return;
+      }
+    }
     ScoreStage<C>::apply(s, params, !(header.flags & kMasks));
     if constexpr (ScoreStage<C>::kAddsTerms) {
       add_terms<C>(s, context(header), [&](int step) { return fragment_address(bias_address(ring.index), step); });

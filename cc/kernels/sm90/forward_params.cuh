@@ -16,6 +16,33 @@ struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
 
+// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`:
+// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + factor[3] s^6).
+struct CapSeries {
+  float limit;  // 0: never
+  float factor[4];
+};
+
+// tanh(x) / x in powers of x^2 for |x| <= 0.5, least greatest relative error (5.4e-7). The error of a score is then that of
+// the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
+inline constexpr double kCapSeriesLimit = 0.5;
+inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
+                                        -0.044402222574614146};
+
+// Not for a scale <= 0: the capped maximum of a row must be that of its greatest product.
+inline CapSeries cap_series(double scale, double softcap) {
+  if (!(scale > 0.0) || !(softcap > 0.0)) return {};
+  const double to_argument = scale / softcap;
+  CapSeries series{float(kCapSeriesLimit / to_argument), {}};
+  double power = to_argument * softcap * 1.4426950408889634;
+  for (int i = 0; i < 4; ++i, power *= to_argument * to_argument) {
+    series.factor[i] = float(kCapSeries[i] * power);
+    // Outside of this range a factor or a power of s would not be a normal float.
+    if (!(power > 1e-35 && power < 1e35)) return {};
+  }
+  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries{};
+}
+
 struct ForwardParams {
   TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
@@ -34,6 +61,7 @@ struct ForwardParams {
   float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
   RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
   int32_t key_splits;  // items are parts of tiles: the part is the fastest index
+  CapSeries cap_series;  // read if Config::cap_series
 };
 
 // sm90/forward_combine.cuh

@@ -75,6 +75,7 @@ constexpr Member kMembers[] = {
     {"stores_ds", &Config::stores_ds},
     {"take_turns", &Config::take_turns},
     {"cap_series", &Config::cap_series},
+    {"documents", &Config::documents},
 };
 
 struct AnyValue {

@@ -25,6 +25,8 @@ _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
 _SCRATCH_ALIGNMENT = 256
+_MAX_DOCUMENTS = 1024  # cc/kernels/sm90/shape.cuh
+_DOCUMENT_TILE_BYTES = 32
 
 # Of the pre-pass that packs a dense mask.
 MASK_KEY = "family=mask_tiles arch=sm_90a"
@@ -93,7 +95,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series: see ``Config``.
+        cap_series, documents: see ``Config``.
     """
 
     head_dim: int
@@ -109,6 +111,7 @@ class Tile:
     row_bias: bool = False
     take_turns: bool = False
     cap_series: bool = False
+    documents: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -161,6 +164,16 @@ def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
 def _has_head_numbers(problem: Problem) -> bool:
     found = (problem.sinks, problem.alibi_slopes, problem.dropout)
     return any(feature is not None for feature in found)
+
+
+def can_list_documents(problem: Problem) -> bool:
+    """Whether tiles may begin with runs of segment ids (``Config::documents``)."""
+    return problem.segments and _is_plain(problem) and not (problem.q_lengths or problem.kv_lengths)
+
+
+def _document_tiles_bytes(problem: Problem, tile: Tile) -> int:
+    """Scratch of the list of document tiles of a batch entry (``max_document_tiles``)."""
+    return (-(-problem.q_len // tile.tile_q) + _MAX_DOCUMENTS) * _DOCUMENT_TILE_BYTES
 
 
 def _can_stage(problem: Problem) -> bool:
@@ -346,6 +359,8 @@ def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
         members["take_turns"] = 1
     if tile.cap_series:
         members["cap_series"] = 1
+    if tile.documents:
+        members["documents"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
 
 
@@ -375,6 +390,9 @@ def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan
         scratch_bytes += rows * (16 + 4 * problem.head_dim_v)  # RowPart, float32 rows of the output
     if problem.segments:
         keys.append("family=segment_ranges arch=sm_90a")
+    if tile.documents:
+        keys.append("family=document_tiles arch=sm_90a")
+        scratch_bytes += batch * _document_tiles_bytes(problem, tile)
     if problem.positions and not problem.band.unbounded:
         keys.append("family=position_ranges arch=sm_90a")
     scratch_bytes += range_bytes(problem, batch, tile.tile_q, tile.tile_kv)

@@ -421,7 +421,7 @@ struct Consumer {
         factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       }
       if constexpr (C.dropout) factors.row[r] *= control.numbers[number % S::kItemSlots].dropout.factor;
-      if (lane() % 4 == 0 && t < params.problem.q_len) {
+      if (lane() % 4 == 0 && t < end_of_rows(item)) {
         if constexpr (C.partial_results) {
           params.row_parts[row_of_part(item, number, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
                                                             softmax.unit(), softmax.natural_unit()};
@@ -466,6 +466,42 @@ struct Consumer {
     if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty[number % S::kQBuffers]);
   }
 
+  // One past the last row that an item answers for: with documents its rows may end before its tile does.
+  __device__ __forceinline__ int end_of_rows(const ItemRecord& item) const {
+    return C.documents ? item.q_length : params.problem.q_len;
+  }
+
+  // Whether rows of another item follow in the 64 of this warpgroup; a box would overwrite them.
+  __device__ __forceinline__ bool is_cut(const ItemRecord& item) const {
+    const int end = end_of_rows(item);
+    return end < params.problem.q_len && item.q_begin + first_row() + kWarpgroupRows > end;
+  }
+
+  // Copies the rows of the output tile that belong to the item, 16 bytes a thread.
+  __device__ __forceinline__ void copy_rows(const ItemRecord& item, unsigned out_tile) const {
+    const ProblemParams& problem = params.problem;
+    constexpr int kPiecesOfChunk = kChunkRowBytes / 16;
+    const int first = item.q_begin + first_row(), rows = end_of_rows(item) - first;  // may be negative
+    const int pieces = problem.head_dim_v * 2 / 16;  // of a row
+    const int64_t stride = int64_t(problem.num_heads) * problem.head_dim_v * 2;
+    char* const target = static_cast<char*>(params.rows_out) +
+                         ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) *
+                             problem.head_dim_v * 2;
+#pragma unroll 1
+    for (int i = thread(); i < kWarpgroupRows * C.head_dim_v / 8; i += kWarpgroupThreads) {
+      const int row = i / (C.head_dim_v / 8), piece = i % (C.head_dim_v / 8);
+      if (row >= rows || piece >= pieces) continue;
+      const unsigned source = out_tile + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
+                              (piece % kPiecesOfChunk ^ row % 8) * 16;
+      uint4 words;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                   : "r"(source)
+                   : "memory");
+      *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = words;
+    }
+  }
+
   // Writes the output rows of this warpgroup.
   __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
     if constexpr (C.partial_results) return write_part(out, factors, number);
@@ -490,9 +526,14 @@ struct Consumer {
     }
     fence_async_proxy();
     sync_warpgroup();
+    const bool by_rows = C.documents && is_cut(item);
+    if (by_rows) {
+      copy_rows(item, out_tile);
+      if (S::kOutAliasesQ) sync_warpgroup();
+    }
     if (thread() == 0) {
       const int first = item.q_begin + first_row();
-      if (first < params.problem.q_len) {
+      if (first < end_of_rows(item) && !by_rows) {
 #pragma unroll
         for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
           store_box(&params.out, out_tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, item.head,

@@ -43,6 +43,26 @@ inline CapSeries cap_series(double scale, double softcap) {
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries{};
 }
 
+// A tile of queries of one run of equal segment ids, and the run of keys that it sees; without keys if kv_end == kv_begin.
+struct alignas(32) DocumentTile {
+  int32_t batch;
+  int32_t q_begin, q_end;  // of the queries from this tile's first to the run's last
+  int32_t kv_begin, kv_end;
+  int32_t keys_are_padded;  // keys of padding are among those of the batch entry
+};
+
+// Words of the counters at ForwardParams::next_item, zero at launch.
+enum DocumentCounter { kNextItem, kDocumentTiles, kDocumentsRefused, kDocumentCounters };
+
+// sm90/document_tiles.cuh
+struct DocumentTilesParams {
+  const int32_t* segments[2];  // q_segments [B, T], kv_segments [B, S]
+  int32_t length[2];
+  int32_t tile_q;
+  int32_t* counters;    // DocumentCounter
+  DocumentTile* tiles;  // room for max_document_tiles() a batch entry
+};
+
 struct ForwardParams {
   TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
@@ -61,7 +81,9 @@ struct ForwardParams {
   float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
   RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
   int32_t key_splits;  // items are parts of tiles: the part is the fastest index
-  CapSeries cap_series;  // read if Config::cap_series
+  CapSeries cap_series;           // read if Config::cap_series
+  const DocumentTile* documents;  // of this and the next: read if Config::documents
+  void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
 };
 
 // sm90/forward_combine.cuh

@@ -3,6 +3,7 @@
     python tools/check_flash_terms.py                     # random compositions against float32, then times
     python tools/check_flash_terms.py --problems 20 --no-time
     python tools/check_flash_terms.py --only-time --head-dim 128
+    python tools/check_flash_terms.py --no-time --changes take_turns cap_series documents
 
 Problems are drawn from a fixed seed; a failure prints the number that --first takes. The error of an output is held
 against the sum of p |v| of its row, which bounds what rounding p and the result to 16 bits can do.
@@ -119,7 +120,7 @@ def draw(number: int, terms: tuple[str, ...] | None = None) -> Drawn:
             np.where(random.random(heads) < 0.2, -np.inf, sinks), jnp.float32
         )
     if "softcap" in terms:
-        keywords["logits_soft_cap"] = 5.0
+        keywords["logits_soft_cap"] = 5.0 if number % 2 else 30.0  # tanh far from a line, or near
     if "band" in terms:
         keywords["is_causal"] = True
         if random.random() < 0.5:
@@ -156,8 +157,11 @@ def draw(number: int, terms: tuple[str, ...] | None = None) -> Drawn:
 Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
-    """Returns the problem as programs that give out and lse: of flash, and of the reference in float32 on the host."""
+def compiled(drawn: Drawn, changes: dict[str, Any]) -> tuple[Attention, Attention]:
+    """Returns the problem as programs that give out and lse: of flash, and of the reference in float32 on the host.
+
+    changes: of the tiles that flash picks.
+    """
 
     def attention(implementation: str, arrays: list[Any]) -> Attention:
         device = arrays[0].devices().pop()
@@ -173,7 +177,9 @@ def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
 
         return jax.jit(call).lower(*arrays).compile()  # type: ignore[no-any-return]
 
-    return attention("flash", drawn.arrays), attention("reference", wide(drawn.arrays))
+    with flash_tiles.forward_tile_changes(**changes):
+        flash = attention("flash", drawn.arrays)
+    return flash, attention("reference", wide(drawn.arrays))
 
 
 def wide(arrays: list[Any]) -> list[Any]:
@@ -281,12 +287,8 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         ),
     }
     programs: list[tuple[str, str, Any, tuple[Any, Any]]] = []
-    picked = flash_tiles.forward_tile
     for name, (bias, mask, keywords) in problems.items():
         for tag, changes in {"": {}, **TILES.get(head_dim, {}).get(name, {})}.items():
-
-            def other(problem: flash_tiles.Problem, changes: Any = changes) -> flash_tiles.Tile:
-                return dataclasses.replace(picked(problem), **changes)
 
             def call(
                 q: Any,
@@ -302,9 +304,9 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
                     q, k, v, bias, mask, **keywords, implementation="flash"
                 )
 
-            flash_tiles.forward_tile = other
-            programs.append((name, tag, jax.jit(call).lower(q, k, v, bias, mask), (bias, mask)))
-    flash_tiles.forward_tile = picked
+            with flash_tiles.forward_tile_changes(**changes):
+                lowered = jax.jit(call).lower(q, k, v, bias, mask)
+            programs.append((name, tag, lowered, (bias, mask)))
     plain: dict[bool, float] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled_programs = [pool.submit(program.compile) for _, _, program, _ in programs]
@@ -326,10 +328,13 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         )
 
 
-_LAST, _AMID = {"loop_order": 1}, {"loop_order": 0, "chain_items": False}
-_Q_SHARED = {"q_in_registers": False}
-_TURNS, _SERIES = {"take_turns": True, "chain_items": False}, {"cap_series": True}
-_BY_TURNS = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
+_LAST: dict[str, Any] = {"loop_order": 1}
+_AMID: dict[str, Any] = {"loop_order": 0, "chain_items": False}
+_Q_SHARED: dict[str, Any] = {"q_in_registers": False}
+_TURNS: dict[str, Any] = {"take_turns": True, "chain_items": False}
+_SERIES: dict[str, Any] = {"cap_series": True}
+_WIDE = _LAST | {"tile_q": 192, "tile_kv": 112, "stages": 4, "q_in_registers": False}
+_BY_TURNS: dict[str, dict[str, Any]] = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
     128: {
@@ -385,6 +390,7 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
             "128 queries, amid": _AMID | {"tile_q": 128, "stages": 3},
             "128 queries, last": _LAST | {"tile_q": 128, "stages": 3},
             "in series": {"loop_order": 2},
+            **_BY_TURNS,
         },
         "bias (1,N,1,S)": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
         "mask (1,1,T,S) random": {
@@ -393,13 +399,17 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         },
         "softcap": {
             "last": _LAST,
-            "192 queries, last": _LAST | {"tile_q": 192, "q_in_registers": False},
+            "series": _SERIES,
+            "series, turns": _SERIES | _TURNS,
+            "192 x 112, series": _SERIES | _WIDE,
+            "192 x 112, series, turns": _SERIES | _WIDE | _TURNS,
         },
-        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
+        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}} | _BY_TURNS,
         "dropout 0.1": {
             "amid": _AMID,
             "last": _LAST,
             "192 queries, in series": {"loop_order": 2, "tile_q": 192},
+            **_BY_TURNS,
         },
     },
 }
@@ -417,6 +427,13 @@ def main() -> int:
     )
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--only-time", action="store_true")
+    parser.add_argument(
+        "--changes",
+        nargs="*",
+        default=[],
+        choices=("take_turns", "cap_series", "documents"),
+        help="check tiles with these, wherever they can have them",
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 64])
     options = parser.parse_args()
     begin = time.monotonic()
@@ -431,7 +448,8 @@ def main() -> int:
         chosen = chosen[ALONE * len(TERMS) :]
     drawn = [] if options.only_time else [draw(number, terms) for number, terms in chosen]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = [pool.submit(compiled, problem) for problem in drawn]
+        changes = dict.fromkeys(options.changes, True)
+        programs = [pool.submit(compiled, problem, changes) for problem in drawn]
         for problem, program in zip(drawn, programs, strict=True):
             if time.monotonic() - begin > options.seconds:
                 program.cancel()

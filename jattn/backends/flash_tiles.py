@@ -6,8 +6,10 @@ measured for each choice stands in ``docs/kernels/log.md``.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from jattn.backends.cuda_tiles import mask_tiles_bytes, range_bytes
@@ -166,7 +168,7 @@ def _has_head_numbers(problem: Problem) -> bool:
     return any(feature is not None for feature in found)
 
 
-def can_list_documents(problem: Problem) -> bool:
+def _can_list_documents(problem: Problem) -> bool:
     """Whether tiles may begin with runs of segment ids (``Config::documents``)."""
     return problem.segments and _is_plain(problem) and not (problem.q_lengths or problem.kv_lengths)
 
@@ -257,12 +259,49 @@ def _head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in _HEAD_DIM_TILES if tile >= head_dim)
 
 
+_CHANGES: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "changes of forward tiles", default=None
+)
+
+
+@contextlib.contextmanager
+def forward_tile_changes(**changes: Any) -> Iterator[None]:
+    """Changes members of the tiles that are picked, for calls traced in the context by this thread.
+
+    For measurements of tiles that are not picked. Where a problem or the rest of its tile cannot go
+    with ``take_turns``, ``cap_series`` or ``documents``, these stay away.
+    """
+    token = _CHANGES.set(changes)
+    try:
+        yield
+    finally:
+        _CHANGES.reset(token)
+
+
 def forward_tile(problem: Problem) -> Tile:
     """Picks the tile of the forward kernel.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
+    tile = _picked_forward_tile(problem)
+    changes = _CHANGES.get()
+    if changes is None:
+        return tile
+    tile = dataclasses.replace(tile, **changes)
+    adds_terms = problem.bias is not None or problem.alibi_slopes is not None
+    capped = problem.softcap > 0 and not adds_terms
+    tile = dataclasses.replace(
+        tile,
+        take_turns=tile.take_turns and tile.loop_order != _IN_SERIES,
+        cap_series=tile.cap_series and capped and tile.integer_max,
+        documents=tile.documents and _can_list_documents(problem),
+    )
+    chains = tile.chain_items and not (tile.take_turns or tile.documents)
+    return dataclasses.replace(tile, chain_items=chains)
+
+
+def _picked_forward_tile(problem: Problem) -> Tile:
     if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD_DIM:
         raise ValueError(
             f"head dims {problem.head_dim} and {problem.head_dim_v}: at most {LARGEST_HEAD_DIM}"
@@ -382,6 +421,8 @@ def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan
     splits = 1
     if heads is not None and isinstance(batch, int):
         splits = choose_splits(problem, batch * heads, tile.tile_q, tile.tile_kv)
+    if splits > 1:
+        tile = dataclasses.replace(tile, documents=False)
     keys = [forward_key(problem, tile, partial=splits > 1)]
     scratch_bytes = _SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:

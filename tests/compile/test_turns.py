@@ -1,9 +1,10 @@
 """Warpgroups that take turns: a model of who waits for whom.
 
-The model holds every wait and signal of the producer and of the consumer warpgroups (cc/kernels/sm90/{producer,consumer,
-turns}.cuh). Programs are straight lines and signals are only counted up, so whether the kernel comes to its end does not
-depend on the order of events: one order shows it. What a participant may miss, namely a barrier that runs two phases
-ahead of it, is looked for at every step by holding that participant there and letting all others run.
+The model holds every wait and signal of the producer and of the consumer warpgroups
+(cc/kernels/sm90/{producer,consumer,turns}.cuh). Programs are straight lines and signals are only
+counted up, so whether the kernel comes to its end does not depend on the order of events: one order
+shows it. What a participant may miss, namely a barrier that runs two phases ahead of it, is looked
+for at every step by holding that participant there and letting all others run.
 """
 
 import dataclasses

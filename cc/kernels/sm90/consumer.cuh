@@ -482,11 +482,11 @@ struct Consumer {
     const ProblemParams& problem = params.problem;
     constexpr int kPiecesOfChunk = kChunkRowBytes / 16;
     const int first = item.q_begin + first_row(), rows = end_of_rows(item) - first;  // may be negative
-    const int pieces = problem.head_dim_v * 2 / 16;  // of a row
+    const int pieces = problem.head_dim_v * 2 / 16;                                  // of a row
     const int64_t stride = int64_t(problem.num_heads) * problem.head_dim_v * 2;
-    char* const target = static_cast<char*>(params.rows_out) +
-                         ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) *
-                             problem.head_dim_v * 2;
+    char* const target =
+        static_cast<char*>(params.rows_out) +
+        ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) * problem.head_dim_v * 2;
 #pragma unroll 1
     for (int i = thread(); i < kWarpgroupRows * C.head_dim_v / 8; i += kWarpgroupThreads) {
       const int row = i / (C.head_dim_v / 8), piece = i % (C.head_dim_v / 8);

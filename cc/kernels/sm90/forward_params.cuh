@@ -78,10 +78,10 @@ struct ForwardParams {
   int32_t bias_heads, bias_batch;  // extents of those axes
   PackedMask mask;                 // of queries as rows; read if Config::mask
   bool batch_fastest;              // neighbouring items differ in the batch entry, not the head: they share a bias
-  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
-  RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
-  int32_t key_splits;  // items are parts of tiles: the part is the fastest index
-  CapSeries cap_series;           // read if Config::cap_series
+  float* partial_out;    // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
+  RowPart* row_parts;    // [key_splits, B, N, T]; likewise instead of lse
+  int32_t key_splits;    // items are parts of tiles: the part is the fastest index
+  CapSeries cap_series;  // read if Config::cap_series
   const DocumentTile* documents;  // of this and the next: read if Config::documents
   void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
 };

@@ -144,8 +144,8 @@ struct Producer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
   unsigned landed_parity = 0;
-  unsigned items = 0;  // published so far
-  int part = 0;        // of the present item's keys
+  unsigned items = 0;            // published so far
+  int part = 0;                  // of the present item's keys
   bool by_documents = false;     // items are those of the list of documents
   bool keys_are_padded = false;  // of the present item, then
   int kv_begin = 0;              // row of its first key
@@ -245,14 +245,26 @@ struct Producer {
 
   // What the lanes of this warp carry of a tile of keys, from global to shared memory.
   struct Columns {
-    static constexpr int kCount = C.tile_kv / 32;
+    static constexpr int kCount = ceil_div(C.tile_kv, 32);
+    // With three consumer warpgroups the producer has no registers for them: 12 bytes spill.
+    static constexpr bool kIdsAhead = C.segments && S::kConsumers == 2;
+    int ids[kIdsAhead ? kCount : 1];
     int positions[C.positions ? kCount : 1];
     float bias[C.row_bias ? kCount : 1];
   };
 
   // Before the stage is waited for: the way from memory takes longer than the wait.
-  __device__ __forceinline__ void fetch_columns(Columns& columns, const ItemRecord& record, int kv_tile) const {
+  __device__ __forceinline__ void fetch_columns(Columns& columns, const ItemRecord& record, int kv_tile,
+                                                int flags) const {
     const ProblemParams& problem = params.problem;
+    if constexpr (Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+#pragma unroll
+        for (int i = 0; i < Columns::kCount; ++i) {
+          columns.ids[i] = kv_id(record, kv_tile * C.tile_kv + 32 * i + int(threadIdx.x % 32));
+        }
+      }
+    }
     if constexpr (C.positions || C.row_bias) {
 #pragma unroll
       for (int i = 0; i < Columns::kCount; ++i) {
@@ -270,7 +282,26 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void store_columns(const Columns& columns) const {
+  __device__ __forceinline__ void store_columns(const Columns& columns, const ItemRecord& record, int kv_tile,
+                                                int flags) const {
+    if constexpr (C.segments && !Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+        for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
+          control.kv_ids[k_ring.index][row] = kv_id(record, kv_tile * C.tile_kv + row);
+        }
+      }
+      __syncwarp();
+    }
+    if constexpr (Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+#pragma unroll
+        for (int i = 0; i < Columns::kCount; ++i) {
+          const int column = 32 * i + int(threadIdx.x % 32);
+          if (C.tile_kv % 32 == 0 || column < C.tile_kv) control.kv_ids[k_ring.index][column] = columns.ids[i];
+        }
+      }
+      __syncwarp();
+    }
     if constexpr (C.positions || C.row_bias) {
 #pragma unroll
       for (int i = 0; i < Columns::kCount; ++i) {
@@ -335,7 +366,7 @@ struct Producer {
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
     Barrier* full = &control.k_full[k_ring.index];
     Columns columns;
-    fetch_columns(columns, record, kv_tile);
+    fetch_columns(columns, record, kv_tile, flags);
     wait(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
@@ -343,16 +374,8 @@ struct Producer {
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        first_key(kv_tile), record.head / params.problem.group_size, record.batch);
     }
-    if constexpr (C.segments) {
-      if (flags & kMaskSegments) {
-        for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
-          control.kv_ids[k_ring.index][row] = kv_id(record, kv_tile * C.tile_kv + row);
-        }
-      }
-      __syncwarp();
-    }
     if constexpr (S::kBiasBytes > 0 || C.mask) load_beside_k(record, kv_tile, flags, full);
-    store_columns(columns);
+    store_columns(columns, record, kv_tile, flags);
     if (leads()) arrive(full);
     k_ring.advance();
   }

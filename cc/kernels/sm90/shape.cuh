@@ -26,10 +26,9 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// Whether the producer looks up segments and more besides: 24 registers then spill.
+// Whether the producer looks up segments: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
-  return num_consumers(config) == 2 && config.segments &&
-         (config.documents || config.mask || config.bias || config.positions || config.alibi || config.sinks || config.dropout);
+  return num_consumers(config) == 2 && config.segments;
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.

@@ -334,6 +334,7 @@ _Q_SHARED: dict[str, Any] = {"q_in_registers": False}
 _TURNS: dict[str, Any] = {"take_turns": True, "chain_items": False}
 _SERIES: dict[str, Any] = {"cap_series": True}
 _WIDE = _LAST | {"tile_q": 192, "tile_kv": 112, "stages": 4, "q_in_registers": False}
+_IN_SERIES_192: dict[str, Any] = {"tile_q": 192, "loop_order": 2, "q_in_registers": False}
 _BY_TURNS: dict[str, dict[str, Any]] = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
@@ -343,6 +344,7 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
             "last": _LAST,
             "last, q shared": _LAST | _Q_SHARED,
             "64 keys, 3 stages": {"tile_kv": 64, "stages": 3},
+            "192 x 64, in series": _IN_SERIES_192 | {"tile_kv": 64, "stages": 3},
             **_BY_TURNS,
         },
         "bias (1,N,1,S)": {
@@ -440,12 +442,13 @@ def main() -> int:
     failed = checked = 0
     # Each term alone first, so that a wrong one has a name.
     alone = [(term, "band") if term == "positions" else (term,) for term in TERMS]
+    alone += [("segments", "band"), ("softcap", "band")]
     chosen: list[tuple[int, tuple[str, ...] | None]] = [
         (1000 + 7 * i + j, terms) for i, terms in enumerate(alone) for j in range(ALONE)
     ]
     chosen += [(options.first + i, None) for i in range(options.problems)]
     if options.first:
-        chosen = chosen[ALONE * len(TERMS) :]
+        chosen = chosen[ALONE * len(alone) :]
     drawn = [] if options.only_time else [draw(number, terms) for number, terms in chosen]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         changes = dict.fromkeys(options.changes, True)

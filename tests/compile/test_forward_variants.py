@@ -20,7 +20,6 @@ DOCUMENTS = {"documents": True}
 CAUSAL = Band(right=0)
 # Head dim, problem, changes of its tile, words of the key.
 VARIANTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
-    "softcap, series": (128, {"softcap": 30.0}, SERIES),
     "softcap, series, turns": (128, {"softcap": 30.0}, SERIES | TURNS),
     "softcap, series, turns, last": (128, {"softcap": 30.0}, SERIES | TURNS | {"loop_order": 1}),
     "dropout, turns": (128, {"dropout": Dropout((2, 4))}, TURNS),
@@ -29,7 +28,6 @@ VARIANTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "alibi, turns": (128, {"alibi_slopes": (1, 4), "band": CAUSAL}, TURNS),
     "documents": (128, {"segments": True, "band": CAUSAL}, DOCUMENTS),
     "documents 64": (64, {"segments": True, "band": CAUSAL}, DOCUMENTS),
-    "documents 256": (256, {"segments": True, "band": CAUSAL}, DOCUMENTS),
 }
 
 

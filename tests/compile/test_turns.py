@@ -207,7 +207,7 @@ def all_programs(
 @pytest.mark.parametrize("q_is_late", [False, True])
 def test_every_order_ends(warpgroups: int, softmax_last: bool, q_is_late: bool) -> None:
     draw = random.Random(warpgroups)
-    for _ in range(25):
+    for _ in range(15):
         items = draw_items(draw, warpgroups)
         for stages in (2, 3):
             programs = all_programs(items, warpgroups, stages, softmax_last, q_is_late)

@@ -16,6 +16,7 @@ import json
 import math
 import re
 import statistics
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sm90_bench import (
+    LOG2E,
     PROBLEM_MEMBERS,
     Case,
     Data,
@@ -45,9 +47,15 @@ from sm90_bench import (
     visibility,
 )
 
-OWN_MEMBERS = ("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads")
+OWN_MEMBERS = (
+    *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads"),
+    "cap_series",
+)
 
-FLAGS = "band lengths segments softcap chain_items scale_first q_in_registers integer_max".split()
+FLAGS = (
+    "band lengths segments softcap chain_items scale_first q_in_registers integer_max take_turns "
+    "cap_series"
+).split()
 
 
 # ---- variants -------------------------------------------------------------------------------------------------------
@@ -74,6 +82,8 @@ class Variant:
     scale_first: int = 0
     q_in_registers: int = 0
     integer_max: int = 0
+    take_turns: int = 0
+    cap_series: int = 0
     compiler: str = "nvcc"
     section_waves: float = 0  # items of one section over multiprocessors; 0: one key/value head
 
@@ -93,7 +103,8 @@ class Variant:
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in FLAGS}
         order = (
             "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap "
-            "schedule loop_order chain_items scale_first q_in_registers integer_max"
+            "schedule loop_order chain_items scale_first q_in_registers integer_max take_turns "
+            "cap_series"
         ).split()
         return {name: values[name] for name in order}
 
@@ -131,10 +142,14 @@ def variants() -> list[Variant]:
         add("kept", **chained)
         add("kept_nvrtc", **chained, compiler="nvrtc")
         add("mid", **d64)
+        add("turns", **d64, loop_order=1, take_turns=1)
+        add("64_keys", **(chained | {"tile_kv": 64, "stages": 8}))
         add("q128_mid", **(d64 | {"tile_q": 128, "q_in_registers": 1}))
         add("kept", **best)
         add("kept_nvrtc", **best, compiler="nvrtc")
         add("last", **best, loop_order=1)
+        add("turns", **best, take_turns=1)
+        add("last_turns", **best, loop_order=1, take_turns=1)
         add("series", **series)
         add("kept", head_dim=256, tile_kv=64)
         add("kept", head_dim=96, **series)
@@ -182,6 +197,17 @@ def variants() -> list[Variant]:
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
     found.append(replace(checked, name="check_softcap", softcap=1))
     found.append(replace(checked, name="check_scale_first", scale_first=1))
+    turns = replace(checked, take_turns=1)
+    found.append(replace(turns, name="check_turns"))
+    found.append(replace(turns, name="check_turns_last", loop_order=1, q_in_registers=1))
+    found.append(replace(turns, name="check_turns_grid", schedule=0))
+    found.append(replace(turns, name="check_turns_segments", segments=1))
+    d64 = replace(turns, head_dim=64, tile_q=192, loop_order=1, stages=4)
+    found.append(replace(d64, name="check_turns64"))
+    found.append(replace(turns, name="check_turns256", head_dim=256, tile_kv=64))
+    series = replace(checked, softcap=1, cap_series=1, integer_max=1)
+    found.append(replace(series, name="check_series"))
+    found.append(replace(series, name="check_series_turns", take_turns=1, q_in_registers=1))
     return found
 
 
@@ -216,6 +242,8 @@ void print(const char* name, const Config& config, const char* end) {{
 int main() {{
   std::printf("{{\\n");
 {structs}
+  std::printf("\\"series\\": [%.17g, %.17g, %.17g, %.17g, %.17g],\\n", sm90::kCapSeriesLimit, sm90::kCapSeries[0],
+              sm90::kCapSeries[1], sm90::kCapSeries[2], sm90::kCapSeries[3]);
   std::printf("\\"variants\\": {{\\n");
 {prints}
   std::printf("}}}}\\n");
@@ -259,6 +287,7 @@ class Loaded:
     variant: Variant
     kernel: Kernel
     layout: dict[str, Any]
+    series: list[float]
 
 
 def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
@@ -277,6 +306,18 @@ def add_results(torch: Any, data: Data) -> None:
     data.out = torch.full(shape, math.nan, device="cuda", dtype=data.q.dtype)
     data.lse = torch.full((case.batch, case.heads, case.q_len), math.nan, device="cuda")
     data.extra["counter"] = torch.full((1,), -(2**30), device="cuda", dtype=torch.int32)
+
+
+def cap_series(coefficients: list[float], case: Case) -> bytes:
+    """Returns sm90::CapSeries; the coefficients are its limit and those of the series."""
+    if not case.softcap:
+        return bytes(20)
+    to_argument = case.true_scale / case.softcap
+    factors = [
+        c * case.softcap * LOG2E * to_argument ** (2 * i + 1)
+        for i, c in enumerate(coefficients[1:])
+    ]
+    return struct.pack("<5f", coefficients[0] / to_argument, *factors)
 
 
 def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:
@@ -298,6 +339,7 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "tiles": tiles,
             "items": items,
             "section_heads": section_heads(variant, case, num_sms),
+            "cap_series": cap_series(loaded.series, case),
         }
         | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )
@@ -388,7 +430,9 @@ def check_cases(variant: Variant) -> list[Case]:
         ]
         cases[-1] = replace(cases[-1], q_len=5000, kv_len=5000, heads=2, right=0)
     if variant.softcap:
-        cases = [replace(case, softcap=2.0) for case in cases]
+        # A series is for small arguments of tanh, and must know those that are not.
+        caps = (2.0, 30.0) if variant.cap_series else (2.0,)
+        cases = [replace(case, softcap=cap) for case in cases for cap in caps]
     if variant.scale_first:
         cases += [
             replace(base, name="negative scale", scale=-0.2),
@@ -585,7 +629,7 @@ def load(driver: Driver, folder: Path, facts: dict[str, Any], variant: Variant) 
     """Loads a variant."""
     name = variant.cubin()
     kernel = driver.load(folder / f"{name}.cubin", facts["variants"][name])
-    return Loaded(variant, kernel, facts["sm90::ForwardParams"])
+    return Loaded(variant, kernel, facts["sm90::ForwardParams"], facts["series"])
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
     python tools/check_flash_terms.py                     # random compositions against float32, then times
     python tools/check_flash_terms.py --problems 20 --no-time
     python tools/check_flash_terms.py --only-time --head-dim 128
+    python tools/check_flash_terms.py --no-time --changes take_turns cap_series documents
 
 Problems are drawn from a fixed seed; a failure prints the number that --first takes. The error of an output is held
 against the sum of p |v| of its row, which bounds what rounding p and the result to 16 bits can do.
@@ -119,7 +120,7 @@ def draw(number: int, terms: tuple[str, ...] | None = None) -> Drawn:
             np.where(random.random(heads) < 0.2, -np.inf, sinks), jnp.float32
         )
     if "softcap" in terms:
-        keywords["logits_soft_cap"] = 5.0
+        keywords["logits_soft_cap"] = 5.0 if number % 2 else 30.0  # tanh far from a line, or near
     if "band" in terms:
         keywords["is_causal"] = True
         if random.random() < 0.5:
@@ -156,8 +157,11 @@ def draw(number: int, terms: tuple[str, ...] | None = None) -> Drawn:
 Attention = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
-    """Returns the problem as programs that give out and lse: of flash, and of the reference in float32 on the host."""
+def compiled(drawn: Drawn, changes: dict[str, Any]) -> tuple[Attention, Attention]:
+    """Returns the problem as programs that give out and lse: of flash, and of the reference in float32 on the host.
+
+    changes: of the tiles that flash picks.
+    """
 
     def attention(implementation: str, arrays: list[Any]) -> Attention:
         device = arrays[0].devices().pop()
@@ -173,7 +177,9 @@ def compiled(drawn: Drawn) -> tuple[Attention, Attention]:
 
         return jax.jit(call).lower(*arrays).compile()  # type: ignore[no-any-return]
 
-    return attention("flash", drawn.arrays), attention("reference", wide(drawn.arrays))
+    with flash_tiles.forward_tile_changes(**changes):
+        flash = attention("flash", drawn.arrays)
+    return flash, attention("reference", wide(drawn.arrays))
 
 
 def wide(arrays: list[Any]) -> list[Any]:
@@ -281,12 +287,8 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         ),
     }
     programs: list[tuple[str, str, Any, tuple[Any, Any]]] = []
-    picked = flash_tiles.forward_tile
     for name, (bias, mask, keywords) in problems.items():
         for tag, changes in {"": {}, **TILES.get(head_dim, {}).get(name, {})}.items():
-
-            def other(problem: flash_tiles.Problem, changes: Any = changes) -> flash_tiles.Tile:
-                return dataclasses.replace(picked(problem), **changes)
 
             def call(
                 q: Any,
@@ -302,9 +304,9 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
                     q, k, v, bias, mask, **keywords, implementation="flash"
                 )
 
-            flash_tiles.forward_tile = other
-            programs.append((name, tag, jax.jit(call).lower(q, k, v, bias, mask), (bias, mask)))
-    flash_tiles.forward_tile = picked
+            with flash_tiles.forward_tile_changes(**changes):
+                lowered = jax.jit(call).lower(q, k, v, bias, mask)
+            programs.append((name, tag, lowered, (bias, mask)))
     plain: dict[bool, float] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled_programs = [pool.submit(program.compile) for _, _, program, _ in programs]
@@ -326,8 +328,14 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         )
 
 
-_LAST, _AMID = {"loop_order": 1}, {"loop_order": 0, "chain_items": False}
-_Q_SHARED = {"q_in_registers": False}
+_LAST: dict[str, Any] = {"loop_order": 1}
+_AMID: dict[str, Any] = {"loop_order": 0, "chain_items": False}
+_Q_SHARED: dict[str, Any] = {"q_in_registers": False}
+_TURNS: dict[str, Any] = {"take_turns": True, "chain_items": False}
+_SERIES: dict[str, Any] = {"cap_series": True}
+_WIDE = _LAST | {"tile_q": 192, "tile_kv": 112, "stages": 4, "q_in_registers": False}
+_IN_SERIES_192: dict[str, Any] = {"tile_q": 192, "loop_order": 2, "q_in_registers": False}
+_BY_TURNS: dict[str, dict[str, Any]] = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
     128: {
@@ -336,27 +344,55 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
             "last": _LAST,
             "last, q shared": _LAST | _Q_SHARED,
             "64 keys, 3 stages": {"tile_kv": 64, "stages": 3},
+            "192 x 64, in series": _IN_SERIES_192 | {"tile_kv": 64, "stages": 3},
+            **_BY_TURNS,
         },
-        "bias (1,N,1,S)": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "bias (1,N,1,S)": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+        },
         "mask (1,1,T,S) random": {
             "amid": _AMID,
             "last": _LAST,
             "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
         },
-        "softcap": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
-        "alibi": {"amid": _AMID, "last": _LAST, "last, q shared": _LAST | _Q_SHARED},
+        "softcap": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+            "series": _SERIES,
+            "series, last": _SERIES | _LAST,
+            "series, turns": _SERIES | _TURNS,
+            "series, last, turns": _SERIES | _LAST | _TURNS,
+        },
+        "alibi": {
+            "amid": _AMID,
+            "last": _LAST,
+            "last, q shared": _LAST | _Q_SHARED,
+            **_BY_TURNS,
+        },
         "dropout 0.1": {
             "amid": _AMID,
             "last": _LAST,
             "96 keys, last": _LAST | {"tile_kv": 96},
             "64 keys, last": _LAST | {"tile_kv": 64, "stages": 3},
+            **_BY_TURNS,
         },
+        "plain": _BY_TURNS,
+        "plain causal": _BY_TURNS,
+        "alibi causal": _BY_TURNS,
+        "dropout 0.1 causal": _BY_TURNS,
     },
     64: {
         "bias (1,N,T,S)": {
             "128 queries, amid": _AMID | {"tile_q": 128, "stages": 3},
             "128 queries, last": _LAST | {"tile_q": 128, "stages": 3},
             "in series": {"loop_order": 2},
+            **_BY_TURNS,
         },
         "bias (1,N,1,S)": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
         "mask (1,1,T,S) random": {
@@ -365,13 +401,17 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         },
         "softcap": {
             "last": _LAST,
-            "192 queries, last": _LAST | {"tile_q": 192, "q_in_registers": False},
+            "series": _SERIES,
+            "series, turns": _SERIES | _TURNS,
+            "192 x 112, series": _SERIES | _WIDE,
+            "192 x 112, series, turns": _SERIES | _WIDE | _TURNS,
         },
-        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
+        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}} | _BY_TURNS,
         "dropout 0.1": {
             "amid": _AMID,
             "last": _LAST,
             "192 queries, in series": {"loop_order": 2, "tile_q": 192},
+            **_BY_TURNS,
         },
     },
 }
@@ -389,21 +429,30 @@ def main() -> int:
     )
     parser.add_argument("--no-time", action="store_true")
     parser.add_argument("--only-time", action="store_true")
+    parser.add_argument(
+        "--changes",
+        nargs="*",
+        default=[],
+        choices=("take_turns", "cap_series", "documents"),
+        help="check tiles with these, wherever they can have them",
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 64])
     options = parser.parse_args()
     begin = time.monotonic()
     failed = checked = 0
     # Each term alone first, so that a wrong one has a name.
     alone = [(term, "band") if term == "positions" else (term,) for term in TERMS]
+    alone += [("segments", "band"), ("softcap", "band")]
     chosen: list[tuple[int, tuple[str, ...] | None]] = [
         (1000 + 7 * i + j, terms) for i, terms in enumerate(alone) for j in range(ALONE)
     ]
     chosen += [(options.first + i, None) for i in range(options.problems)]
     if options.first:
-        chosen = chosen[ALONE * len(TERMS) :]
+        chosen = chosen[ALONE * len(alone) :]
     drawn = [] if options.only_time else [draw(number, terms) for number, terms in chosen]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = [pool.submit(compiled, problem) for problem in drawn]
+        changes = dict.fromkeys(options.changes, True)
+        programs = [pool.submit(compiled, problem, changes) for problem in drawn]
         for problem, program in zip(drawn, programs, strict=True):
             if time.monotonic() - begin > options.seconds:
                 program.cancel()

@@ -21,6 +21,8 @@ constexpr KernelFamily kFamilies[] = {
      "sm80::backward_dbias_threads", "sm80::backward_dbias_min_blocks"},
     {"sm90_forward", "sm90/forward.cuh", "sm90::ForwardParams", "sm90::forward", "sm90::forward_threads",
      "sm90::forward_min_blocks"},
+    {"document_tiles", "sm90/document_tiles.cuh", "sm90::DocumentTilesParams", "sm90::document_tiles",
+     "sm90::document_tiles_threads", "sm90::document_tiles_min_blocks"},
     {"forward_combine", "sm90/forward_combine.cuh", "sm90::CombineParams", "sm90::forward_combine",
      "sm90::combine_threads", "sm90::combine_min_blocks"},
     {"sm90_backward", "sm90/backward.cuh", "sm90::BackwardParams", "sm90::backward", "sm90::backward_threads",

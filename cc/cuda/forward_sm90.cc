@@ -90,6 +90,32 @@ bool packs_heads(const Problem& problem, const Config& config) {
   return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
 }
 
+// The list of document tiles.
+int64_t documents_bytes(const Problem& problem, const Config& config) {
+  if (!config.documents) return 0;
+  return problem.batch * sm90::max_document_tiles(problem.q_len, config.tile_q) * int64_t{sizeof(sm90::DocumentTile)};
+}
+
+// Fills the list, and the counters of its tiles and of refusals.
+const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Plan& plan, const Config& config,
+                                                void* scratch, int32_t* counters, CUstream stream) {
+  const Kernel& kernel = require_family(plan, "document_tiles");
+  const int64_t items = problem.num_heads * problem.batch * sm90::max_document_tiles(problem.q_len, config.tile_q);
+  JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of documents may be ", items,
+                ", must be below 2^31");
+  auto* tiles = static_cast<sm90::DocumentTile*>(scratch);
+  const sm90::DocumentTilesParams params{
+      .segments = {problem.q_segments, problem.kv_segments},
+      .length = {static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.kv_len)},
+      .tile_q = config.tile_q,
+      .counters = counters,
+      .tiles = tiles,
+  };
+  launch(kernel, {.grid = {.x = problem.batch}, .num_threads = sm90::document_tiles_threads(kernel.config())}, &params,
+         stream);
+  return tiles;
+}
+
 // Results of all parts: statistics of the rows, then rows of the output.
 int64_t parts_bytes(const Problem& problem, const Plan& plan) {
   const int64_t splits = key_splits(plan);
@@ -129,7 +155,8 @@ int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, kFamily).config();
   const int64_t counter_bytes = config.schedule == kByCounter ? kScratchAlignment : 0;
   const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0;
-  return counter_bytes + tile_ranges_bytes(problem, config) + mask_bytes + parts_bytes(problem, plan);
+  return counter_bytes + tile_ranges_bytes(problem, config) + documents_bytes(problem, config) + mask_bytes +
+         parts_bytes(problem, plan);
 }
 
 void forward_sm90(const Problem& whole, const ForwardResults& results, const Plan& plan, void* scratch,
@@ -159,11 +186,16 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   auto* bytes = static_cast<char*>(scratch);
   if (config.schedule == kByCounter) {
     params.next_item = reinterpret_cast<int32_t*>(bytes);
-    fill_zero(params.next_item, sizeof(int32_t), stream);
+    fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
     bytes += kScratchAlignment;
   }
   launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
   bytes += tile_ranges_bytes(problem, config);
+  if (config.documents) {
+    params.documents = launch_document_tiles(problem, plan, config, bytes, params.next_item, stream);
+    params.rows_out = results.out;
+    bytes += documents_bytes(problem, config);
+  }
   if (config.mask && problem.kv_len > 0) {
     params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), bytes, stream);
   }
@@ -198,6 +230,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   if (config.row_bias) {
     JATTN_REQUIRE(problem.bias.stride_query == 0, "kernel ", kernel.text, " needs a bias without a query axis");
   }
+  if (config.cap_series) params.cap_series = sm90::cap_series(problem.scale, problem.softcap);
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
@@ -205,7 +238,10 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
   params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
 
-  const int64_t blocks = config.schedule == kOneBlockPerItem ? items : std::min(items, num_sms);
+  // How many tiles documents make is known to the device only, and may be more.
+  const int64_t blocks = config.schedule == kOneBlockPerItem ? items
+                         : config.documents                  ? num_sms
+                                                             : std::min(items, num_sms);
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),

@@ -49,9 +49,14 @@ struct Config {
   bool ds_in_registers = false;  // ds as a register operand of the product for dq
   bool bulk_reduce = false;      // dq is added up by bulk reductions from shared memory, not by threads from registers
   bool partial_results =
-      false;               // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
-  int key_splits = 1;      // forward_combine: the parts
-  bool stores_ds = false;  // backward: gradients of the scores leave for memory in the place of a staged bias
+      false;                // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
+  int key_splits = 1;       // forward_combine: the parts
+  bool stores_ds = false;   // backward: gradients of the scores leave for memory in the place of a staged bias
+  bool take_turns = false;  // forward: consumer warpgroups start their products one after the other (sm90/turns.cuh)
+  bool cap_series =
+      false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
+  bool documents =
+      false;  // forward: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

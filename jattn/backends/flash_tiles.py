@@ -6,8 +6,10 @@ measured for each choice stands in ``docs/kernels/log.md``.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from jattn.backends.cuda_tiles import mask_tiles_bytes, range_bytes
@@ -25,6 +27,8 @@ _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
 _SCRATCH_ALIGNMENT = 256
+_MAX_DOCUMENTS = 1024  # cc/kernels/sm90/shape.cuh
+_DOCUMENT_TILE_BYTES = 32
 
 # Of the pre-pass that packs a dense mask.
 MASK_KEY = "family=mask_tiles arch=sm_90a"
@@ -92,7 +96,8 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias: see ``Config``.
+      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
+        cap_series, documents: see ``Config``.
     """
 
     head_dim: int
@@ -106,6 +111,9 @@ class Tile:
     integer_max: bool = False
     staged_bias: bool = False
     row_bias: bool = False
+    take_turns: bool = False
+    cap_series: bool = False
+    documents: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -158,6 +166,16 @@ def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
 def _has_head_numbers(problem: Problem) -> bool:
     found = (problem.sinks, problem.alibi_slopes, problem.dropout)
     return any(feature is not None for feature in found)
+
+
+def _can_list_documents(problem: Problem) -> bool:
+    """Whether tiles may begin with runs of segment ids (``Config::documents``)."""
+    return problem.segments and _is_plain(problem) and not (problem.q_lengths or problem.kv_lengths)
+
+
+def _document_tiles_bytes(problem: Problem, tile: Tile) -> int:
+    """Scratch of the list of document tiles of a batch entry (``max_document_tiles``)."""
+    return (-(-problem.q_len // tile.tile_q) + _MAX_DOCUMENTS) * _DOCUMENT_TILE_BYTES
 
 
 def _can_stage(problem: Problem) -> bool:
@@ -241,12 +259,49 @@ def _head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in _HEAD_DIM_TILES if tile >= head_dim)
 
 
+_CHANGES: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar(
+    "changes of forward tiles", default=None
+)
+
+
+@contextlib.contextmanager
+def forward_tile_changes(**changes: Any) -> Iterator[None]:
+    """Changes members of the tiles that are picked, for calls traced in the context by this thread.
+
+    For measurements of tiles that are not picked. Where a problem or the rest of its tile cannot go
+    with ``take_turns``, ``cap_series`` or ``documents``, these stay away.
+    """
+    token = _CHANGES.set(changes)
+    try:
+        yield
+    finally:
+        _CHANGES.reset(token)
+
+
 def forward_tile(problem: Problem) -> Tile:
     """Picks the tile of the forward kernel.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
+    tile = _picked_forward_tile(problem)
+    changes = _CHANGES.get()
+    if changes is None:
+        return tile
+    tile = dataclasses.replace(tile, **changes)
+    adds_terms = problem.bias is not None or problem.alibi_slopes is not None
+    capped = problem.softcap > 0 and not adds_terms
+    tile = dataclasses.replace(
+        tile,
+        take_turns=tile.take_turns and tile.loop_order != _IN_SERIES,
+        cap_series=tile.cap_series and capped and tile.integer_max,
+        documents=tile.documents and _can_list_documents(problem),
+    )
+    chains = tile.chain_items and not (tile.take_turns or tile.documents)
+    return dataclasses.replace(tile, chain_items=chains)
+
+
+def _picked_forward_tile(problem: Problem) -> Tile:
     if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD_DIM:
         raise ValueError(
             f"head dims {problem.head_dim} and {problem.head_dim_v}: at most {LARGEST_HEAD_DIM}"
@@ -339,6 +394,12 @@ def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
         members["scale_first"] = 1
     if partial:
         members["partial_results"] = 1
+    if tile.take_turns:
+        members["take_turns"] = 1
+    if tile.cap_series:
+        members["cap_series"] = 1
+    if tile.documents:
+        members["documents"] = 1
     return " ".join(f"{name}={value}" for name, value in members.items())
 
 
@@ -360,6 +421,8 @@ def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan
     splits = 1
     if heads is not None and isinstance(batch, int):
         splits = choose_splits(problem, batch * heads, tile.tile_q, tile.tile_kv)
+    if splits > 1:
+        tile = dataclasses.replace(tile, documents=False)
     keys = [forward_key(problem, tile, partial=splits > 1)]
     scratch_bytes = _SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:
@@ -368,6 +431,9 @@ def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan
         scratch_bytes += rows * (16 + 4 * problem.head_dim_v)  # RowPart, float32 rows of the output
     if problem.segments:
         keys.append("family=segment_ranges arch=sm_90a")
+    if tile.documents:
+        keys.append("family=document_tiles arch=sm_90a")
+        scratch_bytes += batch * _document_tiles_bytes(problem, tile)
     if problem.positions and not problem.band.unbounded:
         keys.append("family=position_ranges arch=sm_90a")
     scratch_bytes += range_bytes(problem, batch, tile.tile_q, tile.tile_kv)

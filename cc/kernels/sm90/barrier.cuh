@@ -69,6 +69,12 @@ __device__ __forceinline__ void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts the calling threads without waiting; the others of the `threads` call sync_named().
+__device__ __forceinline__ void arrive_named(int id, int threads) {
+  sleep_at_random();
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Orders ordinary writes to shared memory before reads of the asynchronous proxy (wgmma, bulk copies). Every writing
 // thread calls it, then a barrier, then the reader starts.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

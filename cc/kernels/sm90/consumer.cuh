@@ -9,6 +9,7 @@
 #include "sm90/score.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/turns.cuh"
 #include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
 
@@ -104,10 +105,43 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ Turns<C> turns() const { return {warpgroup}; }
+
+  // Starts the products of a turn: the scores of the tile at hand and, from the p of the tile before, the output.
+  // between: what stands between the two.
+  template <class Between>
+  __device__ __forceinline__ void start_both(Scores& s, Queries& q, Output& out, Probabilities& p, const Ring& before,
+                                             Between between) const {
+    if constexpr (C.take_turns) wait(&control.v_full[before.index], before.parity);  // not while others wait for us
+    turns().begin();
+    start_scores_of_stage(s, q);
+    between();
+    if constexpr (!C.take_turns) wait(&control.v_full[before.index], before.parity);
+    start_output<C>(out, p, v_address(before.index));
+    turns().end();
+  }
+
+  // The scores of the first tile, with nothing to do beside them.
+  __device__ __forceinline__ void start_first_scores(Scores& s, Queries& q) const {
+    turns().begin();
+    start_scores_of_stage(s, q);
+    turns().end();
+  }
+
   // From raw products to probabilities; frees the k tile on the way.
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
                                                 Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
+    if constexpr (C.cap_series) {
+      const bool small = !(header.flags & kMasks) && all_below(s, params.cap_series.limit);
+      if (__all_sync(~0u, small)) {
+        if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+        softmax.update_capped(s, params.cap_series);
+        if constexpr (C.dropout) drops.apply(s, context(header));
+        if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+        return;
+      }
+    }
     ScoreStage<C>::apply(s, params, !(header.flags & kMasks));
     if constexpr (ScoreStage<C>::kAddsTerms) {
       add_terms<C>(s, context(header), [&](int step) { return fragment_address(bias_address(ring.index), step); });
@@ -133,7 +167,7 @@ struct Consumer {
     TileHeader header = wait_k();
     {
       Scores s;
-      start_scores_of_stage(s, q);
+      start_first_scores(s, q);
       TileDrops<C> drops;
       drops.make(context(header));
       wait_products<0>();
@@ -149,9 +183,7 @@ struct Consumer {
       ring.advance();
       header = wait_k();
       Scores s;
-      start_scores_of_stage(s, q);
-      wait(&control.v_full[before.index], before.parity);
-      start_output<C>(out, p, v_address(before.index));
+      start_both(s, q, out, p, before, [] {});
       RowFactors factors;
       if (ends) {
         factors = finish_rows(softmax, items - 1);
@@ -182,7 +214,7 @@ struct Consumer {
   __device__ __forceinline__ void visit_tiles_softmax_last(Queries& q, Output& out, Softmax& softmax) {
     Scores s;
     TileHeader header = wait_k();
-    start_scores_of_stage(s, q);
+    start_first_scores(s, q);
     TileDrops<C> first_drops;
     first_drops.make(context(header));
     wait_products<0>();
@@ -208,10 +240,7 @@ struct Consumer {
       }
       if (ends) begin_next_item(q);
       pack_fragment<C.element>(p, s);
-      start_scores_of_stage(s, q);
-      softmax.rescale_output(out);
-      wait(&control.v_full[before.index], before.parity);
-      start_output<C>(out, p, v_address(before.index));
+      start_both(s, q, out, p, before, [&] { softmax.rescale_output(out); });
       if (ends) {
         factors = finish_rows(softmax, items - 1);
         reset(softmax);
@@ -297,6 +326,8 @@ struct Consumer {
 
   // A stage is freed only after it was filled: an early arrival would count for the round before.
   __device__ __forceinline__ void free_unread_tile() {
+    turns().begin();
+    turns().end();
     wait(&control.v_full[ring.index], ring.parity);
     sync_warpgroup();  // every warp has read the header
     release(&control.k_empty[ring.index]);
@@ -390,7 +421,7 @@ struct Consumer {
         factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       }
       if constexpr (C.dropout) factors.row[r] *= control.numbers[number % S::kItemSlots].dropout.factor;
-      if (lane() % 4 == 0 && t < params.problem.q_len) {
+      if (lane() % 4 == 0 && t < end_of_rows(item)) {
         if constexpr (C.partial_results) {
           params.row_parts[row_of_part(item, number, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
                                                             softmax.unit(), softmax.natural_unit()};
@@ -435,6 +466,42 @@ struct Consumer {
     if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty[number % S::kQBuffers]);
   }
 
+  // One past the last row that an item answers for: with documents its rows may end before its tile does.
+  __device__ __forceinline__ int end_of_rows(const ItemRecord& item) const {
+    return C.documents ? item.q_length : params.problem.q_len;
+  }
+
+  // Whether rows of another item follow in the 64 of this warpgroup; a box would overwrite them.
+  __device__ __forceinline__ bool is_cut(const ItemRecord& item) const {
+    const int end = end_of_rows(item);
+    return end < params.problem.q_len && item.q_begin + first_row() + kWarpgroupRows > end;
+  }
+
+  // Copies the rows of the output tile that belong to the item, 16 bytes a thread.
+  __device__ __forceinline__ void copy_rows(const ItemRecord& item, unsigned out_tile) const {
+    const ProblemParams& problem = params.problem;
+    constexpr int kPiecesOfChunk = kChunkRowBytes / 16;
+    const int first = item.q_begin + first_row(), rows = end_of_rows(item) - first;  // may be negative
+    const int pieces = problem.head_dim_v * 2 / 16;                                  // of a row
+    const int64_t stride = int64_t(problem.num_heads) * problem.head_dim_v * 2;
+    char* const target =
+        static_cast<char*>(params.rows_out) +
+        ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) * problem.head_dim_v * 2;
+#pragma unroll 1
+    for (int i = thread(); i < kWarpgroupRows * C.head_dim_v / 8; i += kWarpgroupThreads) {
+      const int row = i / (C.head_dim_v / 8), piece = i % (C.head_dim_v / 8);
+      if (row >= rows || piece >= pieces) continue;
+      const unsigned source = out_tile + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
+                              (piece % kPiecesOfChunk ^ row % 8) * 16;
+      uint4 words;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                   : "r"(source)
+                   : "memory");
+      *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = words;
+    }
+  }
+
   // Writes the output rows of this warpgroup.
   __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
     if constexpr (C.partial_results) return write_part(out, factors, number);
@@ -459,9 +526,14 @@ struct Consumer {
     }
     fence_async_proxy();
     sync_warpgroup();
+    const bool by_rows = C.documents && is_cut(item);
+    if (by_rows) {
+      copy_rows(item, out_tile);
+      if (S::kOutAliasesQ) sync_warpgroup();
+    }
     if (thread() == 0) {
       const int first = item.q_begin + first_row();
-      if (first < params.problem.q_len) {
+      if (first < end_of_rows(item) && !by_rows) {
 #pragma unroll
         for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
           store_box(&params.out, out_tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, item.head,
@@ -479,6 +551,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     Softmax softmax;
     softmax.scale_log2 = params.problem.scale_log2;
+    turns().start();
     for (;; ++items) {
       wait(&control.q_full[items % S::kQBuffers], items / S::kQBuffers % 2);
       const ItemRecord& item = control.items[items % S::kItemSlots];
@@ -507,6 +580,7 @@ struct Consumer {
       }
       if constexpr (C.schedule == 0) break;
     }
+    turns().finish();
     if (thread() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 };

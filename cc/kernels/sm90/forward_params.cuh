@@ -16,6 +16,53 @@ struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
 
+// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`:
+// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + factor[3] s^6).
+struct CapSeries {
+  float limit;  // 0: never
+  float factor[4];
+};
+
+// tanh(x) / x in powers of x^2 for |x| <= 0.5, least greatest relative error (5.4e-7). The error of a score is then that of
+// the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
+inline constexpr double kCapSeriesLimit = 0.5;
+inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
+                                        -0.044402222574614146};
+
+// Not for a scale <= 0: the capped maximum of a row must be that of its greatest product.
+inline CapSeries cap_series(double scale, double softcap) {
+  if (!(scale > 0.0) || !(softcap > 0.0)) return {};
+  const double to_argument = scale / softcap;
+  CapSeries series{float(kCapSeriesLimit / to_argument), {}};
+  double power = to_argument * softcap * 1.4426950408889634;
+  for (int i = 0; i < 4; ++i, power *= to_argument * to_argument) {
+    series.factor[i] = float(kCapSeries[i] * power);
+    // Outside of this range a factor or a power of s would not be a normal float.
+    if (!(power > 1e-35 && power < 1e35)) return {};
+  }
+  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries{};
+}
+
+// A tile of queries of one run of equal segment ids, and the run of keys that it sees; without keys if kv_end == kv_begin.
+struct alignas(32) DocumentTile {
+  int32_t batch;
+  int32_t q_begin, q_end;  // of the queries from this tile's first to the run's last
+  int32_t kv_begin, kv_end;
+  int32_t keys_are_padded;  // keys of padding are among those of the batch entry
+};
+
+// Words of the counters at ForwardParams::next_item, zero at launch.
+enum DocumentCounter { kNextItem, kDocumentTiles, kDocumentsRefused, kDocumentCounters };
+
+// sm90/document_tiles.cuh
+struct DocumentTilesParams {
+  const int32_t* segments[2];  // q_segments [B, T], kv_segments [B, S]
+  int32_t length[2];
+  int32_t tile_q;
+  int32_t* counters;    // DocumentCounter
+  DocumentTile* tiles;  // room for max_document_tiles() a batch entry
+};
+
 struct ForwardParams {
   TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
@@ -31,9 +78,12 @@ struct ForwardParams {
   int32_t bias_heads, bias_batch;  // extents of those axes
   PackedMask mask;                 // of queries as rows; read if Config::mask
   bool batch_fastest;              // neighbouring items differ in the batch entry, not the head: they share a bias
-  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
-  RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
-  int32_t key_splits;  // items are parts of tiles: the part is the fastest index
+  float* partial_out;    // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
+  RowPart* row_parts;    // [key_splits, B, N, T]; likewise instead of lse
+  int32_t key_splits;    // items are parts of tiles: the part is the fastest index
+  CapSeries cap_series;  // read if Config::cap_series
+  const DocumentTile* documents;  // of this and the next: read if Config::documents
+  void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
 };
 
 // sm90/forward_combine.cuh

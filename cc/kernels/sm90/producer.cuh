@@ -12,11 +12,13 @@ template <Config C>
 struct ItemQueue {
   const ForwardParams& params;
   int item;
+  int items;
   int fetched = 0;
 
-  __device__ __forceinline__ explicit ItemQueue(const ForwardParams& params) : params(params), item(blockIdx.x) {}
+  __device__ __forceinline__ ItemQueue(const ForwardParams& params, int items)
+      : params(params), item(blockIdx.x), items(items) {}
 
-  __device__ __forceinline__ bool valid() const { return item < params.items; }
+  __device__ __forceinline__ bool valid() const { return item < items; }
 
   // Asks for the next item ahead of advance(), so that the latency of the counter passes unnoticed. Not earlier than
   // the last tile: an item that is claimed a whole item ahead runs late, when the other blocks have left its keys
@@ -29,7 +31,7 @@ struct ItemQueue {
 
   __device__ __forceinline__ void advance() {
     if constexpr (C.schedule == 0) {
-      item = params.items;
+      item = items;
     } else if constexpr (C.schedule == 1) {
       item += gridDim.x;
     } else {
@@ -59,19 +61,48 @@ struct ItemFilter<C, true> : TileFilter<C> {
   }
 };
 
+// The same where every tile of the range may be visible and only documents are walked.
+template <Config C>
+struct DocumentFilter : ItemFilter<C> {
+  bool by_documents;
+
+  __device__ __forceinline__ bool meets(int tile) const { return by_documents || ItemFilter<C>::meets(tile); }
+  __device__ __forceinline__ bool same_segment(int tile) const {
+    return by_documents || ItemFilter<C>::same_segment(tile);
+  }
+  __device__ __forceinline__ bool padding(int tile) const { return !by_documents && ItemFilter<C>::padding(tile); }
+};
+template <Config C, bool kDocuments = C.documents>
+struct WalkFilter {
+  using Type = ItemFilter<C>;
+};
+template <Config C>
+struct WalkFilter<C, true> {
+  using Type = DocumentFilter<C>;
+};
+
 // The key tiles of one item: which to visit, from the last to the first, and what each needs.
 template <Config C>
 struct ItemTiles {
   TileRange range;
-  TileWalk<C, ItemFilter<C>> walk;
+  TileWalk<C, typename WalkFilter<C>::Type> walk;
   bool v_ends_early;  // rows of v behind the keys of this batch entry exist
   int kv_length;
 
-  __device__ __forceinline__ ItemTiles(const ForwardParams& params, const ItemRecord& record)
+  // by_documents: the item is one of the list of documents, among padded keys or not.
+  __device__ __forceinline__ ItemTiles(const ForwardParams& params, const ItemRecord& record, bool by_documents,
+                                       bool keys_are_padded)
       : range(item_tiles<C>(record)), kv_length(record.kv_length) {
     const ProblemParams& problem = params.problem;
     v_ends_early = C.lengths && kv_length < problem.kv_len;
     walk.begin = range.begin;
+    if constexpr (C.documents) {
+      walk.filter.by_documents = by_documents;
+      if (by_documents) {
+        v_ends_early = keys_are_padded;
+        return;
+      }
+    }
     walk.filter.template load<false>(problem, record.batch, record.q_begin / C.tile_q,
                                      {problem.band_left, problem.band_right, 0});
     if constexpr (C.mask) walk.filter.load_mask(params.mask, record);
@@ -100,7 +131,7 @@ struct ItemTiles {
   // Rows of v behind the keys of the batch entry, or of padding among them, may hold anything, and 0 * NaN is NaN: such
   // tiles pass through clear_padding. Rows beyond the array arrive as zeros.
   __device__ __forceinline__ bool has_padding(int tile) const {
-    bool padding = v_ends_early && (tile + 1) * C.tile_kv > kv_length;
+    bool padding = (C.lengths || C.documents) && v_ends_early && (tile + 1) * C.tile_kv > kv_length;
     padding = padding || walk.filter.padding(tile);
     return padding;
   }
@@ -113,8 +144,11 @@ struct Producer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
   unsigned landed_parity = 0;
-  unsigned items = 0;  // published so far
-  int part = 0;        // of the present item's keys
+  unsigned items = 0;            // published so far
+  int part = 0;                  // of the present item's keys
+  bool by_documents = false;     // items are those of the list of documents
+  bool keys_are_padded = false;  // of the present item, then
+  int kv_begin = 0;              // row of its first key
 
   using S = Shape<C>;
 
@@ -131,7 +165,7 @@ struct Producer {
     wait(&control.q_empty[buffer], items / S::kQBuffers % 2 ^ 1);
     ++items;
     if constexpr (C.segments) {
-      if (record.status == kItemRuns) {
+      if (record.status == kItemRuns && !(C.documents && by_documents)) {
         for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
           const int t = record.q_begin + row;
           const int64_t first = int64_t(record.batch) * params.problem.q_len;
@@ -159,9 +193,21 @@ struct Producer {
     }
   }
 
+  __device__ __forceinline__ ItemRecord begin_item(int item) {
+    if constexpr (C.documents) {
+      if (by_documents) {
+        const DocumentItem found = document_item<C>(params, item);
+        kv_begin = found.kv_begin;
+        keys_are_padded = found.keys_are_padded;
+        return found.record;
+      }
+    }
+    return item_record<C>(params, item);
+  }
+
   // The tiles that an item visits.
   __device__ __forceinline__ ItemTiles<C> tiles_of(const ItemRecord& record, int item) {
-    ItemTiles<C> visit(params, record);
+    ItemTiles<C> visit(params, record, by_documents, keys_are_padded);
     if constexpr (C.partial_results) {
       part = item % params.key_splits;
       visit.take_part(part, params.key_splits);
@@ -199,14 +245,26 @@ struct Producer {
 
   // What the lanes of this warp carry of a tile of keys, from global to shared memory.
   struct Columns {
-    static constexpr int kCount = C.tile_kv / 32;
+    static constexpr int kCount = ceil_div(C.tile_kv, 32);
+    // With three consumer warpgroups the producer has no registers for them: 12 bytes spill.
+    static constexpr bool kIdsAhead = C.segments && S::kConsumers == 2;
+    int ids[kIdsAhead ? kCount : 1];
     int positions[C.positions ? kCount : 1];
     float bias[C.row_bias ? kCount : 1];
   };
 
   // Before the stage is waited for: the way from memory takes longer than the wait.
-  __device__ __forceinline__ void fetch_columns(Columns& columns, const ItemRecord& record, int kv_tile) const {
+  __device__ __forceinline__ void fetch_columns(Columns& columns, const ItemRecord& record, int kv_tile,
+                                                int flags) const {
     const ProblemParams& problem = params.problem;
+    if constexpr (Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+#pragma unroll
+        for (int i = 0; i < Columns::kCount; ++i) {
+          columns.ids[i] = kv_id(record, kv_tile * C.tile_kv + 32 * i + int(threadIdx.x % 32));
+        }
+      }
+    }
     if constexpr (C.positions || C.row_bias) {
 #pragma unroll
       for (int i = 0; i < Columns::kCount; ++i) {
@@ -224,7 +282,26 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void store_columns(const Columns& columns) const {
+  __device__ __forceinline__ void store_columns(const Columns& columns, const ItemRecord& record, int kv_tile,
+                                                int flags) const {
+    if constexpr (C.segments && !Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+        for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
+          control.kv_ids[k_ring.index][row] = kv_id(record, kv_tile * C.tile_kv + row);
+        }
+      }
+      __syncwarp();
+    }
+    if constexpr (Columns::kIdsAhead) {
+      if (flags & kMaskSegments) {
+#pragma unroll
+        for (int i = 0; i < Columns::kCount; ++i) {
+          const int column = 32 * i + int(threadIdx.x % 32);
+          if (C.tile_kv % 32 == 0 || column < C.tile_kv) control.kv_ids[k_ring.index][column] = columns.ids[i];
+        }
+      }
+      __syncwarp();
+    }
     if constexpr (C.positions || C.row_bias) {
 #pragma unroll
       for (int i = 0; i < Columns::kCount; ++i) {
@@ -289,26 +366,23 @@ struct Producer {
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
     Barrier* full = &control.k_full[k_ring.index];
     Columns columns;
-    fetch_columns(columns, record, kv_tile);
+    fetch_columns(columns, record, kv_tile, flags);
     wait(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
-                                       kv_tile * C.tile_kv, record.head / params.problem.group_size, record.batch);
-    }
-    if constexpr (C.segments) {
-      if (flags & kMaskSegments) {
-        for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
-          control.kv_ids[k_ring.index][row] = kv_id(record, kv_tile * C.tile_kv + row);
-        }
-      }
-      __syncwarp();
+                                       first_key(kv_tile), record.head / params.problem.group_size, record.batch);
     }
     if constexpr (S::kBiasBytes > 0 || C.mask) load_beside_k(record, kv_tile, flags, full);
-    store_columns(columns);
+    store_columns(columns, record, kv_tile, flags);
     if (leads()) arrive(full);
     k_ring.advance();
+  }
+
+  // Row of the tile's first key.
+  __device__ __forceinline__ int first_key(int kv_tile) const {
+    return kv_tile * C.tile_kv + (C.documents ? kv_begin : 0);
   }
 
   // -2 marks padding: it differs from every id and from the -1 of query padding.
@@ -325,7 +399,7 @@ struct Producer {
     wait(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
-      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, kv_tile * C.tile_kv,
+      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, first_key(kv_tile),
                                          record.head / params.problem.group_size, record.batch);
     }
     if (has_padding) {
@@ -344,7 +418,9 @@ struct Producer {
     for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) {
       const int j = kv_tile * C.tile_kv + row;
       bool padding = j >= record.kv_length;
-      if constexpr (C.segments) padding = padding || kv_id(record, j) < 0;
+      if constexpr (C.segments) {
+        if (!(C.documents && by_documents)) padding = padding || kv_id(record, j) < 0;
+      }
       if (!padding) continue;
 #pragma unroll 1
       for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
@@ -360,8 +436,13 @@ struct Producer {
   // Order of the copies: k runs one tile ahead of v, because the product with v(i) is started after the product with
   // k(i + 1). q of the next item waits for the last product of this one, so k comes before it.
   __device__ __forceinline__ void run() {
-    for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
-      ItemRecord record = item_record<C>(params, queue.item);
+    int all_items = params.items;
+    if constexpr (C.documents) {
+      by_documents = params.next_item[kDocumentsRefused] == 0;
+      if (by_documents) all_items = params.next_item[kDocumentTiles] * params.problem.num_heads;
+    }
+    for (ItemQueue<C> queue(params, all_items); queue.valid(); queue.advance()) {
+      ItemRecord record = begin_item(queue.item);
       ItemTiles<C> visit = tiles_of(record, queue.item);
       int tile = visit.last();
       if (tile < 0) record.status = kItemEmpty;
@@ -389,7 +470,7 @@ struct Producer {
     ItemRecord held_record;  // of the v tile that is still to be copied
     int held_tile = -1;
     bool held_padding = false;
-    for (ItemQueue<C> queue(params); queue.valid(); queue.advance()) {
+    for (ItemQueue<C> queue(params, params.items); queue.valid(); queue.advance()) {
       ItemRecord record = item_record<C>(params, queue.item);
       ItemTiles<C> visit = tiles_of(record, queue.item);
       int tile = visit.last();

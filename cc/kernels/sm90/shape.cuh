@@ -26,10 +26,9 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// Whether the producer looks up segments and more besides: 24 registers then spill.
+// Whether the producer looks up segments: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
-  return num_consumers(config) == 2 && config.segments &&
-         (config.mask || config.bias || config.positions || config.alibi || config.sinks || config.dropout);
+  return num_consumers(config) == 2 && config.segments;
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
@@ -131,6 +130,18 @@ JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { r
 inline constexpr int kCombineColumns = 8;
 JATTN_HOST_DEVICE constexpr int combine_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int combine_min_blocks(const Config&) { return 1; }
+
+// document_tiles: one block per batch entry.
+JATTN_HOST_DEVICE constexpr int document_tiles_threads(const Config&) { return 1024; }
+JATTN_HOST_DEVICE constexpr int document_tiles_min_blocks(const Config&) { return 1; }
+
+// Runs of one side of a batch entry; with more the tiles lie as without documents.
+inline constexpr int kMaxDocuments = 1024;
+
+// Room for the tiles of a batch entry: each run adds at most one that is not full.
+JATTN_HOST_DEVICE constexpr int64_t max_document_tiles(int64_t q_len, int tile_q) {
+  return (q_len + tile_q - 1) / tile_q + kMaxDocuments;
+}
 
 // The same as constants, for device code.
 template <Config C>

@@ -82,6 +82,22 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   }
 }
 
+// Whether all values are of less than this magnitude; NaN is not. As integers, positive floats ascend and negative ones
+// descend.
+template <int kCount>
+__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
+  int greatest = __float_as_int(s[0]);
+  unsigned least = __float_as_uint(s[0]);
+#pragma unroll
+  for (int i = 1; i + 1 < kCount; i += 2) {
+    greatest = __vimax3_s32(greatest, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+  }
+  greatest = max(greatest, __float_as_int(s[kCount - 1]));
+  least = max(least, __float_as_uint(s[kCount - 1]));
+  return greatest < __float_as_int(limit) && least < __float_as_uint(-limit);
+}
+
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
   kRaw,      // products: by a positive scale_log2
@@ -118,16 +134,9 @@ struct OnlineSoftmax {
     lazy = kLazyLog2;
   }
 
-  // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
-  template <int kCount>
-  __device__ __forceinline__ void update(float (&s)[kCount]) {
+  // Moves row_max to the largest of the row, if a row of the warp has outgrown it; returns whether.
+  __device__ __forceinline__ bool follow(float (&largest)[2]) {
     const float unit = this->unit();
-    float largest[2] = {row_max[0], row_max[1]};
-    if constexpr (kIntegerMax) {
-      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s);
-    } else {
-      raise_row_max(largest, s);
-    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
     const bool outgrown = (largest[0] - row_max[0]) * unit > lazy || (largest[1] - row_max[1]) * unit > lazy;
@@ -139,6 +148,45 @@ struct OnlineSoftmax {
         row_max[r] = largest[r];
         row_sum[r] *= alpha[r];
       }
+    }
+    return rescale;
+  }
+
+  // The same as update() from raw products of magnitude below series.limit, all of them visible: the polynomial ends in the
+  // multiply-add of the exponent. What the cap does to the largest product is done to it alone, because it ascends.
+  template <class Series, int kCount>
+  __device__ __forceinline__ void update_capped(float (&s)[kCount], const Series& series) {
+    static_assert(kScaled && kIntegerMax);
+    const auto slope = [&](float x) {
+      const float square = x * x;
+      const float high = fmaf(series.factor[3], square, series.factor[2]);
+      return fmaf(fmaf(high, square, series.factor[1]), square, series.factor[0]);
+    };
+    // Only products above row_max matter, whose sign is that of its product.
+    float largest[2] = {row_max[0] < 0.0f ? -infinity() : 0.0f, row_max[1] < 0.0f ? -infinity() : 0.0f};
+    raise_row_max_integer<false>(largest, s);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) largest[r] = fmaxf(row_max[r], largest[r] * slope(largest[r]));
+    follow(largest);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int r = i / 2 % 2;
+      s[i] = exp2_fast(fmaf(s[i], slope(s[i]), -row_max[r]));
+      row_sum[r] += s[i];
+    }
+  }
+
+  // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
+  template <int kCount>
+  __device__ __forceinline__ void update(float (&s)[kCount]) {
+    const float unit = this->unit();
+    float largest[2] = {row_max[0], row_max[1]};
+    if constexpr (kIntegerMax) {
+      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s);
+    } else {
+      raise_row_max(largest, s);
+    }
+    if (follow(largest)) {
       if constexpr (!kScaled) shift_ahead(s);
     }
     float shift[2];

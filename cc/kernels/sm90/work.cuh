@@ -106,6 +106,34 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   return record;
 }
 
+// An item of the list of documents. Keys are then counted from the document's first, kv_begin.
+struct DocumentItem {
+  ItemRecord record;
+  int kv_begin;
+  bool keys_are_padded;
+};
+
+template <Config C>
+__device__ __forceinline__ DocumentItem document_item(const ForwardParams& params, int item) {
+  const ProblemParams& problem = params.problem;
+  const int place = item / problem.num_heads;
+  const DocumentTile tile = params.documents[place];
+  const int offset = problem.lower_right ? problem.kv_len - problem.q_len : 0;
+  DocumentItem found;
+  found.kv_begin = tile.kv_begin;
+  found.keys_are_padded = tile.keys_are_padded != 0;
+  ItemRecord& record = found.record;
+  record.status = kItemRuns;
+  record.q_begin = tile.q_begin;
+  record.head = item - place * problem.num_heads;
+  record.batch = tile.batch;
+  record.q_length = tile.q_end;
+  record.kv_length = tile.kv_end - tile.kv_begin;
+  record.upper_offset = offset + problem.band_right + 1 - tile.kv_begin;
+  record.lower_offset = max(offset - problem.band_left - tile.kv_begin, -(1 << 30));  // as good as any lower one
+  return found;
+}
+
 // The key tiles that some query of the item may see. Tiles below full_begin need the lower test, from full_end on the
 // upper.
 template <Config C>

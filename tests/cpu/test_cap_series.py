@@ -1,0 +1,81 @@
+"""The polynomial of the softcap in the Hopper forward kernel, in float32 arithmetic, against float64."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+HEADER = Path(__file__).parents[2] / "cc" / "kernels" / "sm90" / "forward_params.cuh"
+LOG2E = 1.4426950408889634
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+
+def header_numbers(name: str) -> list[float]:
+    """The numbers that a constant of the header is made of."""
+    found = re.search(rf"{name}(?:\[\])? = {{?([^;}}]*)}}?;", HEADER.read_text())
+    assert found is not None
+    return [float(number) for number in found[1].split(",")]
+
+
+COEFFICIENTS = header_numbers("kCapSeries")
+[LIMIT] = header_numbers("kCapSeriesLimit")
+
+
+def fused(a: F32 | np.float32, b: F32, c: F32 | np.float32) -> F32:
+    """a * b + c rounded once; float64 holds the product exactly."""
+    return np.asarray(np.float64(a) * np.float64(b) + np.float64(c), np.float32)
+
+
+def by_series(s: F32, scale: float, softcap: float) -> F32:
+    """Capped scores in units of log2 as the kernel computes them, without the shift of the exponent."""
+    to_argument = scale / softcap
+    factors = [
+        np.float32(c * softcap * LOG2E * to_argument ** (2 * i + 1))
+        for i, c in enumerate(COEFFICIENTS)
+    ]
+    square = s * s
+    slope = np.full_like(s, factors[3])
+    for factor in factors[2::-1]:
+        slope = fused(slope, square, factor)
+    return s * slope
+
+
+def by_exponential(s: F32, scale: float, softcap: float) -> F32:
+    """The same by an exponential and a reciprocal."""
+    cap = np.float32(softcap * LOG2E)
+    exponential = np.exp2(s * np.float32(np.float32(scale / softcap) * np.float32(2 * LOG2E)))
+    return np.asarray(cap - np.float32(2) * cap / (exponential + np.float32(1)), np.float32)
+
+
+def exactly(s: F32, scale: float, softcap: float) -> F64:
+    """The same in float64."""
+    return softcap * LOG2E * np.tanh(s.astype(np.float64) * (scale / softcap))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0, 50.0, 1000.0])
+@pytest.mark.parametrize("scale", [0.01, 0.0884, 1.0, 20.0])
+def test_scores_are_as_exact_as_by_the_exponential(scale: float, softcap: float) -> None:
+    limit = LIMIT * softcap / scale
+    s = np.linspace(-limit, limit, 200_001).astype(np.float32)
+    want = exactly(s, scale, softcap)
+    error = np.abs(by_series(s, scale, softcap) - want).max()
+    assert error < 2.0**-21 * softcap * LOG2E
+    assert error < 2.5 * np.abs(by_exponential(s, scale, softcap) - want).max()
+
+
+@pytest.mark.parametrize(("bits", "name"), [(8, "bfloat16"), (11, "float16")])
+def test_probabilities_round_to_the_same_as_in_float64(bits: int, name: str) -> None:
+    random = np.random.default_rng(bits)
+    softcap, scale = 50.0, 128**-0.5
+    limit = LIMIT * softcap / scale
+    s = (random.standard_normal((64, 4096)) * limit / 5).clip(-limit, limit).astype(np.float32)
+    capped, want = by_series(s, scale, softcap), exactly(s, scale, softcap)
+    shift = capped.max(axis=1, keepdims=True)
+    p = np.exp2(np.float64(capped) - np.float64(shift))
+    exact = np.exp2(want - want.max(axis=1, keepdims=True))
+    del name
+    assert np.abs(p / exact - 1).max() < 2.0**-bits / 16  # a small part of the spacing of rounded p

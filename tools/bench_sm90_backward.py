@@ -193,6 +193,15 @@ def variants() -> list[Variant]:
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
             replace(d256, name=f"d256_{mask}_two"),
         ]
+        if not band:
+            capped = replace(d64, softcap=1, tile_q=64)
+            found += [
+                replace(capped, name="d64_softcap"),
+                replace(capped, name="d64_softcap_bulk", bulk_reduce=1),
+                replace(d64_apart, name="d64_softcap_apart", softcap=1),
+                replace(d128, name="d128_softcap", softcap=1),
+                replace(d128, name="d128_softcap_bulk", softcap=1, bulk_reduce=1),
+            ]
         if band:
             found += [
                 replace(d64, name="d64_band_bulk_bytes", bulk_reduce=1, full_sections=0),
@@ -217,6 +226,7 @@ def variants() -> list[Variant]:
     ]
     apart += [
         replace(apart[0], name="check_apart_f16", element="f16", scale_first=1),
+        replace(apart[0], name="check_apart_softcap", softcap=1),
         replace(apart[6], name="check_apart_d192v128", head_dim_v=128),
     ]
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
@@ -620,6 +630,7 @@ def check_cases(variant: Variant) -> list[Case]:
         ]
     if variant.softcap:
         cases = [replace(case, softcap=2.0) for case in cases]
+        cases += [replace(base, name="far softcap", softcap=30.0)]
     if variant.scale_first:
         cases += [
             replace(base, name="negative scale", scale=-0.2),
@@ -720,6 +731,8 @@ def timing_cases() -> list[Case]:
     ]
     wide = Case("d192 full 4096", 4, 4096, 4096, 11, 11, 192)
     cases += [wide, replace(wide, name="d192 causal 4096", right=0)]
+    capped = Case("d128 softcap 4096", 4, 4096, 4096, 16, 16, 128, softcap=30.0)
+    cases += [capped, replace(capped, name="d64 softcap 4096", head_dim=64)]
     return cases
 
 
@@ -728,7 +741,7 @@ def cudnn_backward(torch: Any, data: Data) -> Callable[[], Any] | None:
     case = data.case
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (data.q, data.k, data.v))
     dout = data.dout.transpose(1, 2)
-    if case.left is not None:
+    if case.left is not None or case.softcap:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

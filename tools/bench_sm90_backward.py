@@ -110,8 +110,11 @@ class Variant:
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
-    zero_ahead: int = 0  # 1: the main kernel zeroes the accumulator of later heads
+    dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
+    full_sections: int = (
+        1  # 1: at least an item for every multiprocessor, all sections alike; 0: by bytes alone
+    )
     rotation: int = 0
 
     def config(self, **changes: Any) -> str:
@@ -123,7 +126,7 @@ class Variant:
             "head_dim_v": str(chosen.head_dim_v or chosen.head_dim),
             "tile_q": str(chosen.tile_q),
             "tile_kv": str(chosen.tile_kv),
-            "num_warps": "12",
+            "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
             "loop_order": str(chosen.loop_order),
         }
@@ -150,6 +153,7 @@ class Variant:
                 loop_order=0,
                 ds_in_registers=0,
                 bulk_reduce=0,
+                dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
         else:
@@ -168,20 +172,63 @@ def variants() -> list[Variant]:
         mib = 16.0 if band else 0.0
         d64 = Variant("", head_dim=64, tile_q=128, band=band, section_mib=mib)
         d128 = Variant("", band=band, section_mib=mib)
+        d192 = Variant("", head_dim=192, tile_kv=64, band=band, section_mib=mib)
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
+        d64_apart = replace(d64, tile_q=64, stages=4, dq_warpgroup=1)
+        d128_apart = replace(d128, stages=3, dq_warpgroup=1)
         found += [
-            replace(d64, name=f"d64_{mask}_plain"),
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_bulk_zero", bulk_reduce=1, zero_ahead=1),
-            replace(d128, name=f"d128_{mask}_plain"),
+            replace(d64_apart, name=f"d64_{mask}_apart"),
+            replace(d64_apart, name=f"d64_{mask}_apart_over", loop_order=1),
+            replace(d64_apart, name=f"d64_{mask}_apart_bulk", bulk_reduce=1),
             replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
-            replace(d128, name=f"d128_{mask}_regs_zero", ds_in_registers=1, zero_ahead=1),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_bulk_zero", bulk_reduce=1, zero_ahead=1),
+            replace(d128_apart, name=f"d128_{mask}_apart"),
+            replace(d128_apart, name=f"d128_{mask}_apart_over", loop_order=1),
+            replace(d128_apart, name=f"d128_{mask}_apart_bulk", bulk_reduce=1),
+            replace(d192, name=f"d192_{mask}_two", two_kernels=True),
+            replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
+            replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
+            replace(d192, name=f"d192_{mask}_apart3", dq_warpgroup=1, stages=3),
+            replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
             replace(d256, name=f"d256_{mask}_two"),
         ]
+        if not band:
+            capped = replace(d64, softcap=1, tile_q=64)
+            found += [
+                replace(capped, name="d64_softcap"),
+                replace(capped, name="d64_softcap_bulk", bulk_reduce=1),
+                replace(d64_apart, name="d64_softcap_apart", softcap=1),
+                replace(d128, name="d128_softcap", softcap=1),
+                replace(d128, name="d128_softcap_bulk", softcap=1, bulk_reduce=1),
+            ]
+        if band:
+            found += [
+                replace(d64, name="d64_band_bulk_bytes", bulk_reduce=1, full_sections=0),
+                replace(d128, name="d128_band_bulk_bytes", bulk_reduce=1, full_sections=0),
+            ]
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
+    apart = [
+        replace(
+            checked,
+            name=f"check_apart{width}" + ("_over" if order else "") + ("_bulk" if bulk else ""),
+            head_dim=width,
+            tile_kv=64 if width > 128 else 128,
+            dq_warpgroup=1,
+            stages=3 if width < 192 else 2,
+            segments=order,
+            loop_order=order if width < 192 else 0,
+            bulk_reduce=bulk,
+        )
+        for width in (64, 128, 192)
+        for order, bulk in ((0, 0), (1, 0), (0, 1))
+    ]
+    apart += [
+        replace(apart[0], name="check_apart_f16", element="f16", scale_first=1),
+        replace(apart[0], name="check_apart_softcap", softcap=1),
+        replace(apart[6], name="check_apart_d192v128", head_dim_v=128),
+    ]
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
     found += [
         replace(checked, name="check_f16", element="f16", loop_order=2),
@@ -189,16 +236,8 @@ def variants() -> list[Variant]:
         replace(checked, name="check_d128v64", head_dim_v=64),
         replace(checked, name="check_segments", segments=1, loop_order=2),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
-        replace(checked, name="check_zero", zero_ahead=1, section_mib=0.2),
-        replace(
-            checked,
-            name="check_zero_bulk64",
-            segments=1,
-            head_dim=64,
-            tile_q=128,
-            bulk_reduce=1,
-            zero_ahead=1,
-        ),
+        replace(checked, name="check_sections", section_mib=0.2),
+        *apart,
         replace(
             checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1
         ),
@@ -272,13 +311,13 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "heads_zeroed", "zero_ahead", "zero_floats"),
+        *("wants_dk", "wants_dv"),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
-        *("dq_accumulator", "heads_zeroed", "zeroed_rows", "rows_padded", "accumulator_width"),
-        *("q_len", "num_heads", "head_dim_v", "kv_heads"),
+        *("dq_accumulator", "rows_padded", "accumulator_width", "q_len", "num_heads"),
+        "head_dim_v",
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -328,12 +367,23 @@ class Loaded:
     layouts: dict[str, Any]  # of the structs
 
 
-def section_heads(variant: Variant, case: Case) -> int:
-    """Returns how many key/value heads share a section, by the bytes of what their blocks read."""
+def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
+    """Returns how many key/value heads share a section, as cc/cuda/backward_sm90.cc does. tiles: of one of them."""
     if not variant.section_mib:
         return 1
+    heads = case.batch * case.kv_heads
     head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
-    return min(case.batch * case.kv_heads, max(1, int(variant.section_mib * 2**20 / head_bytes)))
+    wanted = max(1, int(variant.section_mib * 2**20 / head_bytes))
+    if not variant.full_sections:
+        return min(heads, wanted)
+    wanted = max(wanted, -(-torch.cuda.get_device_properties(0).multi_processor_count // tiles))
+    if wanted >= heads:
+        return heads
+
+    def last(section: int) -> int:
+        return (heads - 1) % section + 1
+
+    return max(range(wanted, min(2 * wanted, heads) + 1), key=lambda x: last(x) / x)
 
 
 @dataclass
@@ -369,16 +419,9 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             (flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32
         )
 
-    counters = torch.full((case.batch * case.kv_heads,), 9, device="cuda", dtype=torch.int32)
-    keep: list[Any] = [scratch, row_flags, accumulator, counters]
+    keep: list[Any] = [scratch, row_flags, accumulator]
     group = case.group
     kv_tiles = -(-case.kv_len // variant.tile_kv)
-    kv_heads_of_section = section_heads(variant, case)
-    all_kv_heads = case.batch * case.kv_heads
-    ahead = all_kv_heads
-    if variant.zero_ahead:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        ahead = min(all_kv_heads, max(kv_heads_of_section, -(-2 * num_sms // kv_tiles)))
 
     def backward_params(
         tile_q: int, tile_kv: int, tiles: int, heads_of_section: int
@@ -401,9 +444,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "rotation": variant.rotation,
             "wants_dk": True,
             "wants_dv": True,
-            "heads_zeroed": counters.data_ptr() if variant.zero_ahead else None,
-            "zero_ahead": ahead,
-            "zero_floats": -(-group * rows_padded * width // kv_tiles // 4) * 4,
         }
 
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
@@ -419,27 +459,34 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "delta": scratch[1].data_ptr(),
             "row_flags": row_flags.data_ptr(),
             "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
-            "heads_zeroed": counters.data_ptr(),
-            "zeroed_rows": ahead * group * rows_padded,
             "rows_padded": rows_padded,
             "accumulator_width": width,
             "q_len": case.q_len,
             "num_heads": case.heads,
             "head_dim_v": case.width_v,
-            "kv_heads": all_kv_heads,
         },
         flat_heads * rows_padded // STATISTICS_ROWS,
     )
     launches["keys"] = (
         "sm90::BackwardParams",
-        backward_params(variant.tile_q, variant.tile_kv, kv_tiles, kv_heads_of_section),
+        backward_params(
+            variant.tile_q,
+            variant.tile_kv,
+            kv_tiles,
+            section_heads(torch, variant, case, kv_tiles),
+        ),
         case.batch * case.kv_heads * kv_tiles,
     )
     if variant.two_kernels:
         tiles = -(-case.q_len // 128)
         launches["dq"] = (
             "sm90::BackwardParams",
-            backward_params(128, variant.dq_tile_kv, tiles, kv_heads_of_section * group),
+            backward_params(
+                128,
+                variant.dq_tile_kv,
+                tiles,
+                section_heads(torch, variant, case, tiles * group) * group,
+            ),
             flat_heads * tiles,
         )
     else:
@@ -583,6 +630,7 @@ def check_cases(variant: Variant) -> list[Case]:
         ]
     if variant.softcap:
         cases = [replace(case, softcap=2.0) for case in cases]
+        cases += [replace(base, name="far softcap", softcap=30.0)]
     if variant.scale_first:
         cases += [
             replace(base, name="negative scale", scale=-0.2),
@@ -677,9 +725,14 @@ def timing_cases() -> list[Case]:
     cases[6:6] = [
         gqa,
         replace(gqa, name="d128 gqa64/8 full 8192", batch=1, heads=64, right=None),
+        replace(gqa, name="d128 gqa64/8 causal 8192", batch=1, heads=64),
         replace(gqa, name="d64 gqa32/8 causal 8192", head_dim=64),
         window,
     ]
+    wide = Case("d192 full 4096", 4, 4096, 4096, 11, 11, 192)
+    cases += [wide, replace(wide, name="d192 causal 4096", right=0)]
+    capped = Case("d128 softcap 4096", 4, 4096, 4096, 16, 16, 128, softcap=30.0)
+    cases += [capped, replace(capped, name="d64 softcap 4096", head_dim=64)]
     return cases
 
 
@@ -688,7 +741,7 @@ def cudnn_backward(torch: Any, data: Data) -> Callable[[], Any] | None:
     case = data.case
     q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in (data.q, data.k, data.v))
     dout = data.dout.transpose(1, 2)
-    if case.left is not None:
+    if case.left is not None or case.softcap:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -4,6 +4,7 @@
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
+#include "cuda/backward_dbias.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "kernels/passes/shape.cuh"
@@ -12,7 +13,7 @@
 namespace jattn::cuda {
 namespace {
 
-// Blocks that a device should be given at least; see dbias_splits.
+// Blocks that a device should be given at least; see dbias_shape().
 constexpr int64_t kWantedBlocks = 512;
 
 // Hands out consecutive aligned parts of the scratch buffer. Without a buffer it only counts.
@@ -43,31 +44,6 @@ struct Kernels {
 Kernels find_kernels(const Plan& plan) {
   return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"),
           find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias")};
-}
-
-// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
-struct DbiasShape {
-  int64_t batch, heads, queries, keys;
-  int64_t tiles_query, tiles_key, splits;
-
-  int64_t elements() const { return batch * heads * queries * keys; }
-  int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
-};
-
-DbiasShape dbias_shape(const Problem& problem, const Config& config) {
-  const BroadcastTensor& bias = problem.bias;
-  DbiasShape shape{};
-  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
-  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
-  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
-  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
-  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
-  shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
-  shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
-  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) *
-                        (q_tiles / shape.tiles_query) * (kv_tiles / shape.tiles_key);
-  shape.splits = std::clamp<int64_t>(ceil_div(kWantedBlocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
-  return shape;
 }
 
 MaskTiling mask_tiling(const Config& config, bool owns_keys) {
@@ -117,7 +93,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     scratch.dbias_ranges = take_ranges(kernels.dbias);
     scratch.dbias_mask = take_mask(kernels.dbias, false);
-    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config());
+    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedBlocks);
     if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
   }
   scratch.bytes = carver.used();
@@ -227,54 +203,17 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
 void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                   const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
-  const DbiasShape shape = dbias_shape(problem, config);
   DbiasParams params{};
   params.backward = backward_params(problem, buffers, kernel, scratch);
   launch_tile_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
   if (config.mask) {
     params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dbias_mask, stream);
   }
-  params.dbias = buffers.dbias;
-  params.partials = scratch.partials;
-  params.bias_elements = shape.elements();
-  params.extent_batch = static_cast<int32_t>(shape.batch);
-  params.extent_head = static_cast<int32_t>(shape.heads);
-  params.extent_query = static_cast<int32_t>(shape.queries);
-  params.extent_key = static_cast<int32_t>(shape.keys);
-  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
-  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
-  params.splits = static_cast<int32_t>(shape.splits);
-  launch(kernel,
-         {.grid = {.x = shape.tiles() * shape.splits},
-          .num_threads = sm80::backward_dbias_threads(config),
-          .shared_bytes = sm80::backward_dbias_shared_bytes(config)},
-         &params, stream);
-  if (shape.splits == 1) return;
-  const Kernel& last = require_family(plan, "sum_partials");
-  const SumPartialsParams sums{.partials = scratch.partials,
-                               .result = buffers.dbias,
-                               .elements = shape.elements(),
-                               .splits = static_cast<int32_t>(shape.splits)};
-  const int threads = sum_partials_threads(last.config());
-  launch(last, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &sums, stream);
-}
-
-int64_t bias_bytes(const Problem& problem) {
-  const BroadcastTensor& bias = problem.bias;
-  return (bias.stride_batch != 0 ? problem.batch : 1) * (bias.stride_head != 0 ? problem.num_heads : 1) *
-         (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1) *
-         size_bytes(bias.dtype);
-}
-
-// Without queries or keys nothing depends on anything: all gradients are 0.
-void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream) {
-  const int64_t bytes = size_bytes(problem.dtype);
-  const int64_t q_rows = problem.batch * problem.q_len * problem.num_heads;
-  const int64_t kv_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
-  if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
-  if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
-  if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
-  if (buffers.dbias != nullptr) fill_zero(buffers.dbias, bias_bytes(problem), stream);
+  const Launch block{.grid = {},
+                     .num_threads = sm80::backward_dbias_threads(config),
+                     .shared_bytes = sm80::backward_dbias_shared_bytes(config)};
+  launch_dbias_tiles(buffers, plan, kernel, dbias_shape(problem, config, kWantedBlocks), scratch.partials, params,
+                     block, stream);
 }
 
 }  // namespace

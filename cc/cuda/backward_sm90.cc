@@ -5,6 +5,7 @@
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
+#include "cuda/backward_dbias.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "cuda/tile_map.h"
@@ -42,31 +43,6 @@ MaskTiling mask_tiling(const Config& config, bool owns_keys) {
 // Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
 constexpr int64_t kWantedDbiasBlocks = 264;
 
-// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
-struct DbiasShape {
-  int64_t batch, heads, queries, keys;
-  int64_t tiles_query, tiles_key, splits;
-
-  int64_t elements() const { return batch * heads * queries * keys; }
-  int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
-};
-
-DbiasShape dbias_shape(const Problem& problem, const Config& config) {
-  const BroadcastTensor& bias = problem.bias;
-  DbiasShape shape{};
-  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
-  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
-  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
-  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
-  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
-  shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
-  shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
-  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) *
-                        (q_tiles / shape.tiles_query) * (kv_tiles / shape.tiles_key);
-  shape.splits = std::clamp<int64_t>(ceil_div(kWantedDbiasBlocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
-  return shape;
-}
-
 // How the fused kernel's gradients of the scores become dbias (Config::stores_ds): stored in place where every pair has a
 // bias of its own; else stored for some heads at a time and added up over the batch entries that share the bias.
 struct DsParts {
@@ -96,7 +72,6 @@ struct Scratch {
   float* delta = nullptr;
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
-  int32_t* heads_zeroed = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
@@ -123,7 +98,6 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (kernels.fused != nullptr) {
     scratch.dq_accumulator =
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
-    scratch.heads_zeroed = static_cast<int32_t*>(take(problem.batch * problem.num_kv_heads * int64_t{sizeof(int32_t)}));
   }
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
@@ -136,7 +110,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (stores_ds(kernels) && buffers.dbias != nullptr) scratch.ds = take(DsParts(problem).bytes(problem));
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     take_tiles(kernels.dbias, false, scratch.dbias_ranges, scratch.dbias_mask);
-    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config());
+    const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedDbiasBlocks);
     if (shape.splits > 1) {
       scratch.partials = static_cast<float*>(take(shape.splits * shape.elements() * int64_t{sizeof(float)}));
     }
@@ -144,26 +118,28 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   return scratch;
 }
 
-// Key/value heads whose tiles are handed out together. Where tiles differ in work, as many as keep what their blocks read
-// within a quarter of the L2 cache; else one.
-int64_t kv_heads_of_section(const Problem& problem, const Config& config) {
+// Heads whose tiles are handed out together, heaviest first (attn/schedule.cuh): `wanted` or a few more, so that the last
+// section is as full as the others. The last blocks to start are short only if there are others to start behind the heavy ones.
+int64_t full_sections(int64_t wanted, int64_t heads) {
+  if (wanted >= heads) return std::max<int64_t>(heads, 1);
+  const auto last = [&](int64_t section) { return (heads - 1) % section + 1; };
+  int64_t best = wanted;
+  for (int64_t section = wanted; section <= std::min(2 * wanted, heads); ++section) {
+    if (last(section) * best > last(best) * section) best = section;
+  }
+  return best;
+}
+
+// Key/value heads of one section. Where tiles differ in work, as many as keep what their blocks read within a quarter of the
+// L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which in a causal
+// problem is twice the mean. Elsewhere one. tiles: items of a key/value head.
+int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   if (!config.band && !config.lengths && !config.segments && !config.mask) return 1;
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
-  return std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(1, bytes), 1, problem.batch * problem.num_kv_heads);
-}
-
-// Whether the fused kernel zeroes the accumulator of later heads beside its products; else all of it is zeroed before.
-constexpr bool kZeroesBesideProducts = false;
-
-// Key/value heads whose accumulator is zeroed before the fused kernel starts. If it zeroes the others itself: so many that
-// its blocks hardly ever wait for earlier ones.
-int64_t heads_zeroed_before(const Problem& problem, const Config& config, int64_t sm_count) {
-  const int64_t heads = problem.batch * problem.num_kv_heads;
-  if (!kZeroesBesideProducts) return heads;
-  const int64_t tiles = ceil_div(problem.kv_len, config.tile_kv);
-  return std::min(heads, std::max(kv_heads_of_section(problem, config), ceil_div(2 * sm_count, tiles)));
+  const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
+  return full_sections(std::max(by_bytes, ceil_div(sm_count, tiles)), problem.batch * problem.num_kv_heads);
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -172,10 +148,6 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
   const Config& config = kernel.config();
   JATTN_REQUIRE(problem.head_dim_v <= config.head_dim_v, "head_dim_v ", problem.head_dim_v, " exceeds that of kernel ",
                 kernel.text);
-  const int64_t zeroed_heads =
-      kernels.fused == nullptr
-          ? 0
-          : heads_zeroed_before(problem, kernels.fused->config(), device_facts(plan.device_ordinal).sm_count);
   const sm90::PrepareParams params{
       .out = buffers.out,
       .dout = buffers.dout,
@@ -186,14 +158,11 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .delta = scratch.delta,
       .row_flags = scratch.row_flags,
       .dq_accumulator = scratch.dq_accumulator,
-      .heads_zeroed = scratch.heads_zeroed,
-      .zeroed_rows = zeroed_heads * problem.group_size() * scratch.rows_padded,
       .rows_padded = scratch.rows_padded,
       .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
       .q_len = static_cast<int32_t>(problem.q_len),
       .num_heads = static_cast<int32_t>(problem.num_heads),
       .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
-      .kv_heads = static_cast<int32_t>(problem.batch * problem.num_kv_heads),
   };
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / sm90::kStatisticsRows)},
@@ -300,19 +269,9 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
                          problem.head_dim_v, sm90::kWarpgroupRows);
   }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
-  params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config));
+  params.section_heads = static_cast<int32_t>(
+      kv_heads_of_section(problem, config, params.tiles, device_facts(plan.device_ordinal).sm_count));
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
-  if (fused && kZeroesBesideProducts) {
-    constexpr int64_t kQuad = 4;
-    const int64_t head_floats = problem.group_size() * scratch.rows_padded * config.head_dim;
-    const int64_t share = round_up(ceil_div(head_floats, params.tiles), kQuad);
-    JATTN_REQUIRE(share <= std::numeric_limits<int32_t>::max(),
-                  "q_len * num_heads / num_kv_heads is too large for kv_len ", problem.kv_len);
-    params.heads_zeroed = scratch.heads_zeroed;
-    params.zero_ahead =
-        static_cast<int32_t>(heads_zeroed_before(problem, config, device_facts(plan.device_ordinal).sm_count));
-    params.zero_floats = static_cast<int32_t>(share);
-  }
   const Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                      .num_threads = sm90::backward_threads(config),
                      .shared_bytes = sm90::backward_shared_bytes(config, fused)};
@@ -355,7 +314,10 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
   params.dq = tile_map(buffers.dq, problem.dtype, problem.batch, problem.q_len, problem.num_heads, problem.head_dim,
                        sm90::kWarpgroupRows);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
-  params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config) * problem.group_size());
+  const int64_t group = problem.group_size();
+  const int sm_count = device_facts(plan.device_ordinal).sm_count;
+  params.section_heads =
+      static_cast<int32_t>(kv_heads_of_section(problem, config, params.tiles * group, sm_count) * group);
   add_tiles(problem, plan, config, false, scratch.query_ranges, scratch.query_mask, params, stream);
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * params.tiles},
@@ -367,51 +329,14 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
 void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                   const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
-  const DbiasShape shape = dbias_shape(problem, config);
   sm90::DbiasParams params{};
   params.backward = backward_params(problem, buffers, kernel, scratch);
   add_tiles(problem, plan, config, false, scratch.dbias_ranges, scratch.dbias_mask, params.backward, stream);
-  params.dbias = buffers.dbias;
-  params.partials = scratch.partials;
-  params.bias_elements = shape.elements();
-  params.extent_batch = static_cast<int32_t>(shape.batch);
-  params.extent_head = static_cast<int32_t>(shape.heads);
-  params.extent_query = static_cast<int32_t>(shape.queries);
-  params.extent_key = static_cast<int32_t>(shape.keys);
-  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
-  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
-  params.splits = static_cast<int32_t>(shape.splits);
-  launch(kernel,
-         {.grid = {.x = shape.tiles() * shape.splits},
-          .num_threads = sm90::backward_threads(config),
-          .shared_bytes = sm90::backward_dbias_shared_bytes(config)},
-         &params, stream);
-  if (shape.splits == 1) return;
-  const Kernel& last = require_family(plan, "sum_partials");
-  const SumPartialsParams sums{.partials = scratch.partials,
-                               .result = buffers.dbias,
-                               .elements = shape.elements(),
-                               .splits = static_cast<int32_t>(shape.splits)};
-  const int threads = sum_partials_threads(last.config());
-  launch(last, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &sums, stream);
-}
-
-int64_t bias_bytes(const Problem& problem) {
-  const BroadcastTensor& bias = problem.bias;
-  return (bias.stride_batch != 0 ? problem.batch : 1) * (bias.stride_head != 0 ? problem.num_heads : 1) *
-         (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1) *
-         size_bytes(bias.dtype);
-}
-
-// Without queries or keys nothing depends on anything: all gradients are 0.
-void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream) {
-  const int64_t bytes = size_bytes(problem.dtype);
-  const int64_t q_rows = problem.batch * problem.q_len * problem.num_heads;
-  const int64_t kv_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
-  if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
-  if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
-  if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
-  if (buffers.dbias != nullptr) fill_zero(buffers.dbias, bias_bytes(problem), stream);
+  const Launch block{.grid = {},
+                     .num_threads = sm90::backward_threads(config),
+                     .shared_bytes = sm90::backward_dbias_shared_bytes(config)};
+  launch_dbias_tiles(buffers, plan, kernel, dbias_shape(problem, config, kWantedDbiasBlocks), scratch.partials, params,
+                     block, stream);
 }
 
 }  // namespace

@@ -22,6 +22,10 @@ from jattn.backends.flash_tiles import (
 _ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _ARCH = "sm_90a"
 _NUM_WARPS = 12
+_NUM_WARPS_WITH_DQ = 16
+# Widest head dims, rounded up, for which a warpgroup of its own computes dq: 64, 128, 192 can be. None until that is
+# measured: docs/kernels/log-backward.md.
+_DQ_WARPGROUP_HEAD_DIMS: frozenset[int] = frozenset()
 _SCRATCH_ALIGNMENT = 256
 _STATISTICS_ROWS = 128
 # Above this head dim one warpgroup cannot hold both dk and dv of its keys.
@@ -38,6 +42,7 @@ class Tile:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
       ds_in_registers, bulk_reduce, staged_bias, stores_ds: see ``Config``.
+      dq_warpgroup: a third consumer warpgroup computes dq and nothing else.
     """
 
     head_dim: int
@@ -49,6 +54,7 @@ class Tile:
     bulk_reduce: bool = False
     staged_bias: bool = False
     stores_ds: bool = False
+    dq_warpgroup: bool = False
 
 
 def _tile_bytes(rows: int, columns: int) -> int:
@@ -70,7 +76,7 @@ def _control_bytes(tile: Tile, problem: Problem, *, owns_queries: bool) -> int:
         owned, visited = visited, owned
     per_row = 4 * (owned + tile.stages * visited)
     ids = per_row if problem.segments else 8
-    barriers = 8 * (2 + 4 * tile.stages + 4)
+    barriers = 8 * (2 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
     features = per_row if problem.positions else 0
     features += 16 * tile.stages * owned if problem.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(problem) else 0
@@ -89,7 +95,7 @@ def keys_shared_bytes(tile: Tile, problem: Problem, *, fused: bool) -> int:
     """Shared memory of the kernels that own keys."""
     keys = _tile_bytes(tile.tile_kv, tile.head_dim) + _tile_bytes(tile.tile_kv, tile.head_dim_v)
     queries = _tile_bytes(tile.tile_q, tile.head_dim) + _tile_bytes(tile.tile_q, tile.head_dim_v)
-    exchanged = 2 * tile.tile_kv * tile.tile_q * 2 if fused or _splits(tile) else 0
+    exchanged = 2 * tile.tile_kv * tile.tile_q * 2 * (fused + _splits(tile))
     staging = tile.tile_q * tile.head_dim * 4 if fused and tile.bulk_reduce else 0
     control = _control_bytes(tile, problem, owns_queries=False)
     return _with_bias(tile, keys + tile.stages * queries + exchanged + staging + control)
@@ -138,8 +144,8 @@ def _can_stage(problem: Problem) -> bool:
     return both and problem.kv_len % 8 == 0
 
 
-def _is_crowded(problem: Problem, *, staged_bias: bool) -> bool:
-    """Whether what acts on scores leaves no registers for 128 queries beside the gradients of 64 keys.
+def _has_costly_terms(problem: Problem, *, staged_bias: bool) -> bool:
+    """Whether what acts on scores, but for the softcap, takes many registers.
 
     Found by compiling: a bias that is read where it lies, and most combinations of three.
     """
@@ -148,7 +154,12 @@ def _is_crowded(problem: Problem, *, staged_bias: bool) -> bool:
     rows = problem.dropout is not None and problem.dropout.rows
     direct = problem.bias is not None and not staged_bias and problem.bias[2] > 1
     slopes_by_positions = problem.alibi_slopes is not None and problem.positions
-    return problem.softcap > 0 or direct or rows or slopes_by_positions or used > 2
+    return direct or rows or slopes_by_positions or used > 2
+
+
+def _is_crowded(problem: Problem, *, staged_bias: bool) -> bool:
+    """Whether there are no registers for 128 queries beside the gradients of 64 keys."""
+    return problem.softcap > 0 or _has_costly_terms(problem, staged_bias=staged_bias)
 
 
 def can_store_ds(problem: Problem, batch: int, num_heads: int) -> bool:
@@ -166,6 +177,29 @@ def can_store_ds(problem: Problem, batch: int, num_heads: int) -> bool:
     return pays and widest <= _LARGEST_FUSED_HEAD_DIM and problem.bias[1] == num_heads
 
 
+def _has_dq_warpgroup(problem: Problem, *, staged_bias: bool) -> bool:
+    """Whether a warpgroup of its own computes dq; the others then have fewer registers (found by compiling)."""
+    head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
+    widest = max(head_dim, head_dim_v)
+    if widest not in _DQ_WARPGROUP_HEAD_DIMS:
+        return False
+    if widest > _LARGEST_FUSED_HEAD_DIM:
+        plain = not _has_step_terms(problem) and problem.mask is None and not problem.positions
+        return plain and problem.softcap == 0
+    fits = problem.softcap == 0 or widest == 64
+    costly = _has_costly_terms(problem, staged_bias=staged_bias)
+    return head_dim == head_dim_v and fits and not costly
+
+
+def _tile_with_dq_warpgroup(problem: Problem, *, staged_bias: bool) -> Tile:
+    head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
+    widest = max(head_dim, head_dim_v)
+    tile_kv = 64 if widest > _LARGEST_FUSED_HEAD_DIM else 128
+    stages = {64: 4, 128: 3}.get(widest, 2)
+    tile = Tile(head_dim, head_dim_v, 64, tile_kv, stages, staged_bias=staged_bias)
+    return dataclasses.replace(tile, dq_warpgroup=True)
+
+
 def keys_tile(problem: Problem, *, fused: bool, stores_ds: bool = False) -> Tile:
     """Picks the tile of the kernels that own keys: with dq, as far as the head dims allow, or without it.
 
@@ -177,6 +211,8 @@ def keys_tile(problem: Problem, *, fused: bool, stores_ds: bool = False) -> Tile
     _check_head_dims(problem)
     head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
     staged = _can_stage(problem)
+    if fused and not stores_ds and _has_dq_warpgroup(problem, staged_bias=staged):
+        return _tile_with_dq_warpgroup(problem, staged_bias=staged)
     if max(head_dim, head_dim_v) > _LARGEST_FUSED_HEAD_DIM:
         tile = Tile(head_dim, head_dim_v, tile_q=64, tile_kv=64)
         staged_tile = dataclasses.replace(tile, staged_bias=staged)
@@ -280,7 +316,7 @@ def _attention_key(family: str, problem: Problem, tile: Tile) -> str:
         "head_dim_v": tile.head_dim_v,
         "tile_q": tile.tile_q,
         "tile_kv": tile.tile_kv,
-        "num_warps": _NUM_WARPS,
+        "num_warps": _NUM_WARPS_WITH_DQ if tile.dq_warpgroup else _NUM_WARPS,
         "stages": tile.stages,
     }
     members |= {name: 1 for name, used in flags.items() if used}
@@ -364,7 +400,8 @@ def plan_backward(
     element = _ELEMENTS[problem.dtype]
     stores_ds = want_bias and want_keys and can_store_ds(problem, batch, num_heads)
     keys = keys_tile(problem, fused=want_q and not deterministic, stores_ds=stores_ds)
-    fused = want_q and want_keys and not deterministic and not _splits(keys)
+    fuses = not _splits(keys) or keys.dq_warpgroup
+    fused = want_q and want_keys and not deterministic and fuses
 
     rows = batch * num_heads * (-(-problem.q_len // _STATISTICS_ROWS) * _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + _SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + _SCRATCH_ALIGNMENT
@@ -383,10 +420,7 @@ def plan_backward(
         kernels.append(
             _key("backward_cast", element=element, head_dim=keys.head_dim, tile_q=keys.tile_q)
         )
-        counters = (
-            batch * num_heads * 4
-        )  # one for each key/value head, of which there are at most as many
-        scratch += rows * keys.head_dim * 4 + counters + 2 * _SCRATCH_ALIGNMENT
+        scratch += rows * keys.head_dim * 4 + _SCRATCH_ALIGNMENT
     elif want_q:
         tile = queries_tile(problem)
         kernels.append(_attention_key("sm90_backward_dq", problem, tile))

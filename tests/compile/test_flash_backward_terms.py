@@ -12,7 +12,8 @@ import toolchain
 from jattn import _core
 from jattn.backends import flash_backward_tiles as tiles
 from jattn.backends.flash_tiles import MAX_SHARED_BYTES
-from jattn.spec import Spec
+from jattn.masks import Band
+from jattn.spec import Dropout, Spec
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Sinks are in the lse; what the backward is given has none.
@@ -62,6 +63,63 @@ def test_no_spills(term: str, form: str, head_dims: tuple[int, int]) -> None:
         if term == "everything":
             faults = tuple(x for x in faults if "spills" not in x and "stack" not in x)
         assert faults == (), key
+
+
+# Problems of kernels with a warpgroup for dq, which the planner does not choose yet; each the costliest of its kind.
+WITH_DQ_WARPGROUP: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
+    "64-dropout": ((64, 64), {"dropout": Dropout((2, 4)), "band": Band(right=0)}),
+    "64-softcap": ((64, 64), {"softcap": 30.0, "segments": True}),
+    "64-bias": ((64, 64), {"bias": (1, 4, 1024, 1024), "bias_dtype": "bfloat16"}),
+    "128-plain": ((128, 128), {"band": Band(right=0)}),
+    "128-dropout": ((128, 128), {"dropout": Dropout((2, 4)), "kv_lengths": True}),
+    "128-mask": ((128, 128), {"mask": (1, 1, 1024, 1024), "alibi_slopes": (1, 4)}),
+    "192-plain": ((192, 192), {"segments": True, "band": Band(right=0)}),
+    "192-128": ((192, 128), {"kv_lengths": True}),
+}
+
+
+def gathering_key(head_dims: tuple[int, int], changes: dict[str, object]) -> str:
+    """The key of the kernel for the gradients of q, k and v."""
+    [key] = [
+        key
+        for key in attention_keys(
+            test_flash_terms.problem(head_dims, **changes), deterministic=False
+        )
+        if "family=sm90_backward " in key
+    ]
+    return key
+
+
+@pytest.fixture
+def dq_warpgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_DQ_WARPGROUP_HEAD_DIMS", frozenset({64, 128, 192}))
+
+
+@pytest.mark.usefixtures("dq_warpgroup")
+@pytest.mark.parametrize("name", WITH_DQ_WARPGROUP)
+def test_dq_warpgroup(name: str, tmp_path: Path) -> None:
+    """Its registers suffice, no product waits for another, and reductions are its own."""
+    toolchain.require_nvrtc()
+    head_dims, changes = WITH_DQ_WARPGROUP[name]
+    key = gathering_key(head_dims, changes)
+    assert "num_warps=16" in key.split()
+    code, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+    text = toolchain.disassemble(code, tmp_path)
+    assert text.count("USETMAXREG") == 3
+    reductions = head_dims[0] // 8
+    assert text.count("REDG.E.ADD.F32x4") == reductions
+
+
+@pytest.mark.usefixtures("dq_warpgroup")
+def test_dq_warpgroup_counts_shared_memory(tmp_path: Path) -> None:
+    keys, counted = [], []
+    for head_dims, changes in WITH_DQ_WARPGROUP.values():
+        spec = test_flash_terms.problem(head_dims, **changes)
+        keys.append(_core.canonical_kernel_key(gathering_key(head_dims, changes)))
+        counted.append(tiles.keys_shared_bytes(tiles.keys_tile(spec, fused=True), spec, fused=True))
+    assert counted == shared_bytes(keys, tmp_path)
+    assert max(counted) <= MAX_SHARED_BYTES
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -40,6 +40,18 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.3f ? small : large;
 }
 
+// The same for |x| <= 1 without special operations: the odd polynomial of degree 13 with the least absolute error, 2.6e-8,
+// and 8.2e-8 with the rounding of every step.
+__device__ __forceinline__ float tanh_below_one(float x) {
+  const float x2 = x * x;
+  float p = fmaf(x2, 0.00100583757f, -0.00609529626f);
+  p = fmaf(p, x2, 0.0201656422f);
+  p = fmaf(p, x2, -0.0533918225f);
+  p = fmaf(p, x2, 0.133237352f);
+  p = fmaf(p, x2, -0.333327531f);
+  return fmaf(x * x2, p, x);
+}
+
 // max(x, 0), but NaN for NaN.
 __device__ __forceinline__ float clamp_negative(float x) {
   float y;

@@ -16,8 +16,9 @@ __device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % kWarpgr
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_row() { return warpgroup_thread() / 32 * 16; }
 
+template <int kWarpgroups = kBackwardConsumers>
 __device__ __forceinline__ void sync_consumers() {
-  sync_named(kConsumersBarrier, kBackwardConsumers * kWarpgroupThreads);
+  sync_named(kConsumersBarrier, kWarpgroups * kWarpgroupThreads);
 }
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
   sync_named(kFirstWarpgroupBarrier + warpgroup, kWarpgroupThreads);
@@ -85,9 +86,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
       release_by_warp(&control.bias_empty[bias_ring.index]);
       bias_ring.advance();
     }
-  } else if constexpr (Stage::kActive) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = Stage::score(s[i], params.problem);
+  } else {
+    Stage::finish_products(s, params.problem);
   }
   if (flags & kMaskFlags<C>) {
     mask_scores<C, true>(s, flags, control.item, origin(), control.own_ids, control.ids[C.segments ? stage : 0]);

@@ -29,15 +29,9 @@ struct BackwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
   bool wants_dk, wants_dv;
-  // Zeroing of dq_accumulator beside the products. Key/value heads [0, zero_ahead) of all batch entries are zeroed before
-  // the launch; blocks of head h zero a share each of head h + zero_ahead and count themselves in heads_zeroed. Blocks start
-  // in the order of their index, so zero_ahead must be at least section_heads.
-  int32_t* heads_zeroed;  // [B * K], 0 at launch; null: all is zeroed before. Read by sm90_backward only
-  int32_t zero_ahead;
-  int32_t zero_floats;  // share of a block: a multiple of 4, tiles of them cover a key/value head's group
-  TensorMap bias;       // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
-  PackedMask mask;      // for the axis that the kernel owns; read if Config::mask
-  bool batch_fastest;   // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
+  TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
+  PackedMask mask;     // for the axis that the kernel owns; read if Config::mask
+  bool batch_fastest;  // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
   // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads).
   TensorMap ds;  // axes (S, T, query heads of the launch or all, B), box (64, tile_q, 1, 1)
   int32_t first_kv_head, launched_kv_heads;
@@ -74,13 +68,10 @@ struct PrepareParams {
   float* lse_log2;           // as in BackwardParams
   float* delta;
   uint8_t* row_flags;
-  float* dq_accumulator;  // zeroed here as far as zeroed_rows reaches; or null
-  int32_t* heads_zeroed;  // likewise, all of it
-  int64_t zeroed_rows;    // of the [B, N, rows_padded] rows of dq_accumulator
+  float* dq_accumulator;  // zeroed here; or null
   int64_t rows_padded;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t q_len, num_heads, head_dim_v;
-  int32_t kv_heads;  // of all batch entries: elements of heads_zeroed
 };
 
 // backward_cast.cuh

@@ -53,10 +53,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   const float* lse = params.lse + int64_t(flat_head) * params.q_len;
   const int64_t padded = int64_t(flat_head) * params.rows_padded;
 
-  if (params.dq_accumulator && blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < params.kv_heads; i += kThreads) params.heads_zeroed[i] = 0;
-  }
-  if (params.dq_accumulator && padded + block * kStatisticsRows < params.zeroed_rows) {
+  if (params.dq_accumulator) {
     const int64_t floats = int64_t(kStatisticsRows) * params.accumulator_width;
     float4* target =
         reinterpret_cast<float4*>(params.dq_accumulator + padded * params.accumulator_width + block * floats);

@@ -7,31 +7,6 @@
 
 namespace jattn::sm90 {
 
-inline constexpr int kZeroBarrier = 4;  // named barrier of the warps that zero
-
-// The other warps of the producer warpgroup: zero this block's share of the accumulator that later blocks will add to.
-// Beside the products that costs nothing, before them a pass through memory.
-template <Config C>
-__device__ __forceinline__ void zero_ahead(const BackwardParams& params) {
-  constexpr int kThreads = kWarpgroupThreads - 32;
-  const ProblemParams& problem = params.problem;
-  const WorkItem place = work_item<Heaviest::kFirst>(blockIdx.x, problem.num_kv_heads, problem.batch, params.tiles, 1,
-                                                     params.section_heads);
-  const int head = place.batch * problem.num_kv_heads + place.head + params.zero_ahead;
-  if (head >= problem.batch * problem.num_kv_heads) return;
-  const int thread = threadIdx.x - 32;
-  const int64_t head_floats = problem.group_size * params.rows_padded * C.head_dim;
-  const int64_t begin = int64_t(place.tile) * params.zero_floats;
-  const int count = int(min(head_floats - begin, int64_t(params.zero_floats)));
-  float* target = params.dq_accumulator + head * head_floats + begin;
-  for (int i = thread * 4; i < count; i += kThreads * 4) {
-    *reinterpret_cast<float4*>(target + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  __threadfence();
-  sync_named(kZeroBarrier, kThreads);
-  if (thread == 0) atomicAdd(params.heads_zeroed + head, 1);
-}
-
 template <Config C, bool kFused>
 struct KeyProducer {
   static constexpr KeyLayout kLayout = key_layout(C, kFused);

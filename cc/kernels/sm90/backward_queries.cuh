@@ -226,9 +226,8 @@ struct QueryConsumer {
         release_by_warp(&control.bias_empty[bias_ring.index]);
         bias_ring.advance();
       }
-    } else if constexpr (Stage::kActive) {
-#pragma unroll
-      for (int i = 0; i < C.tile_kv / 2; ++i) s[i] = Stage::score(s[i], params.problem);
+    } else {
+      Stage::finish_products(s, params.problem);
     }
     if (header.flags & kMaskFlags<C>) {
       mask_scores<C, false>(s, header.flags, control.item, origin(header.first), control.own_ids,

@@ -5,9 +5,17 @@
 
 namespace jattn::sm90 {
 
-// One producer and two consumer warpgroups, whatever the tile.
+// One producer warpgroup and two that work on scores, whatever the tile.
 inline constexpr int kBackwardConsumers = 2;
-JATTN_HOST_DEVICE constexpr int backward_threads(const Config&) { return (1 + kBackwardConsumers) * kWarpgroupThreads; }
+inline constexpr int kScoreWarps = (1 + kBackwardConsumers) * kWarpgroupThreads / 32;
+
+// A third consumer warpgroup that computes dq and nothing else. Told by the number of warps.
+JATTN_HOST_DEVICE constexpr bool has_dq_warpgroup(const Config& config) {
+  return config.num_warps == kScoreWarps + kWarpgroupThreads / 32;
+}
+JATTN_HOST_DEVICE constexpr int backward_threads(const Config& config) {
+  return (1 + kBackwardConsumers + (has_dq_warpgroup(config) ? 1 : 0)) * kWarpgroupThreads;
+}
 
 // One block per multiprocessor; without a bound ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int backward_min_blocks(const Config&) { return 1; }
@@ -20,11 +28,26 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at positions
 // and segments does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
-  const bool spares = config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64);
+  const bool spares =
+      config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64) && !has_dq_warpgroup(config);
   return config.positions && config.segments && spares;
 }
 JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {
   return has_wide_producer(config) ? 232 : 240;
+}
+
+// With a warpgroup for dq the launch takes 128 * 512 registers, of which the producer keeps 24. ptxas (13.0) refuses
+// instructions with more than 128 registers then (C7602): head dims to 192.
+struct RoleRegisters {
+  int first, second, dq;  // the first and second warpgroup that work on scores, and that of dq
+};
+JATTN_HOST_DEVICE constexpr RoleRegisters role_registers(const Config& config) {
+  return splits_gradients(config) ? RoleRegisters{176, 184, 128} : RoleRegisters{208, 208, 72};
+}
+
+// Columns of dq that its warpgroup holds at once.
+JATTN_HOST_DEVICE constexpr int dq_columns_at_once(const Config& config) {
+  return splits_gradients(config) ? config.head_dim : 64;
 }
 JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config) {
   return has_wide_producer(config) ? 40 : 24;
@@ -46,6 +69,7 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
 
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
 inline constexpr int kStepTermsBytes = 32;
+inline constexpr int kDqStepsBytes = 64;  // records and barriers between the warpgroups of dk and of dq
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
 JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
   const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
@@ -61,7 +85,7 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
   const int owned = owns_queries ? config.tile_q : config.tile_kv;
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
-  const int barriers = 8 * (2 + 4 * config.stages + 4);
+  const int barriers = 8 * (2 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
   const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
   return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *
@@ -70,18 +94,20 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
 
 // Places in the shared memory of a kernel that owns keys: k, v, rings of q and dout, and what the kernel needs besides.
 struct KeyLayout {
-  int k, v, q, dout, ds, staging, bias, control, bytes;
+  int k, v, q, dout, exchange, ds, staging, bias, control, bytes;
   int bias_slots;  // a bias tile is needed for the shortest part of a step, so one slot where memory is short
 };
 
-// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q]; split kernels pass probabilities through it.
+// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by thread.
 JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fused) {
   KeyLayout layout{};
   layout.v = tile_bytes(config.tile_kv, config.head_dim);
   layout.q = layout.v + tile_bytes(config.tile_kv, config.head_dim_v);
   layout.dout = layout.q + config.stages * tile_bytes(config.tile_q, config.head_dim);
-  layout.ds = layout.dout + config.stages * tile_bytes(config.tile_q, config.head_dim_v);
-  layout.staging = layout.ds + (fused || splits_gradients(config) ? 2 * config.tile_kv * config.tile_q * 2 : 0);
+  const int two_tiles = 2 * config.tile_kv * config.tile_q * 2;
+  layout.exchange = layout.dout + config.stages * tile_bytes(config.tile_q, config.head_dim_v);
+  layout.ds = layout.exchange + (splits_gradients(config) ? two_tiles : 0);
+  layout.staging = layout.ds + (fused ? two_tiles : 0);
   layout.bias = layout.staging + (fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0);
   const int control_bytes = backward_control_bytes(config, false), bias_bytes = bias_tile_bytes(config);
   layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;

@@ -4,16 +4,20 @@
 // The first hands its weights (probabilities times the slope of the score stage) to the second through two buffers in
 // shared memory, thread to thread, rounded to the element type. Neither warpgroup waits for the other but there, so one
 // runs its products while the other works on scores.
+//
+// Fused, the second gives ds to a third warpgroup, which makes dq of it (backward_gather.cuh).
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
+#include "sm90/backward_gather.cuh"
 #include "sm90/backward_products.cuh"
 
 namespace jattn::sm90 {
 
-template <Config C>
+template <Config C, bool kFused>
 struct SplitConsumer {
-  static constexpr KeyLayout kLayout = key_layout(C, false);
+  static constexpr KeyLayout kLayout = key_layout(C, kFused);
+  static constexpr int kWarpgroups = kBackwardConsumers + (kFused ? 1 : 0);
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
   static constexpr int kExchangeBytes = C.tile_kv * C.tile_q * 2;
@@ -26,11 +30,12 @@ struct SplitConsumer {
   RingPosition<C.stages> ring;
   RingPosition<2> exchange;
   RingPosition<kLayout.bias_slots> bias_ring;
+  DsBuffers<C> ds_buffers{control, tiles, {}};
 
   __device__ __forceinline__ unsigned q_address() const { return tiles + kLayout.q + ring.index * kQBytes; }
   __device__ __forceinline__ unsigned dout_address() const { return tiles + kLayout.dout + ring.index * kDoutBytes; }
   __device__ __forceinline__ unsigned exchange_address() const {
-    return tiles + kLayout.ds + exchange.index * kExchangeBytes + warpgroup_thread() * 16;
+    return tiles + kLayout.exchange + exchange.index * kExchangeBytes + warpgroup_thread() * 16;
   }
 
   __device__ __forceinline__ void give(const Fragments& weights) {
@@ -123,6 +128,7 @@ struct SplitConsumer {
       transposed_gradients<C, C.tile_q / 2>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8,
                                             factor);
       release_by_warp(&control.second_empty[ring.index]);
+      give_ds(ds, last);
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());
       wait_products<0>();
       pin_registers(dk);
@@ -130,7 +136,19 @@ struct SplitConsumer {
     }
   }
 
-  // The tile of k is free when both warpgroups are done with their loops, and so is that of v.
+  __device__ __forceinline__ void give_ds(const Fragments& ds, bool last) {
+    if constexpr (kFused) {
+      ds_buffers.wait_empty();
+#pragma unroll
+      for (int step = 0; step < C.tile_q / 16; ++step) {
+        store_matrix(block_address<C.tile_kv>(ds_buffers.address(), warp_row(), step), ds[4 * step], ds[4 * step + 1],
+                     ds[4 * step + 2], ds[4 * step + 3]);
+      }
+      ds_buffers.give(ring.index, last, warpgroup_thread() == 0);
+    }
+  }
+
+  // The tile of k is free when all warpgroups are done with their loops, and so is that of v.
   template <int kColumns>
   __device__ __forceinline__ void write(const float (&gradient)[kColumns / 2], float scale, unsigned tile,
                                         int warpgroup, const TensorMap* map, bool wanted) const {
@@ -140,30 +158,35 @@ struct SplitConsumer {
     for (int r = 0; r < 2; ++r) {
       factor[r] = item.first + warp_row() + lane() / 4 + 8 * r < item.kv_length ? scale : 0.0f;
     }
-    sync_consumers();
+    sync_consumers<kWarpgroups>();
     store_gradient<C.element, C.tile_kv, kColumns>(gradient, factor, tile, 0, warpgroup, map, wanted, item.first,
                                                    item.head, item.batch);
     if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 
-  __device__ __forceinline__ void run(int warpgroup) {
+  __device__ __forceinline__ bool wait_keys() const {
     wait(&control.own_full, 0);
-    const bool runs = control.item.runs;
-    if (warpgroup == 0) {
-      float dv[C.head_dim_v / 2];
+    return control.item.runs;
+  }
+
+  __device__ __forceinline__ void run_for_dv() {
+    const bool runs = wait_keys();
+    float dv[C.head_dim_v / 2];
 #pragma unroll
-      for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
-      if (runs) visit_for_dv(dv);
-      float factor = 1.0f;
-      if constexpr (C.dropout) factor = kept_factor(params.problem, control.item.batch);
-      write<C.head_dim_v>(dv, factor, tiles + kLayout.v, 0, &params.dv, params.wants_dv);
-    } else {
-      float dk[C.head_dim / 2];
+    for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
+    if (runs) visit_for_dv(dv);
+    float factor = 1.0f;
+    if constexpr (C.dropout) factor = kept_factor(params.problem, control.item.batch);
+    write<C.head_dim_v>(dv, factor, tiles + kLayout.v, 0, &params.dv, params.wants_dv);
+  }
+
+  __device__ __forceinline__ void run_for_dk() {
+    const bool runs = wait_keys();
+    float dk[C.head_dim / 2];
 #pragma unroll
-      for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
-      if (runs) visit_for_dk(dk);
-      write<C.head_dim>(dk, params.problem.scale, tiles + kLayout.k, 1, &params.dk, params.wants_dk);
-    }
+    for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
+    if (runs) visit_for_dk(dk);
+    write<C.head_dim>(dk, params.problem.scale, tiles + kLayout.k, 1, &params.dk, params.wants_dk);
   }
 };
 

@@ -68,6 +68,16 @@ struct PositionsPart {
   int own_positions[kOwned];
   int positions[kStages][kVisited];
 };
+// What the warpgroup of dq is told of a step, beside a tile of ds.
+struct DqStep {
+  int64_t accumulator_row;
+  int last;
+};
+struct DqStepsPart {
+  DqStep dq_steps[2];
+  Barrier ds_full[2], ds_empty[2];
+};
+static_assert(sizeof(DqStepsPart) == kDqStepsBytes);
 template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
@@ -97,12 +107,15 @@ using PositionsOf =
                 NoPart<2>>;
 template <Config C>
 using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.stages>, NoPart<3>>;
+template <Config C>
+using DqStepsOf = Conditional<has_dq_warpgroup(C), DqStepsPart, NoPart<4>>;
 
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
                                      PositionsOf<C, kOwnsQueries>,
-                                     BiasBarriersOf<C> {
+                                     BiasBarriersOf<C>,
+                                     DqStepsOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -299,7 +312,8 @@ __device__ __forceinline__ void clear_rows(unsigned tile, IsPadding is_padding) 
   }
 }
 
-// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it; bias_readers:
+// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it, or a tile of ds;
+// bias_readers:
 // warps that read tiles of a bias.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
@@ -320,6 +334,12 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
     for (int slot = 0; slot < C.stages; ++slot) {
       init_barrier(&control.bias_full[slot], 1);
       init_barrier(&control.bias_empty[slot], bias_readers);
+    }
+  }
+  if constexpr (has_dq_warpgroup(C)) {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      init_barrier(&control.ds_full[buffer], givers);
+      init_barrier(&control.ds_empty[buffer], 1);
     }
   }
   fence_barrier_init();

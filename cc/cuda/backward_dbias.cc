@@ -1,0 +1,52 @@
+#include "cuda/backward_dbias.h"
+
+#include <algorithm>
+
+#include "cuda/attention_params.h"
+#include "kernels/passes/shape.cuh"
+
+namespace jattn::cuda {
+
+DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wanted_blocks) {
+  const BroadcastTensor& bias = problem.bias;
+  DbiasShape shape{};
+  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
+  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
+  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
+  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
+  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
+  shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
+  shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
+  const int64_t steps = (problem.batch / shape.batch) * (problem.num_heads / shape.heads) *
+                        (q_tiles / shape.tiles_query) * (kv_tiles / shape.tiles_key);
+  shape.splits = std::clamp<int64_t>(ceil_div(wanted_blocks, shape.tiles()), 1, std::max<int64_t>(steps, 1));
+  return shape;
+}
+
+void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, const DbiasShape& shape, const float* partials,
+               CUstream stream) {
+  const Kernel& kernel = require_family(plan, "sum_partials");
+  const SumPartialsParams params{.partials = partials,
+                                 .result = buffers.dbias,
+                                 .elements = shape.elements(),
+                                 .splits = static_cast<int32_t>(shape.splits)};
+  const int threads = sum_partials_threads(kernel.config());
+  launch(kernel, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &params, stream);
+}
+
+void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream) {
+  const int64_t bytes = size_bytes(problem.dtype);
+  const int64_t q_rows = problem.batch * problem.q_len * problem.num_heads;
+  const int64_t kv_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
+  if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
+  if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
+  if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
+  if (buffers.dbias == nullptr) return;
+  const BroadcastTensor& bias = problem.bias;
+  const int64_t elements = (bias.stride_batch != 0 ? problem.batch : 1) *
+                           (bias.stride_head != 0 ? problem.num_heads : 1) *
+                           (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1);
+  fill_zero(buffers.dbias, elements * size_bytes(bias.dtype), stream);
+}
+
+}  // namespace jattn::cuda

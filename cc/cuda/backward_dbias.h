@@ -1,0 +1,52 @@
+// What the backward passes of all architectures share on the host: how tiles of the bias are handed out to the kernel for
+// dbias, and gradients of a problem without queries or keys.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+
+namespace jattn::cuda {
+
+// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
+struct DbiasShape {
+  int64_t batch, heads, queries, keys;
+  int64_t tiles_query, tiles_key, splits;
+
+  int64_t elements() const { return batch * heads * queries * keys; }
+  int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
+};
+
+// wanted_blocks: that the device should be given at least, if there is work for them.
+DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wanted_blocks);
+
+// Without queries or keys nothing depends on anything: all gradients are 0.
+void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream);
+
+// Adds up shape.splits partial sums into dbias.
+void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, const DbiasShape& shape, const float* partials,
+               CUstream stream);
+
+// Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward` is
+// filled in; block: threads and shared memory.
+template <typename Params>
+void launch_dbias_tiles(const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel, const DbiasShape& shape,
+                        float* partials, Params params, Launch block, CUstream stream) {
+  params.dbias = buffers.dbias;
+  params.partials = partials;
+  params.bias_elements = shape.elements();
+  params.extent_batch = static_cast<int32_t>(shape.batch);
+  params.extent_head = static_cast<int32_t>(shape.heads);
+  params.extent_query = static_cast<int32_t>(shape.queries);
+  params.extent_key = static_cast<int32_t>(shape.keys);
+  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
+  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
+  params.splits = static_cast<int32_t>(shape.splits);
+  block.grid = {.x = shape.tiles() * shape.splits};
+  launch(kernel, block, &params, stream);
+  if (shape.splits > 1) sum_dbias(buffers, plan, shape, partials, stream);
+}
+
+}  // namespace jattn::cuda

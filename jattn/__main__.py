@@ -96,7 +96,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         jax.ShapeDtypeStruct(scores_shape, dtype) if arguments.bias else None,
         jax.ShapeDtypeStruct(scores_shape, jnp.bool_) if arguments.mask else None,
         needs_grad=arguments.grad,
-        device=_device(arguments.device),
+        device=arguments.device,
         timed=arguments.time,
         **options,
     )
@@ -104,9 +104,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0 if found.chosen else 1
 
 
-def _device(text: str | None) -> jattn.Device | None:
-    if text is None:
-        return None
+def _device(text: str) -> jattn.Device:
     name, _, arch = text.partition(":")
     if not arch:
         return jattn.Device(name)
@@ -159,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     for flag in flags.split():
         explain.add_argument(f"--{flag}", action="store_true")
     explain.add_argument(
-        "--device", help="cpu, or cuda:9.0 for another machine's GPU (default: this machine)"
+        "--device",
+        type=_device,
+        help="cpu, or cuda:9.0 for another machine's GPU (default: this machine)",
     )
     explain.add_argument(
         "--time", action="store_true", help="run each pass on random arrays, and a matrix product"
@@ -176,7 +176,11 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Runs the command line; returns the exit status."""
     arguments = _parser().parse_args()
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return status
 
 

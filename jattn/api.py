@@ -21,6 +21,8 @@ from jattn.spec import FLOAT_DTYPES, Dropout, Operands, Spec
 
 _NAME = "jattn.dot_product_attention"
 
+_AXES = "axes are (batch, length, heads, head dim)"
+
 _LARGEST_POSITION = 2**29  # so that the difference of two of them, and its double, fit in 32 bits
 
 Window = int | tuple[int | None, int | None] | None
@@ -136,8 +138,8 @@ def dot_product_attention(
       query: (B, T, N, D), or (T, N, D), or with further leading batch axes; float16, bfloat16, float32 or float64.
       key: (B, S, K, D) with the leading axes of ``query``; K must divide N (grouped and multi-query attention).
       value: (B, S, K, Dv). All three have one dtype.
-      bias: added to the scaled scores; broadcastable to (B, N, T, S), of the dtype of ``query`` or float32.
-        Differentiable.
+      bias: added to the scaled scores; broadcastable to (B, N, T, S), of any float dtype. Differentiable. One that is
+        neither float32 nor of the dtype of ``query`` is cast to the wider of the two.
       mask: bool, broadcastable to (B, N, T, S), True where the key takes part; or ``jattn.causal_upper_left(T,
         S)`` or ``jattn.causal_lower_right(T, S)``, which cost no memory.
       scale: multiplier of query.key, any sign; 1/sqrt(D) if None.
@@ -215,7 +217,7 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         compute_dtype=compute_dtype,
     )
-    if return_lse and return_residual:
+    if _flag("return_lse", return_lse) and _flag("return_residual", return_residual):
         raise ValueError(
             f"{_NAME}: return_lse and return_residual are both True; ask for one of them"
         )
@@ -316,16 +318,17 @@ class _Call:
         dropout_table: Any = None,
         compute_dtype: DTypeLike | None = None,
     ) -> _Call:
-        q, k, v = (jnp.asarray(x) for x in (query, key, value))
-        bias = None if bias is None else jnp.asarray(bias)
+        q, k, v = _array("query", query), _array("key", key), _array("value", value)
+        bias = None if bias is None else _array("bias", bias)
         if compute_dtype is not None:
-            q, k, v = (x.astype(compute_dtype) for x in (q, k, v))
-            bias = None if bias is None else bias.astype(compute_dtype)
+            dtype = _dtype("compute_dtype", compute_dtype)
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
+            bias = None if bias is None else bias.astype(dtype)
         _check_qkv(q, k, v)
         lead = q.shape[:-3]
         q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
         band = _band(mask, is_causal, local_window_size, causal_alignment, q.shape[1], k.shape[1])
-        dense_mask = None if mask is None or isinstance(mask, CausalBias) else jnp.asarray(mask)
+        dense_mask = None if mask is None or isinstance(mask, CausalBias) else _array("mask", mask)
         scores_shape = (*lead, q.shape[2], q.shape[1], k.shape[1])
         q_segments, kv_segments = _segments(
             segment_ids, query_segment_ids, key_value_segment_ids, q, k, lead
@@ -341,7 +344,7 @@ class _Call:
             dropout_key,
             dropout_seed,
             dropout_offset,
-            broadcast_dropout,
+            _flag("broadcast_dropout", broadcast_dropout),
             dropout_table,
             (q.shape[0], q.shape[2]),
         )
@@ -394,9 +397,58 @@ class _Call:
             else Dropout(keys=of_keys, rows=dropout_table is not None),
         )
         options = dataclasses.replace(
-            config.current_options(), implementation=_implementation(implementation)
+            _checked_options(), implementation=_implementation(implementation)
         )
         return _Call(spec, operands, options, lead)
+
+
+def _array(name: str, x: Any, function: str = _NAME) -> jax.Array:
+    """Returns an argument as an array; what cannot be one is refused by name."""
+    try:
+        return jnp.asarray(x)
+    except jax.errors.JAXTypeError:
+        raise  # a tracer that has left its function: JAX says it best
+    except (TypeError, ValueError) as error:
+        if isinstance(x, CausalBias):
+            hint = "pass it as mask="
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            hint = "jattn.explain and jax.eval_shape take shapes"
+        else:
+            hint = "pass an array, or nested lists of numbers of one shape"
+        raise ValueError(f"{function}: {name} is {_shown(x)}, must be an array: {hint}") from error
+
+
+def _shown(x: Any) -> str:
+    """The value of an argument, short enough for a message."""
+    text = repr(x)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _dtype(name: str, dtype: Any) -> Any:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
+        ) from error
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(value)}, must be True or False, known while tracing: make it a static argument"
+        )
+    return bool(value)
+
+
+def _number(name: str, value: Any, way_out: str) -> float:
+    """Returns a static argument as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(value)}, must be a number known while tracing: {way_out}"
+        ) from error
 
 
 def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -422,19 +474,23 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             " pass compute_dtype"
         )
     if k.shape[-3:-1] != v.shape[-3:-1]:
-        raise ValueError(f"{_NAME}: key and value must agree in length and heads, got {shapes}")
+        raise ValueError(
+            f"{_NAME}: key and value must agree in length and heads, got {shapes}: {_AXES}"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{_NAME}: query has head dim {q.shape[-1]} and key has {k.shape[-1]}; they must be equal (value may"
-            " differ)"
+            f" differ): {_AXES}"
         )
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if q.shape[-1] == 0 or v.shape[-1] == 0:
-        raise ValueError(f"{_NAME}: the head dims must be at least 1, got {shapes}")
+        raise ValueError(
+            f"{_NAME}: the head dims must be at least 1, got {shapes}: without features there is nothing to attend to"
+        )
     if (kv_heads == 0 and heads != 0) or (kv_heads != 0 and heads % kv_heads != 0):
         raise ValueError(
             f"{_NAME}: the number of query heads, {heads}, must be a multiple of the number of key heads, {kv_heads}:"
-            " repeat the key heads, or change the number of groups"
+            f" repeat the key heads, or change the number of groups; {_AXES}"
         )
 
 
@@ -455,8 +511,7 @@ def _fold_scores(
     if not fits:
         raise ValueError(
             f"{_NAME}: {name} has shape {x.shape}, which does not broadcast to (batch, heads, queries, keys) ="
-            f" {scores}:"
-            " each axis must be 1 or the full size"
+            f" {scores}: each axis must be 1 or the full size{_axes_to_add(x.shape, scores, lead)}"
         )
     x = x.reshape(shape)
     lead_shape = shape[: len(lead)]
@@ -467,17 +522,28 @@ def _fold_scores(
     )
 
 
+def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[int, ...]) -> str:
+    """The way out of two frequent mistakes: an array of keys by batch entry, or one without its axis of heads."""
+    q_len, kv_len = scores[-2:]
+    if lead and shape == (*lead, kv_len):
+        return "; one entry per key goes in as x[..., None, None, :], or as key_value_seq_lengths or segment ids"
+    if lead and shape == (*lead, q_len, kv_len):
+        return "; without an axis of heads it goes in as x[..., None, :, :]"
+    return ""
+
+
 def _check_bias(
     bias: jax.Array | None, dtype: str, scores: tuple[int, ...], lead: tuple[int, ...]
 ) -> jax.Array | None:
     if bias is None:
         return None
-    allowed = {dtype} if dtype == "float64" else {dtype, "float32"}
-    if str(bias.dtype) not in allowed:
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
         hint = "pass a bool array as mask=" if bias.dtype == bool else f"cast it to {dtype}"
-        raise ValueError(
-            f"{_NAME}: bias has dtype {bias.dtype}, must be {' or '.join(sorted(allowed))} with a {dtype} query: {hint}"
-        )
+        raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
+    # Backends read two types; a third one is cast, as adding it to the scores would.
+    wide = jnp.promote_types(dtype, "float32")
+    if bias.dtype not in (jnp.dtype(dtype), wide):
+        bias = bias.astype(wide)
     return _fold_scores("bias", bias, scores, lead)
 
 
@@ -498,7 +564,7 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
     """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
     if values is None:
         return None
-    x = jnp.asarray(values)
+    x = _array(name, values)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
@@ -507,7 +573,10 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
     if not lead and not length and x.shape == (1,):
         x = x.reshape(())
     if x.shape != expected:
-        raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}")
+        what = "one number per position" if length else "one length per batch entry"
+        if not length and x.ndim == 1 and lead == (x.shape[0] - 1,):
+            what += "; cumulative lengths belong to jattn.flash_mha_varlen"
+        raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
     if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
         x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
     return x.astype(jnp.int32).reshape(math.prod(lead), *length)
@@ -532,7 +601,8 @@ def _segments(
     if (of_queries is None) != (of_keys is None):
         missing = "query_segment_ids" if of_queries is None else "key_value_segment_ids"
         raise ValueError(
-            f"{_NAME}: {missing} is missing; segment ids are needed for queries and keys"
+            f"{_NAME}: {missing} is missing; segment ids are needed for queries and keys: pass both, or segment_ids"
+            " where they are the same"
         )
     return (
         _index_array("query_segment_ids", of_queries, lead, q.shape[1]),
@@ -577,7 +647,7 @@ def _per_head(name: str, values: Any, lead: tuple[int, ...], num_heads: int) -> 
     """Brings a float operand that broadcasts to (*lead, N) to (1 or B, 1 or N, 1) float32."""
     if values is None:
         return None
-    x = jnp.asarray(values)
+    x = _array(name, values)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}, must be a float type: cast it")
     full = (*lead, num_heads)
@@ -621,8 +691,12 @@ def _dropout(
             f"{_NAME}: dropout_offset was given without dropout_seed, to which it belongs: pass"
             " dropout_seed=jattn.seed_from_key(key)"
         )
+    if not isinstance(rate, int | float | np.generic):
+        rate = _array("dropout_rate", rate)
     if np.shape(rate) != ():
-        raise ValueError(f"{_NAME}: dropout_rate has shape {np.shape(rate)}, must be a scalar")
+        raise ValueError(
+            f"{_NAME}: dropout_rate has shape {np.shape(rate)}, must be a scalar: use jax.vmap for several rates"
+        )
     if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:
         raise ValueError(
             f"{_NAME}: dropout_rate is {rate}, must be at least 0 and below 1: to drop everything, multiply the result"
@@ -645,7 +719,7 @@ def _dropout(
 
 
 def _seed_of_key(key: Any) -> jax.Array:
-    key = jnp.asarray(key)
+    key = _array("dropout_key", key)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if (is_typed and key.shape != ()) or (
         not is_typed and (key.ndim != 1 or key.dtype != jnp.uint32)
@@ -660,10 +734,7 @@ def _seed_of_key(key: Any) -> jax.Array:
 def _band(
     mask: Any, is_causal: bool, window: Window, alignment: Alignment, q_len: int, kv_len: int
 ) -> Band:
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise ValueError(
-            f"{_NAME}: is_causal is {is_causal!r}, must be True or False, known while tracing"
-        )
+    is_causal = _flag("is_causal", is_causal)
     if alignment not in ("upper_left", "lower_right"):
         raise ValueError(
             f"{_NAME}: causal_alignment is {alignment!r}, must be 'upper_left' or 'lower_right'"
@@ -677,8 +748,7 @@ def _band(
         if (mask.q_len, mask.kv_len) != (q_len, kv_len):
             raise ValueError(
                 f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
-                " has"
-                f" {q_len} and {kv_len}"
+                f" has {q_len} and {kv_len}: make it as jattn.causal_{mask.alignment}({q_len}, {kv_len})"
             )
         if window is not None and mask.alignment != alignment:
             raise ValueError(
@@ -694,15 +764,20 @@ def _band(
 def _window(window: Window) -> tuple[int, int]:
     if window is None:
         return UNBOUNDED, UNBOUNDED
-    sides = (window, window) if isinstance(window, int | np.integer) else tuple(window)
-    valid = len(sides) == 2 and all(
-        s is None or (isinstance(s, int | np.integer) and s >= -1) for s in sides
-    )
+
+    def is_number(side: Any) -> bool:
+        return isinstance(side, int | np.integer) and not isinstance(side, bool)
+
+    sides: tuple[Any, ...] = ()
+    if is_number(window):
+        sides = (window, window)
+    elif isinstance(window, tuple | list | np.ndarray):
+        sides = tuple(window)
+    valid = len(sides) == 2 and all(s is None or (is_number(s) and s >= -1) for s in sides)
     if not valid:
         raise ValueError(
-            f"{_NAME}: local_window_size is {window!r}, must be a number of keys or a pair (left, right) of them;"
-            " None or"
-            " -1 is no limit"
+            f"{_NAME}: local_window_size is {_shown(window)}, must be a number of keys or a pair (left, right) of them,"
+            " known while tracing; None or -1 is no limit"
         )
     left, right = (UNBOUNDED if s is None or s == -1 else int(s) for s in sides)
     return left, right
@@ -711,22 +786,16 @@ def _window(window: Window) -> tuple[int, int]:
 def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    try:
-        value = float(scale)
-    except (TypeError, jax.errors.ConcretizationTypeError) as error:
-        raise ValueError(
-            f"{_NAME}: scale is {scale!r}, must be a number known while tracing: multiply the query by a traced scale"
-            " instead"
-        ) from error
+    value = _number("scale", scale, "multiply the query by a traced scale instead")
     if not math.isfinite(value):
-        raise ValueError(f"{_NAME}: scale is {value}, must be finite")
+        raise ValueError(f"{_NAME}: scale is {value}, must be finite; None is 1 / sqrt(head dim)")
     return value
 
 
 def _softcap(softcap: Any) -> float:
     if softcap is None:
         return 0.0
-    value = float(softcap)
+    value = _number("logits_soft_cap", softcap, "make it a static argument")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
             f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number; None is no cap"
@@ -737,10 +806,27 @@ def _softcap(softcap: Any) -> float:
 def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is None:
         return None
-    wanted = (names,) if isinstance(names, str) else tuple(names)
+    wanted = (names,) if isinstance(names, str) else names
+    if not isinstance(wanted, tuple | list):
+        raise ValueError(
+            f"{_NAME}: implementation is {_shown(names)}, must be the name of a backend or a tuple of names; None"
+            " leaves the choice to jattn"
+        )
     for name in wanted:
         if name not in dispatch.known_names():
             raise ValueError(
                 f"{_NAME}: implementation {name!r} is not a backend; known are {', '.join(dispatch.known_names())}"
             )
-    return wanted
+    return tuple(wanted)
+
+
+def _checked_options() -> Options:
+    """The options in force; a backend that ``sdpa_kernel`` names must exist by now."""
+    options = config.current_options()
+    for name in options.enabled or ():
+        if name not in dispatch.known_names():
+            raise ValueError(
+                f"jattn.sdpa_kernel: backends holds {name!r}, which is not a backend; known are"
+                f" {', '.join(dispatch.known_names())}"
+            )
+    return options

@@ -27,14 +27,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jattn import blocked, counters, device, dispatch, reference
 from jattn.backends import Residuals, Wants
 from jattn.config import Options
-from jattn.jax_interface import Primitive, ad, batching, mlir, result_aval
+from jattn.jax_interface import Primitive, ad, batching, jit_primitive, mlir, result_aval
 from jattn.reference import Gradients, Tangents
 from jattn.sharding import partition
 from jattn.spec import Operands, Spec
 
 OUT_NAME, LSE_NAME = "jattn_out", "jattn_lse"
 
-# Saves attention's results and recomputes everything else: for ``jax.checkpoint(policy=...)``.
+#: Saves attention's results and recomputes everything else: for ``jax.checkpoint(policy=...)``.
 checkpoint_policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 
 forward_p = Primitive("jattn_forward")
@@ -344,7 +344,7 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         ]
         new_spec = spec.for_operands(_split(folded, spec)[0])
         results = primitive.bind(*folded, spec=new_spec, **params)
-        unfolded = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in results]
+        unfolded = [x.reshape(size, batch, *x.shape[1:]) for x in results]
         if primitive is backward_p:
             # A folded operand has a full batch axis; per mapped element it may have had a broadcast one.
             wanted = [
@@ -416,12 +416,16 @@ for _primitive in (forward_p, backward_p, tangent_p):
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+def _compiled(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], registrations: int
+) -> Callable[..., Any]:
+    return jit_primitive(primitive, dict(params))
 
 
 def _evaluate(primitive: Primitive, *arrays: Any, **params: Any) -> Any:
-    return _compiled(primitive, tuple(sorted(params.items())))(*arrays)
+    run = _compiled(primitive, tuple(sorted(params.items())), dispatch.registrations())
+    with jax.disable_jit(False):  # there is nothing inside to run one by one
+        return run(*arrays)
 
 
 def _register_lowerings(primitive: Primitive, run: Callable[..., Any]) -> None:

@@ -217,7 +217,7 @@ def count_flops(spec: Spec, name: PassName) -> float | None:
 def _custom_calls(jaxpr: Any) -> list[Any]:
     return [
         equation
-        for equation, _ in equations(jaxpr)
+        for equation, _, _ in equations(jaxpr)
         if equation.primitive.name == "ffi_call"
         and equation.params["target_name"] in (ffi.FORWARD_TARGET, ffi.BACKWARD_TARGET)
     ]

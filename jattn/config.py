@@ -22,7 +22,7 @@ from typing import Literal
 
 import jax
 
-from jattn.device import Device
+from jattn.device import Device, checked
 
 Determinism = Literal["off", "warn", "strict"]
 
@@ -89,9 +89,16 @@ def sdpa_kernel(backends: str | Sequence[str]) -> Iterator[None]:
     Args:
       backends: one name or several of "flash", "mem_efficient", "cudnn", "cpu", "xla", "reference", or of backends
         given to ``jattn.register_backend``. An empty sequence enables none.
+
+    Raises:
+      ValueError: not names; by a call inside the block, a name that is no backend's.
     """
-    names = (backends,) if isinstance(backends, str) else tuple(backends)
-    with use_options(dataclasses.replace(current_options(), enabled=names)):
+    names = (backends,) if isinstance(backends, str) else backends
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"jattn.sdpa_kernel: backends is {backends!r}, must be the name of a backend or a sequence of names"
+        )
+    with use_options(dataclasses.replace(current_options(), enabled=tuple(names))):
         yield
 
 
@@ -125,7 +132,11 @@ def strict_fallback(enabled: bool = True) -> Iterator[None]:
 def target_device(device: Device) -> Iterator[None]:
     """Chooses backends for ``device`` inside the ``with`` block, whatever machine this is (lowering for
     elsewhere).
+
+    Raises:
+      TypeError: not a ``jattn.Device``.
     """
+    device = checked("jattn.target_device", device)
     with use_options(dataclasses.replace(current_options(), device=device)):
         yield
 

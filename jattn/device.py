@@ -15,10 +15,24 @@ class Device:
     Attributes:
       platform: "cpu", "cuda", "tpu", ... as JAX names it when lowering.
       arch: compute capability of a CUDA device, for example (9, 0); None elsewhere.
+
+    Raises:
+      ValueError: another name for "cuda", or an arch that is not a pair of integers.
     """
 
     platform: str
     arch: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.platform in ("gpu", "nvidia"):
+            raise ValueError(
+                f"jattn.Device: platform is {self.platform!r}, must be 'cuda' for NVIDIA GPUs"
+            )
+        is_pair = isinstance(self.arch, tuple) and len(self.arch) == 2
+        if self.arch is not None and not (is_pair and all(isinstance(x, int) for x in self.arch)):
+            raise ValueError(
+                f"jattn.Device: arch is {self.arch!r}, must be (major, minor) as integers, for example (9, 0), or None"
+            )
 
     def __str__(self) -> str:
         return f"{self.platform} sm_{self.arch[0]}{self.arch[1]}" if self.arch else self.platform
@@ -55,6 +69,20 @@ def describe(platform: str) -> Device:
         return ASSUMED_CUDA
     major, minor = (int(part) for part in str(device.compute_capability).split("."))
     return Device("cuda", arch=(major, minor))
+
+
+def checked(name: str, device: object) -> Device:
+    """Returns ``device`` if it is one of ours; ``name`` is the function that was given it.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(device, Device):
+        raise TypeError(
+            f"{name}: device is {device!r}, must be a jattn.Device: jattn.Device('cpu'), or jattn.Device('cuda',"
+            " arch=(9, 0))"
+        )
+    return device
 
 
 def _lowering_platform(name: str) -> str:

@@ -22,6 +22,7 @@ from jattn.spec import Spec
 _lock = threading.Lock()
 _registered: dict[str, list[Backend]] = {}
 _warned: set[tuple[str, Spec]] = set()
+_changes: list[str] = []  # one entry for each change of _registered: which platform's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,12 @@ def register_backend(platform: str, backend: Backend) -> None:
 
     Raises:
       TypeError: ``backend`` lacks a member.
-      ValueError: another backend of that name is known already.
+      ValueError: another backend of that name is known already, or "gpu" as the platform.
     """
+    if platform == "gpu":
+        raise ValueError(
+            "jattn.register_backend: platform is 'gpu', must be the name in lowerings: 'cuda' or 'rocm'"
+        )
     if not isinstance(backend, Backend):
         raise TypeError(
             f"jattn.register_backend: backend is {backend!r}, must have the members of jattn.Backend"
@@ -60,8 +65,7 @@ def register_backend(platform: str, backend: Backend) -> None:
             f"jattn.register_backend: backend.name is {backend.name!r}, which is taken; choose another name"
         )
     with _lock:
-        _registered.setdefault(platform, []).insert(0, backend)
-    choose.cache_clear()
+        _set_registered(platform, [backend, *_registered.get(platform, [])])
 
 
 def unregister_backend(platform: str, name: str) -> None:
@@ -76,8 +80,18 @@ def unregister_backend(platform: str, name: str) -> None:
             raise ValueError(
                 f"jattn.unregister_backend: no backend {name!r} is registered for {platform!r}"
             )
-        _registered[platform] = kept
+        _set_registered(platform, kept)
+
+
+def _set_registered(platform: str, group: list[Backend]) -> None:
+    _registered[platform] = group
+    _changes.append(platform)
     choose.cache_clear()
+
+
+def registrations() -> int:
+    """Returns a number that changes with the backends that users have registered: part of the keys of caches."""
+    return len(_changes)
 
 
 def _candidates(platform: str) -> tuple[Backend, ...]:
@@ -177,7 +191,7 @@ def choose_or_raise(spec: Spec, device: Device, options: Options, *, needs_grad:
         ``strict_fallback`` forbids it.
     """
     decision = choose(spec, device, options, needs_grad)
-    asked = options.implementation or options.enabled
+    asked = options.enabled if options.implementation is None else options.implementation
     if asked is not None and len(asked) == 0:
         raise NoBackendError(
             "No viable backend for scaled_dot_product_attention was found: the set of enabled backends is empty;"

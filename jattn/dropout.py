@@ -20,6 +20,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jattn.jax_interface import vary_like
@@ -167,11 +168,17 @@ def words_of(name: str, value: ArrayLike) -> jax.Array:
     Raises:
       ValueError: ``value`` is neither.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value < 1 << 64:
-            raise ValueError(f"{name} is {value}, must be at least 0 and below 2**64")
-        return jnp.asarray([value & 0xFFFFFFFF, value >> 32], jnp.uint32)
-    words = jnp.asarray(value)
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        number = int(value)
+        if not 0 <= number < 1 << 64:
+            raise ValueError(f"{name} is {number}, must be at least 0 and below 2**64")
+        return jnp.asarray([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
+    try:
+        words = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is {value!r}, must be uint32 of shape (2,) or an int: use jattn.seed_from_key"
+        ) from error
     if words.shape != (2,) or words.dtype != jnp.uint32:
         raise ValueError(
             f"{name} has shape {words.shape} and dtype {words.dtype}, must be uint32 of shape (2,), the lower word"
@@ -206,6 +213,10 @@ def dropout_mask(
         raise ValueError(f"jattn.dropout_mask: p is {p}, must be at least 0 and below 1")
     seed_words = words_of("jattn.dropout_mask: seed", seed)
     offset_words = words_of("jattn.dropout_mask: offset", offset)
+    if len(shape) != 4:
+        raise ValueError(
+            f"jattn.dropout_mask: shape is {shape}, must be (B, N, T, S): add axes of size 1"
+        )
     return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call_timing, config, device, dispatch
-from jattn.api import _Call
+from jattn.api import _Call, dot_product_attention
 from jattn.backends import Wants
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
 from jattn.config import Options
-from jattn.device import Device
+from jattn.device import Device, checked
 from jattn.errors import Reason
 from jattn.jax_interface import equations, source_line
 from jattn.masks import CausalBias
@@ -243,13 +244,15 @@ def explain(
       TypeError: an option is not one of ``dot_product_attention``, or ``needs_grad`` with a function.
       jattn.NoBackendError: a call in the function that nobody can run.
     """
+    if device is not None:
+        device = checked(_NAME, device)
     if arguments and callable(arguments[0]) and not hasattr(arguments[0], "shape"):
         if needs_grad:
             raise TypeError(
                 f"{_NAME}: needs_grad is True with a function, must be left out: explain jax.grad(function) instead"
             )
         return _explain_function(arguments[0], arguments[1:], options, device, timed)
-    return _explain_call(_parse(*arguments, **options), needs_grad, device, timed)
+    return _explain_call(_parse(_NAME, arguments, options), needs_grad, device, timed)
 
 
 def select_backend(
@@ -260,8 +263,10 @@ def select_backend(
     Raises:
       NoBackendError: none would.
     """
-    call = _parse(*arguments, **options)
-    where = _device_of(call.options, device)
+    call = _parse("jattn.select_backend", arguments, options)
+    where = _device_of(
+        call.options, None if device is None else checked("jattn.select_backend", device)
+    )
     # Asked directly, so that a mere question warns of no fallback; the exception is that of the call itself.
     decision = dispatch.choose(call.spec, where, call.options, needs_grad)
     backend = decision.backend or dispatch.choose_or_raise(
@@ -273,18 +278,16 @@ def select_backend(
 # ---- A call
 
 
-def _parse(
-    query: Shaped,
-    key: Shaped,
-    value: Shaped,
-    bias: Shaped | None = None,
-    mask: Shaped | CausalBias | None = None,
-    **options: Any,
-) -> _Call:
+def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> _Call:
     """Checks a call whose arrays may be mere shapes; the arrays of the result are tracers, and of no use."""
+    try:
+        named = inspect.signature(dot_product_attention).bind(*arguments, **options).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"{asked}: {error}; the arguments are those of jattn.dot_product_attention"
+        ) from None
     for name in ("return_lse", "return_residual"):
-        options.pop(name, None)
-    named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
+        named.pop(name, None)
     arrays = {name: _shape_of(x) for name, x in named.items() if hasattr(x, "shape")}
     static = {name: x for name, x in named.items() if name not in arrays}
     for name in ("query", "key", "value"):
@@ -360,11 +363,13 @@ def _explain_function(
 ) -> FunctionExplanation:
     elsewhere = contextlib.nullcontext() if named is None else config.target_device(named)
     with elsewhere:
-        jaxpr = jax.make_jaxpr(function)(*arguments, **keywords).jaxpr
+        jaxpr = _traced(function, arguments, keywords)
     sites: list[CallSite] = []
     seen: dict[tuple[Any, ...], int] = {}
-    for equation, count in _attention_equations(jaxpr):
-        where = source_line(equation, _own_folders())
+    for equation, count, around in equations(jaxpr):
+        if equation.primitive.name not in _PASSES:
+            continue
+        where = source_line((equation, *around), _own_folders())
         key = (where, equation.primitive.name, tuple(sorted(equation.params.items(), key=str)))
         if key in seen:
             site = sites[seen[key]]
@@ -375,17 +380,30 @@ def _explain_function(
     return FunctionExplanation(tuple(sites))
 
 
+def _traced(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """The jaxpr of a call. Arrays and shapes are traced; what is neither stays as it is, as in a call from Python."""
+    if hasattr(function, "trace"):  # jitted: it knows its static arguments
+        return function.trace(*arguments, **keywords).jaxpr.jaxpr
+    leaves, tree = jax.tree.flatten((arguments, keywords))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def of_arrays(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            filled[i] = x
+        positional, named = jax.tree.unflatten(tree, filled)
+        return function(*positional, **named)
+
+    return jax.make_jaxpr(of_arrays)(*(leaves[i] for i in places)).jaxpr
+
+
 _PASSES: dict[str, PassName] = {
     "jattn_forward": "forward",
     "jattn_backward": "backward",
     "jattn_tangent": "tangent",
 }
-
-
-def _attention_equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    for equation, count in equations(jaxpr):
-        if equation.primitive.name in _PASSES:
-            yield equation, count
 
 
 def _own_folders() -> tuple[Path, ...]:

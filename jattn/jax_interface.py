@@ -5,7 +5,7 @@ A new JAX release that moves one of these fails in ``tests/cpu/test_jax_interfac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ __all__ = [
     "ad",
     "batching",
     "equations",
+    "jit_primitive",
     "manual_axes",
     "mlir",
     "result_aval",
@@ -76,13 +77,31 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: str) -> jax.core.Shape
     )
 
 
-def equations(jaxpr: Any, repeats: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields every equation of a jaxpr and of those inside it, with how often it runs.
+def jit_primitive(primitive: Primitive, params: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a compiled function of arrays that evaluates a primitive outside of any trace.
+
+    The mark keeps ``jax_debug_nans`` from running it again op by op, which would end here again, without end; with it
+    JAX raises ``FloatingPointError`` with the primitive's name.
+    """
+
+    def run(*arrays: jax.Array) -> Any:
+        return primitive.bind(*arrays, **params)
+
+    run.__name__ = run.__qualname__ = primitive.name
+    run._apply_primitive = True  # type: ignore[attr-defined]
+    return jax.jit(run)
+
+
+def equations(
+    jaxpr: Any, repeats: int = 1, around: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, int, tuple[Any, ...]]]:
+    """Yields every equation of a jaxpr and of those inside it, with how often it runs and the equations around it, the
+    innermost first.
 
     Loops of a known length count; of a ``while`` and of the branches of a ``cond`` each body counts once.
     """
     for equation in jaxpr.eqns:
-        yield equation, repeats
+        yield equation, repeats, around
         inner = repeats
         if equation.primitive.name == "scan":
             inner *= equation.params["length"]
@@ -90,20 +109,21 @@ def equations(jaxpr: Any, repeats: int = 1) -> Iterator[tuple[Any, int]]:
             for part in value if isinstance(value, tuple | list) else (value,):
                 body = getattr(part, "jaxpr", part)
                 if hasattr(body, "eqns"):
-                    yield from equations(body, inner)
+                    yield from equations(body, inner, (equation, *around))
 
 
-def source_line(equation: Any, skipped: tuple[Path, ...]) -> str:
+def source_line(equations: tuple[Any, ...], skipped: tuple[Path, ...]) -> str:
     """Where the user's program asked for an equation: "file:line (function)", or an empty string.
 
     Args:
-      equation: of a jaxpr.
+      equations: one of a jaxpr, and those around it: what JAX traces anew (a body of ``shard_map``) has lost its line.
       skipped: folders of libraries, whose frames are passed over; JAX's own always are.
     """
     folders = (Path(jax.__file__).parent, *skipped)
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        path = Path(frame.file_name)
-        if not any(folder in path.parents for folder in folders):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    for equation in equations:
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback is not None else ():
+            path = Path(frame.file_name)
+            if not any(folder in path.parents for folder in folders):
+                return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""

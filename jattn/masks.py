@@ -68,11 +68,20 @@ class CausalBias:
     Attributes:
       alignment: "upper_left": query t sees keys j <= t. "lower_right": j <= t + (kv_len - q_len).
       q_len, kv_len: lengths of query and key.
+
+    Raises:
+      ValueError: another alignment.
     """
 
     alignment: Alignment
     q_len: int
     kv_len: int
+
+    def __post_init__(self) -> None:
+        if self.alignment not in ("upper_left", "lower_right"):
+            raise ValueError(
+                f"jattn.CausalBias: alignment is {self.alignment!r}, must be 'upper_left' or 'lower_right'"
+            )
 
     def materialize(self) -> jax.Array:
         """Returns the mask as a bool array (q_len, kv_len), True where the key takes part."""

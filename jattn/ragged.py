@@ -158,8 +158,17 @@ class RaggedArray:
           x: (B, T, ...).
           lengths: (B,) integers, clamped to [0, T].
           total: how many rows to make, static; None: B * T, which always suffices. Rows that do not fit are lost.
+
+        Raises:
+          ValueError: lengths that are not (B,) integers.
         """
+        x, lengths = jnp.asarray(x), jnp.asarray(lengths)
         batch, longest = x.shape[:2]
+        if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            raise ValueError(
+                f"jattn.RaggedArray.from_padded: lengths are {lengths.dtype} {lengths.shape}, must be integers of shape"
+                f" ({batch},): one for each batch entry"
+            )
         counts = jnp.clip(lengths, 0, longest).astype(jnp.int32)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         empty = jnp.zeros((batch * longest if total is None else total, 0))
@@ -193,6 +202,7 @@ class RaggedArray:
         Raises:
           ValueError: a sequence is in pieces, or the ids do not rise.
         """
+        values, ids = jnp.asarray(values), jnp.asarray(ids)
         total = values.shape[0]
         if not isinstance(ids, jax.core.Tracer):
             _check_ids(np.asarray(ids), total, num_sequences)
@@ -213,15 +223,21 @@ class RaggedArray:
 
     @staticmethod
     def from_mask(x: jax.Array, mask: jax.Array, *, check: bool = True) -> RaggedArray:
-        """Packs the rows of x (B, T, ...) that mask (B, T), True for a real row, keeps; it must be left-aligned.
+        """Packs the rows of x (B, T, ...) that mask (B, T), bool, True for a real row, keeps; it must be left-aligned.
 
         Args:
           check: False: takes the first ``mask[i].sum()`` rows of every x[i], whichever they are. True needs a mask
             that is not traced.
 
         Raises:
-          ValueError: the mask is not left-aligned, or it is traced and ``check`` is True.
+          ValueError: the mask is not bool or not left-aligned, or it is traced and ``check`` is True.
         """
+        mask = jnp.asarray(mask)
+        if mask.dtype != bool:
+            raise ValueError(
+                f"jattn.RaggedArray.from_mask: mask has dtype {mask.dtype}, must be bool, True for a real row: compare"
+                " it with 0"
+            )
         if check:
             if isinstance(mask, jax.core.Tracer):
                 raise ValueError(
@@ -246,6 +262,10 @@ class RaggedArray:
         for field, x, rank in (("offsets", self.offsets, 1), ("lengths", self.lengths, 1)):
             if x is None:
                 continue
+            if not hasattr(x, "dtype"):
+                raise ValueError(
+                    f"{name}.{field} is {x!r}, must be an int32 array: jnp.asarray(...)"
+                )
             if x.dtype != jnp.int32:
                 raise ValueError(f"{name}.{field} has dtype {x.dtype}, must be int32: cast it")
             if x.ndim != rank or (field == "offsets" and x.shape[0] == 0):

@@ -91,9 +91,13 @@ def ragged_dot_product_attention(
       ValueError: shapes, dtypes or options do not fit together; offsets or lengths that are not traced make no sense.
       jattn.NoBackendError: the batch cannot be broadcast, an empty sequence under ``strict``, or no backend.
     """
+    arguments: dict[str, Any] = {
+        name: x if isinstance(x, RaggedArray) else api._array(name, x, _NAME)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
     if compute_dtype is not None:
-        query, key, value = (_cast(x, compute_dtype) for x in (query, key, value))
-    arguments = {"query": query, "key": key, "value": value}
+        dtype = api._dtype("compute_dtype", compute_dtype)
+        arguments = {name: _cast(x, dtype) for name, x in arguments.items()}
     options: dict[str, Any] = {
         "scale": scale,
         "is_causal": is_causal,
@@ -125,11 +129,11 @@ def ragged_dot_product_attention(
             ),
             reasons,
         )
-    q, k, v = _expanded(query, key, value)
+    q, k, v = _expanded(*arguments.values())
     problem = _Problem(q, k, v, options)
     out, lse = problem.padded() if problem.wants_padding(form) else problem.packed()
     result = q.with_values(out)
-    return (result, q.with_values(lse)) if return_lse else result
+    return (result, q.with_values(lse)) if api._flag("return_lse", return_lse) else result
 
 
 def flash_mha_varlen(
@@ -144,7 +148,7 @@ def flash_mha_varlen(
     max_seqlen_k: int = -1,
     softmax_scale: float | None = None,
     is_causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: int | tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention over packed sequences, in the words of other libraries' functions of this name.
@@ -154,26 +158,30 @@ def flash_mha_varlen(
     Args:
       q: (total_q, N, D).
       k, v: (total_k, K, D) and (total_k, K, Dv).
-      seqlens_q: (B + 1,) cumulative lengths, from 0.
+      seqlens_q: (B + 1,) integers, cumulative lengths, from 0.
       seqlens_k: likewise for the keys; None: those of the queries.
       seqused_k: (B,): how many keys of each sequence take part; None: all.
       max_seqlen_q, max_seqlen_k: upper bounds of the lengths; -1: the number of rows.
       softmax_scale: multiplier of q.k; None: 1/sqrt(D).
       is_causal: query t of a sequence of T queries and S keys sees keys up to t + S - T.
-      window_size: how many keys to the left and to the right of its own a query sees; -1: no limit.
+      window_size: how many keys to the left and to the right of its own a query sees, one number for both or a pair;
+        -1: no limit.
       **options: others of ``jattn.ragged_dot_product_attention``.
 
     Returns:
       (total_q, N, Dv), or with ``return_lse=True`` the pair with the logsumexp (total_q, N).
 
     Raises:
-      ValueError: as ``jattn.ragged_dot_product_attention``.
+      ValueError: as ``jattn.ragged_dot_product_attention``; lengths in place of cumulative ones.
     """
-    q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    of_q = jnp.asarray(seqlens_q).astype(jnp.int32)
-    of_k = of_q if seqlens_k is None else jnp.asarray(seqlens_k).astype(jnp.int32)
-    used = None if seqused_k is None else jnp.asarray(seqused_k).astype(jnp.int32)
-    longest_q, longest_k = (None if x < 0 else x for x in (max_seqlen_q, max_seqlen_k))
+    q, k, v = (_packed_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    of_q = _borders("seqlens_q", seqlens_q)
+    of_k = of_q if seqlens_k is None else _borders("seqlens_k", seqlens_k)
+    used = None if seqused_k is None else _integers("seqused_k", seqused_k)
+    longest_q, longest_k = (
+        _bound(name, x)
+        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    )
     if seqlens_k is None and max_seqlen_k < 0:
         longest_k = longest_q
     keys = RaggedArray(k, of_k, used, longest_k)
@@ -183,13 +191,51 @@ def flash_mha_varlen(
         keys.with_values(v),
         scale=softmax_scale,
         is_causal=is_causal,
-        local_window_size=None if tuple(window_size) == (-1, -1) else window_size,
+        local_window_size=None if window_size in (-1, (-1, -1), [-1, -1]) else window_size,
         causal_alignment="lower_right",
         **options,
     )
     if isinstance(found, tuple):
         return found[0].values, found[1].values
     return found.values
+
+
+def _packed_rows(name: str, x: Any) -> jax.Array:
+    rows = api._array(name, x, "jattn.flash_mha_varlen")
+    if rows.ndim != 3:
+        raise ValueError(
+            f"jattn.flash_mha_varlen: {name} has shape {rows.shape}, must be (total, heads, head dim): for a padded"
+            " batch call jattn.dot_product_attention with lengths"
+        )
+    return rows
+
+
+def _integers(name: str, values: Any) -> jax.Array:
+    x = api._array(name, values, "jattn.flash_mha_varlen")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"jattn.flash_mha_varlen: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
+        )
+    return x.astype(jnp.int32)
+
+
+def _borders(name: str, values: Any) -> jax.Array:
+    borders = _integers(name, values)
+    if borders.size and not isinstance(borders, jax.core.Tracer) and borders.ravel()[0] != 0:
+        raise ValueError(
+            f"jattn.flash_mha_varlen: {name} is {borders.tolist()}, must be cumulative lengths from 0: of lengths, pass"
+            " numpy.concatenate([[0], numpy.cumsum(lengths)])"
+        )
+    return borders
+
+
+def _bound(name: str, value: Any) -> int | None:
+    if not isinstance(value, int | np.integer):
+        raise ValueError(
+            f"jattn.flash_mha_varlen: {name} is {value!r}, must be an integer known while tracing; -1 is the number of"
+            " rows"
+        )
+    return None if value < 0 else int(value)
 
 
 # ---- What is asked: checks and refusals ----------------------------------------------------------------------------

@@ -110,8 +110,8 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T061": Covered(
         ("gpu",), "8 heads of the 32: a 2 GiB mask needs 64-bit byte offsets just as well"
     ),
-    "T062": GPU,
-    "T063": GPU,
+    "T062": BOTH,
+    "T063": BOTH,
     "T064": BOTH,
     "T065": BOTH,
     "T066": GPU,

@@ -194,7 +194,6 @@ def test_index_arrays_of_any_integer_type(dtype: str) -> None:
         ({"value": "float16"}, "one dtype"),
         ({"bias": "int32"}, "bias has dtype int32"),
         ({"bias": "bool"}, "bias has dtype bool.*mask="),
-        ({"bias": "bfloat16"}, "bias has dtype bfloat16"),
         ({"mask": "float32"}, "mask has dtype float32.*bias="),
         ({"mask": "int32"}, "mask has dtype int32"),
         ({"query_seq_lengths": "float32"}, "query_seq_lengths has dtype float32"),
@@ -233,7 +232,23 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
         ({"return_lse": True, "return_residual": True}, "ask for one of them"),
         ({"is_causal": 1}, "is_causal is 1, must be True or False"),
-        ({"mask": jattn.causal_upper_left(4, 5)}, "made for 4 queries and 5 keys"),
+        ({"mask": jattn.causal_upper_left(4, 5)}, r"made for 4 queries and 5 keys.*causal_upper_left\(4, 4\)"),
+        ({"mask": jnp.ones((2, 4), bool)}, r"mask .*\(2, 4\).*key_value_seq_lengths"),
+        ({"mask": jnp.ones((2, 4, 5), bool)}, r"mask .*\(2, 4, 5\)"),
+        ({"mask": "causal"}, "mask is 'causal', must be an array"),
+        ({"bias": jattn.causal_upper_left(4, 4)}, "bias is CausalBias.*pass it as mask="),
+        ({"key_value_seq_lengths": [4, None]}, r"key_value_seq_lengths is \[4, None\]"),
+        ({"query_seq_lengths": jnp.zeros(3, jnp.int32)}, "flash_mha_varlen"),
+        ({"is_causal": None}, "is_causal is None, must be True or False"),
+        ({"return_lse": 1}, "return_lse is 1, must be True or False"),
+        ({"local_window_size": 3.0}, "local_window_size is 3.0"),
+        ({"local_window_size": True}, "local_window_size is True"),
+        ({"scale": "1/8"}, "scale is '1/8', must be a number"),
+        ({"logits_soft_cap": jnp.ones(3)}, "logits_soft_cap is .*must be a number"),
+        ({"implementation": 5}, "implementation is 5, must be the name"),
+        ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16'.*bfloat16"),
+        ({"dropout_rate": None}, "dropout_rate is None"),
+        ({"dropout_rate": 0.1, "dropout_seed": "7"}, "dropout_seed is '7'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -242,6 +257,38 @@ def test_wrong_calls_say_what_is_wrong(keywords: dict[str, Any], words: str) -> 
     x = jax.ShapeDtypeStruct((2, 4, 2, 8), "float32")
     with pytest.raises(ValueError, match=f"jattn.dot_product_attention: .*{words}"):
         jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x, **keywords), x)
+
+
+def test_arrays_that_are_none() -> None:
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"key is None, must be an array"):
+        jattn.dot_product_attention(x, None, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"query is ShapeDtypeStruct.*jattn\.explain"):
+        jattn.dot_product_attention(jax.ShapeDtypeStruct(x.shape, x.dtype), x, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"logits_soft_cap is JitTracer.*known while tracing"):
+        jax.jit(lambda c: jattn.dot_product_attention(x, x, x, logits_soft_cap=c))(3.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "float16"), ("float32", "float64")],
+)
+def test_a_bias_of_any_float_type(dtype: str, bias_dtype: str) -> None:
+    """As in ``jax.nn``, with the gradient in the dtype of the bias."""
+    with jax.enable_x64(True):
+        q, k, v = (normal(i, 1, 5, 2, 8, dtype=dtype) for i in range(3))
+        bias = jnp.asarray(np.random.default_rng(3).normal(size=(2, 5, 5)), bias_dtype)
+
+        def loss(bias: jax.Array, cast_to: Any) -> jax.Array:
+            return (attend(q, k, v, bias.astype(cast_to)).astype("float32") ** 2).sum()
+
+        attend = jattn.dot_product_attention
+        got = jax.grad(loss)(bias, bias_dtype)
+        assert got.dtype == bias.dtype
+        np.testing.assert_array_equal(got, jax.grad(loss)(bias, "float32"))
+        if dtype == "float32":
+            want = jax.nn.dot_product_attention(q, k, v, bias)
+            np.testing.assert_allclose(attend(q, k, v, bias), want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_traced_scale_is_refused() -> None:

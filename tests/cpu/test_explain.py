@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
+from jattn.__main__ import main
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
 Q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
@@ -129,6 +130,74 @@ def test_errors_say_the_way_out() -> None:
         pytest.raises(jattn.NoBackendError, match="flash"),
     ):
         jattn.explain(lambda q: jattn.dot_product_attention(q, q, q, implementation="flash"), Q)
+
+    with pytest.raises(TypeError, match="explain: got an unexpected keyword argument 'causal'"):
+        jattn.explain(Q, Q, Q, causal=True)
+    with pytest.raises(TypeError, match="select_backend: missing a required argument: 'value'"):
+        jattn.select_backend(Q, Q)
+    for ask in (jattn.explain, jattn.select_backend):
+        with pytest.raises(TypeError, match=r"device is 'cuda', must be a jattn\.Device"):
+            ask(Q, Q, Q, device="cuda")
+    with (
+        pytest.raises(TypeError, match=r"target_device: device is 'cpu'"),
+        jattn.target_device("cpu"),
+    ):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="platform is 'gpu', must be 'cuda'"):
+        jattn.Device("gpu")
+    with pytest.raises(ValueError, match=r"arch is '9\.0', must be \(major, minor\)"):
+        jattn.Device("cuda", arch="9.0")  # type: ignore[arg-type]
+
+
+def attend(q: Any, is_causal: bool = False) -> jax.Array:
+    return jattn.dot_product_attention(q, q, q, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("form", ["plain", "jitted", "by name"])
+def test_static_arguments_of_a_function_stay_static(form: str) -> None:
+    jitted = jax.jit(attend, static_argnames="is_causal")
+    site = {
+        "plain": lambda: jattn.explain(attend, Q, True),
+        "jitted": lambda: jattn.explain(jitted, Q, True),
+        "by name": lambda: jattn.explain(jitted, Q, is_causal=True),
+    }[form]().sites[0]
+    assert site.explanation.spec.band.right == 0
+
+
+def test_a_site_on_an_explicit_mesh_has_its_line() -> None:
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones(Q.shape), jax.P("batch"))
+        sites = jattn.explain(jax.grad(lambda x: attend(x).sum()), x).sites
+    assert [__file__ in site.where for site in sites] == [True, True]
+
+
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["jattn", *words])
+        status = main()
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    status, said = run("explain", "--causal", "--grad", "--device", "cuda:9.0")
+    assert status == 0
+    assert "chosen: flash" in said
+    status, said = run(
+        "explain", "--q-len", "64", "--dtype", "float32", "--device", "cpu", "--json"
+    )
+    assert (status, json.loads(said)["chosen"]) == (0, "cpu")
+    status, said = run("explain", "--heads", "3", "--kv-heads", "2")
+    assert status == 2
+    assert "must be a multiple of the number of key heads" in said
+    for words in (("--device", "gpu"), ("--device", "cuda:nine")):
+        with pytest.raises(SystemExit):
+            run("explain", *words)
+        assert "argument --device" in capsys.readouterr().err
+    status, said = run("info")
+    assert status == 0
+    assert "backends" in said
 
 
 def test_explaining_counts_no_call() -> None:

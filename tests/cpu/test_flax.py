@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -686,3 +687,122 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         attention_fn(q, q, q, mask=StructuralMask(segment_ids=SEGMENTS[0]))
     with pytest.raises(ValueError, match="dtype is int8, must be a floating-point type"):
         attention_fn(q, k, v, dtype=jnp.int8)
+
+
+# ---- Training: layers in a scan, rematerialised, with dropout --------------------------------------------------------
+
+LAYERS, STEPS = 3, 4
+
+
+class LinenBlock(nn.Module):
+    """One residual layer with the carry that ``nn.scan`` wants."""
+
+    function: Callable[..., Array]
+    dropout_rate: float
+
+    @nn.compact
+    def __call__(self, x: Array, mask: Any) -> tuple[Array, None]:
+        attention = nn.MultiHeadDotProductAttention(
+            HEADS, attention_fn=self.function, dropout_rate=self.dropout_rate, deterministic=False
+        )
+        return x + attention(nn.LayerNorm()(x), mask=mask), None
+
+
+def linen_stack(function: Callable[..., Array], remat: bool, dropout_rate: float) -> nn.Module:
+    block = nn.remat(LinenBlock, policy=jattn.checkpoint_policy) if remat else LinenBlock
+    return nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        in_axes=nn.broadcast,
+        length=LAYERS,
+    )(function, dropout_rate)
+
+
+@functools.cache
+def linen_stack_variables() -> Any:
+    stack = linen_stack(nn.dot_product_attention, False, 0.0)
+    return jax.jit(stack.init)(jax.random.key(0), normal(1, BATCH, Q_LEN, FEATURES), None)
+
+
+def trained(loss: Callable[[Any, Array], Array], parameters: Any) -> tuple[list[Array], Any]:
+    """The losses of a few steps, and the parameters after them; step i has the dropout key i.
+
+    Not Adam: it would divide the gradients of key biases, which are all rounding, by their size.
+    """
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    @jax.jit
+    def step(parameters: Any, state: Any, key: Array) -> tuple[Array, Any, Any]:
+        value, gradients = jax.value_and_grad(loss)(parameters, key)
+        updates, state = optimizer.update(gradients, state)
+        return value, optax.apply_updates(parameters, updates), state
+
+    state, losses = optimizer.init(parameters), []
+    for i in range(STEPS):
+        value, parameters, state = step(parameters, state, jax.random.key(i))
+        losses.append(value)
+    assert losses[-1] < losses[0]
+    return losses, parameters
+
+
+def linen_training(
+    function: Callable[..., Array], mask: Any, *, remat: bool, dropout_rate: float = 0.0
+) -> tuple[list[Array], Any]:
+    x, target = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, Q_LEN, FEATURES)
+    model = linen_stack(function, remat, dropout_rate)
+
+    def loss(variables: Any, key: Array) -> Array:
+        out, _ = model.apply(variables, x, mask, rngs={"dropout": key})
+        return jnp.mean((out - target) ** 2)
+
+    return trained(loss, linen_stack_variables())
+
+
+def test_linen_trains_in_a_scan_of_rematerialised_layers() -> None:
+    ids = jnp.asarray([[0, 0, 0, 1, 1]] * BATCH)
+    dense = nn.make_causal_mask(ids) * (ids[:, None, :, None] == ids[:, None, None, :])
+    causal = make_attention_fn(is_causal=True)
+    structure = StructuralMask(segment_ids=ids)
+    close(
+        linen_training(causal, structure, remat=True),
+        linen_training(nn.dot_product_attention, dense, remat=False),
+    )
+
+
+def test_rematerialised_layers_draw_the_same_dropout() -> None:
+    """What the backward pass computes again drops the same weights as the forward pass did: the same curve."""
+    once, again = (
+        linen_training(attention_fn, None, remat=remat, dropout_rate=0.3) for remat in (False, True)
+    )
+    close(again, once)
+
+
+def test_nnx_trains_in_a_scan_of_rematerialised_layers() -> None:
+    x, target = normal(1, BATCH, Q_LEN, FEATURES), normal(2, BATCH, Q_LEN, FEATURES)
+
+    def training(function: Callable[..., Array], remat: bool, **mask: Any) -> Any:
+        @nnx.vmap
+        def layers(rngs: nnx.Rngs) -> nnx.MultiHeadAttention:
+            return nnx.MultiHeadAttention(
+                HEADS, FEATURES, attention_fn=function, decode=False, rngs=rngs
+            )
+
+        graph, parameters = nnx.split(layers(nnx.Rngs(0).split(LAYERS)))
+
+        def layer(x: Array, parameters: Any) -> tuple[Array, None]:
+            return x + nnx.merge(graph, parameters)(x, **mask), None
+
+        body = jax.checkpoint(layer, policy=jattn.checkpoint_policy) if remat else layer
+
+        def loss(parameters: Any, _: Array) -> Array:
+            return jnp.mean((jax.lax.scan(body, x, parameters)[0] - target) ** 2)
+
+        losses, parameters = trained(loss, parameters)
+        return losses, jax.tree.leaves(parameters)
+
+    causal = make_attention_fn(is_causal=True)
+    want = training(
+        nnx.dot_product_attention, False, mask=nn.make_causal_mask(jnp.ones((BATCH, Q_LEN)))
+    )
+    close(training(causal, True), want)

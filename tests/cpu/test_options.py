@@ -136,6 +136,18 @@ def test_names_are_tried_in_order() -> None:
         jattn.dot_product_attention(X, X, X, implementation="flsh")
 
 
+def test_names_of_backends_are_checked() -> None:
+    with (
+        jattn.sdpa_kernel("flsh"),
+        pytest.raises(ValueError, match=r"sdpa_kernel: backends holds 'flsh'.*known are .*flash"),
+    ):
+        jattn.dot_product_attention(X, X, X)
+    with pytest.raises(ValueError, match="backends is 5"), jattn.sdpa_kernel(5):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(jattn.NoBackendError, match="No viable backend"):
+        jattn.dot_product_attention(X, X, X, implementation=())
+
+
 def test_strict_fallback_is_an_error_and_a_fallback_warns_once() -> None:
     """Where a platform has fused backends, a slow one in their place is announced."""
     shape = jax.ShapeDtypeStruct((1, 8, 1, 600), "float16")  # beyond the limit of every CUDA kernel

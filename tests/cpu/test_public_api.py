@@ -28,6 +28,7 @@ NAMES = (
     "causal_upper_left",
     "checkpoint_policy",
     "deterministic",
+    "dropout_mask",
     "dot_product_attention",
     "explain",
     "export_disabled_checks",
@@ -37,6 +38,7 @@ NAMES = (
     "register_backend",
     "reset_call_counters",
     "sdpa_kernel",
+    "seed_from_key",
     "select_backend",
     "set_enabled",
     "strict_fallback",
@@ -45,8 +47,13 @@ NAMES = (
 )
 
 
-def test_the_public_names_are_there() -> None:
-    assert [name for name in NAMES if not hasattr(jattn, name)] == []
+def test_the_public_names_are_these() -> None:
+    found = {
+        name
+        for name, thing in vars(jattn).items()
+        if not name.startswith("_") and not inspect.ismodule(thing)
+    }
+    assert found | {"__version__"} == set(NAMES)
 
 
 def test_the_signature_begins_with_that_of_jax_nn() -> None:

@@ -554,6 +554,38 @@ def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
 
 
 @pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        (
+            {"seqlens_q": [3, 4]},
+            r"seqlens_q is \[3, 4\], must be cumulative lengths from 0.*cumsum",
+        ),
+        ({"seqlens_q": [0.0, 7.0]}, "seqlens_q has dtype float32, must be an integer"),
+        ({"q": jnp.ones((1, 7, 2, 8))}, r"q has shape \(1, 7, 2, 8\), must be \(total"),
+        ({"k": None}, "k is None, must be an array"),
+        ({"max_seqlen_q": 7.0}, "max_seqlen_q is 7.0, must be an integer"),
+        ({"return_lse": 1}, "return_lse is 1, must be True or False"),
+        ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_R005_wrong_calls_of_the_varlen_function(keywords: dict[str, Any], words: str) -> None:
+    x = jnp.ones((7, 2, 8))
+    with pytest.raises(ValueError, match=words):
+        jattn.flash_mha_varlen(
+            **({"q": x, "k": x, "v": x, "seqlens_q": [0, 3, 7]} | keywords)  # type: ignore[arg-type]
+        )
+
+
+def test_R005_a_window_of_one_number() -> None:
+    x = normal(1, 7, 2, 8)
+    one, pair = (
+        jattn.flash_mha_varlen(x, x, x, [0, 3, 7], window_size=window) for window in (2, (2, 2))
+    )
+    np.testing.assert_array_equal(one, pair)
+
+
+@pytest.mark.parametrize(
     ("offsets", "lengths", "words"),
     [
         (np.array([0.0, 3, 7]), None, "must be int32"),
@@ -561,6 +593,7 @@ def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
         (np.array([0, 5, 9], np.int32), None, "must lie in"),
         (np.array([-1, 5, 7], np.int32), None, "must lie in"),
         (np.zeros((1, 3), np.int32), None, "rank 1"),
+        ([0, 3, 7], None, r"query.offsets is \[0, 3, 7\], must be an int32 array"),
         (np.array([0, 3, 7], np.int32), np.array([3], np.int32), "one less than offsets"),
         (np.array([0, 3, 7], np.int32), np.array([3, 5], np.int32), "distances of the offsets"),
         (np.array([0, 3, 7], np.int32), np.array([3.0, 4]), "must be int32"),
@@ -569,7 +602,9 @@ def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
 )
 def test_R026_wrong_offsets(offsets: Any, lengths: Any, words: str) -> None:
     wrong = RaggedArray(
-        normal(1, 7, 2, 8), jnp.asarray(offsets), None if lengths is None else jnp.asarray(lengths)
+        normal(1, 7, 2, 8),
+        offsets if isinstance(offsets, list) else jnp.asarray(offsets),
+        None if lengths is None else jnp.asarray(lengths),
     )
     with pytest.raises(ValueError, match=words):
         attend(wrong, wrong, wrong)
@@ -703,6 +738,12 @@ def test_R002_wrong_conversions() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             RaggedArray.from_segment_ids(values, jnp.asarray(ids), 2)
+    for lengths, words in (
+        ([1], r"\(1,\), must be integers of shape \(4,\)"),
+        ([1.0] * 4, "float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            RaggedArray.from_padded(values, jnp.asarray(lengths))
 
 
 def _layer(x: Any, weights: dict[str, jax.Array], attention: Callable[..., Any]) -> Any:
@@ -776,6 +817,8 @@ def test_T021_from_a_padding_mask() -> None:
     packed = RaggedArray.from_mask(x, aligned)
     np.testing.assert_array_equal(packed.to_list()[0], x[0, :2])
     assert not bool(jattn.is_left_aligned(other))
+    with pytest.raises(ValueError, match="dtype float32, must be bool"):
+        RaggedArray.from_mask(x, jnp.where(aligned, 0.0, -jnp.inf))
     with pytest.raises(ValueError, match="not left-aligned"):
         RaggedArray.from_mask(x, other)
     with pytest.raises(ValueError, match="traced"):

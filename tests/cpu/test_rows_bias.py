@@ -215,6 +215,7 @@ def test_T085_choice_on_a_platform_with_a_registered_backend() -> None:
 
 def test_T086_public_call_reaches_a_registered_backend() -> None:
     q, k, v, _ = drawn((4, 2, 64, 64, 16))
+    before = jattn.dot_product_attention(q, k, v)  # what ran before has no say
     with registered("cpu") as toy:
         jattn.reset_call_counters()
         out, lse = jattn.dot_product_attention(q, k, v, return_lse=True)
@@ -226,6 +227,7 @@ def test_T086_public_call_reaches_a_registered_backend() -> None:
             jattn.register_backend("cpu", toy)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"members of jattn\.Backend"):
         jattn.register_backend("cpu", object())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(jattn.dot_product_attention(q, k, v), before)
 
 
 @pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (0,), (3,), (1, 2)], ids=str)

@@ -215,6 +215,21 @@ def test_T060_broadcast_mask(dtype: str, backend: str) -> None:
     assert (np.abs(np.asarray(grad, np.float64)[0, 0, 0] - summed) <= limit).all()
 
 
+def test_T062_keys_shared_by_all_heads(backend: str) -> None:
+    q = normal(1, 3, 1, 16, 128)
+    k, v = (jnp.broadcast_to(normal(i, 3, 14, 1, 128), (3, 14, 16, 128)) for i in (2, 3))
+    bias = normal(4, 3, 1, 1, 14)
+    attend = functools.partial(jattn.dot_product_attention, q, k, v, implementation=backend)
+    whole = attend(jnp.broadcast_to(bias, (3, 16, 1, 14)))
+    assert float(jnp.abs(attend(bias) - whole).mean()) < 1e-7
+
+
+def test_T063_head_dim_1(backend: str) -> None:
+    q = jnp.asarray([[[[1.0]], [[2.0]]]], "float16")
+    v = jnp.full((1, 1, 1, 1), 3.0, "float16")
+    assert (np.asarray(jattn.dot_product_attention(q, v, v, implementation=backend)) == 3.0).all()
+
+
 @pytest.mark.backends("reference", "cpu")
 @pytest.mark.parametrize("mask_rank", [None, 2, 3, 4])
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -112,7 +112,8 @@ def test_T002_integer_masks_are_refused(dtype: str, backend: str) -> None:
 
 
 @pytest.mark.backends("xla", "cpu")
-def test_T002_train_with_padding(backend: str) -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(100, marks=pytest.mark.full)])
+def test_T002_train_with_padding(steps: int, backend: str) -> None:
     model = encoder(backend, num_heads=2, hidden=4, activation="gelu")
     x = jnp.concatenate([normal(1, 1, 2, 2), jnp.zeros((1, 2, 2))], axis=1)
     target = normal(2, 1, 2, 2)
@@ -131,7 +132,7 @@ def test_T002_train_with_padding(backend: str) -> None:
         return optax.apply_updates(params, updates), state, loss
 
     losses = []
-    for _ in range(10):
+    for _ in range(steps):
         params, state, loss = step(params, state)
         losses.append(float(loss))
     assert np.isfinite(losses).all()

@@ -163,6 +163,36 @@ def test_J01_checkpoint_recomputes_what_its_policy_says(
     )
 
 
+def test_J01_an_empty_mapped_axis() -> None:
+    """Also of gradients, of operands that broadcast too."""
+    x, bias = jnp.zeros((0, 2, 5, 2, 8)), jnp.zeros((1, 2, 5, 5))
+
+    def loss(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return jattn.dot_product_attention(x, x, x, bias).sum()
+
+    grads = jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))(x, bias)
+    assert [g.shape for g in grads] == [x.shape, (0, *bias.shape)]
+
+
+def test_J01_without_jit() -> None:
+    q, k, v, *_ = drawn(length=6, head_dim=4)
+    grad = jax.grad(lambda q: jattn.dot_product_attention(q, k, v, is_causal=True).sum())
+    want = grad(q)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(grad(q), want)
+
+
+def test_J01_debug_nans_names_the_call() -> None:
+    x = jnp.full((1, 4, 2, 8), jnp.nan)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="jattn_forward"):
+        jattn.dot_product_attention(x, x, x)
+    finite, lengths = x.at[:, :2].set(1.0), jnp.asarray([2])
+    with jax.debug_nans(True):  # NaN in padding is nobody's
+        jattn.dot_product_attention(
+            finite, finite, finite, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+        )
+
+
 def test_J01_scan_body(backend: str) -> None:
     arrays = drawn()
 

@@ -9,9 +9,8 @@ both is declared, and those that cannot be honoured are refused.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,48 +153,40 @@ class AttentionFunction:
                 "jattn.flax.attention_fn: query, key and value must have one rank, 3 or more: (batch..., length, heads,"
                 f" head_dim); got {query.shape}, {key.shape}, {value.shape}"
             )
-        batch_shape = query.shape[:-3]
         structure = mask if isinstance(mask, StructuralMask) else StructuralMask()
         if isinstance(mask, StructuralMask):
             mask = structure.dense
         if mask is not None and not isinstance(mask, CausalBias):
-            mask = _fold_broadcast(jnp.asarray(mask) != 0, batch_shape, "mask")
-        if bias is not None:
-            bias = _fold_broadcast(_bias_dtype(jnp.asarray(bias), query.dtype), batch_shape, "bias")
+            mask = jnp.asarray(mask) != 0
+        if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
+            bias = jnp.asarray(bias, jnp.float32)
 
-        out = dot_product_attention(
-            _fold(query, batch_shape, "query"),
-            _fold(key, batch_shape, "key"),
-            _fold(value, batch_shape, "value"),
+        return dot_product_attention(
+            query,
+            key,
+            value,
             bias,
             mask,
             scale=self.scale,
             is_causal=is_causal or self.is_causal,
-            query_seq_lengths=_fold(structure.query_seq_lengths, batch_shape, "query_seq_lengths"),
-            key_value_seq_lengths=_fold(
-                structure.key_value_seq_lengths, batch_shape, "key_value_seq_lengths"
-            ),
             local_window_size=self.local_window_size,
             implementation=self.implementation,
             causal_alignment=self.causal_alignment,
-            segment_ids=_fold(structure.segment_ids, batch_shape, "segment_ids"),
-            query_segment_ids=_fold(structure.query_segment_ids, batch_shape, "query_segment_ids"),
-            key_value_segment_ids=_fold(
-                structure.key_value_segment_ids, batch_shape, "key_value_segment_ids"
-            ),
             logits_soft_cap=self.logits_soft_cap,
-            query_positions=_fold(structure.query_positions, batch_shape, "query_positions"),
-            key_value_positions=_fold(
-                structure.key_value_positions, batch_shape, "key_value_positions"
-            ),
             alibi_slopes=(
                 None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
             ),
             dropout_rate=dropout_rate,
             dropout_key=dropout_rng,
             broadcast_dropout=broadcast_dropout,
+            segment_ids=structure.segment_ids,
+            query_segment_ids=structure.query_segment_ids,
+            key_value_segment_ids=structure.key_value_segment_ids,
+            query_seq_lengths=structure.query_seq_lengths,
+            key_value_seq_lengths=structure.key_value_seq_lengths,
+            query_positions=structure.query_positions,
+            key_value_positions=structure.key_value_positions,
         )
-        return out.reshape(*batch_shape, *out.shape[1:])
 
 
 def make_attention_fn(
@@ -284,51 +275,3 @@ def _promote(
             f"jattn.flax.attention_fn: dtype is {jnp.dtype(dtype).name}, must be a floating-point type"
         )
     return jnp.asarray(query, dtype), jnp.asarray(key, dtype), jnp.asarray(value, dtype)
-
-
-def _bias_dtype(bias: Array, dtype: jnp.dtype[Any]) -> Array:
-    """Casts a bias of a third dtype to the wider of float32 and the query's, as adding it to scores would."""
-    if bias.dtype in (dtype, jnp.float32):
-        return bias
-    return bias.astype(jnp.promote_types(dtype, jnp.float32))
-
-
-@overload
-def _fold(x: Array, batch_shape: tuple[int, ...], name: str) -> Array: ...
-@overload
-def _fold(x: None, batch_shape: tuple[int, ...], name: str) -> None: ...
-def _fold(x: Array | None, batch_shape: tuple[int, ...], name: str) -> Array | None:
-    """Joins the leading batch axes into one, or adds one if there is none; None stays None."""
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    if x.shape[: len(batch_shape)] != batch_shape:
-        raise ValueError(
-            f"jattn.flax.attention_fn: {name} has shape {x.shape}, must begin with the batch axes"
-            f" {batch_shape} of the query"
-        )
-    return x.reshape(math.prod(batch_shape), *x.shape[len(batch_shape) :])
-
-
-def _fold_broadcast(x: Array, batch_shape: tuple[int, ...], name: str) -> Array:
-    """Gives rank 4 to an array that broadcasts to (*batch_shape, N, T, S).
-
-    Axes of size 1 stay 1, except where only some of the batch axes have it.
-    """
-    missing_axes = len(batch_shape) + 3 - x.ndim
-    if missing_axes < 0:
-        raise ValueError(
-            f"jattn.flax.attention_fn: {name} has shape {x.shape}, more axes than (batch..., heads, q_len, kv_len) with"
-            f" batch axes {batch_shape}"
-        )
-    leading = ((1,) * missing_axes + x.shape)[: len(batch_shape)]
-    trailing = ((1,) * missing_axes + x.shape)[len(batch_shape) :]
-    if all(size == 1 for size in leading):
-        return x.reshape(1, *trailing)
-    if any(size not in (1, full) for size, full in zip(leading, batch_shape, strict=True)):
-        raise ValueError(
-            f"jattn.flax.attention_fn: {name} has shape {x.shape}, which does not broadcast to the batch axes"
-            f" {batch_shape} of the query"
-        )
-    x = jnp.broadcast_to(x.reshape(*leading, *trailing), batch_shape + trailing)
-    return x.reshape(math.prod(batch_shape), *trailing)

@@ -38,29 +38,7 @@ def test_resources(key: str) -> None:
     assert resources.read_log(key, row["log"]).faults == ()
 
 
-# Kernels at the limit of the register file, where the two front ends differ by 4 to 8 bytes: nvcc, which builds the hot
-# set, spills none. Known and open; one that comes clean must leave this list.
-SPILLED_BY_NVRTC = {
-    "sm80_backward_dkv sm_90 head_dim=64 head_dim_v=64 tile_kv=128 num_warps=8",
-    "sm80_backward_dkv sm_90 tile_q=64 tile_kv=128 num_warps=8",
-    "sm80_backward_dkv sm_90 element=f16 head_dim=64 head_dim_v=64 tile_kv=128 num_warps=8",
-    "sm80_backward_dkv sm_90 element=f16 tile_q=64 tile_kv=128 num_warps=8",
-    "sm80_forward sm_90 band=1",
-    "sm80_forward sm_90 element=f16 band=1",
-}
-SPILLED = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="NVRTC 13.0 spills 4 to 8 bytes, nvcc none"
-)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        pytest.param(key, marks=SPILLED if toolchain.short_name(key) in SPILLED_BY_NVRTC else ())
-        for key in HOT_SET
-    ],
-    ids=toolchain.short_name,
-)
+@pytest.mark.parametrize("key", HOT_SET, ids=toolchain.short_name)
 def test_nvrtc_agrees(key: str) -> None:
     """The same unit, compiled at run time, is as good: a user without the hot set loses only compile time."""
     toolchain.require_nvrtc()

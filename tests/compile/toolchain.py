@@ -51,6 +51,8 @@ def one_key_per_family() -> dict[str, str]:
         cuda_tiles.plan_forward(biased, 1, hopper).kernels,
         cuda_tiles.plan_forward(moved, 1, hopper).kernels,
     ]
+    with flash_tiles.forward_tile_changes(documents=True):
+        plans.append(flash_tiles.plan_forward(plain, 1).kernels)
     for deterministic in (False, True):
         plan = cuda_tiles.plan_backward(
             biased, 1, hopper, wants=(True,) * 4, deterministic=deterministic

@@ -4,10 +4,19 @@
 #include "base/types.cuh"
 #include "config.cuh"
 
+// Dynamic shared memory, with C linkage so that PTX can name it.
+extern "C" {
+extern __shared__ __align__(1024) unsigned char jattn_shared[];
+}
+
 namespace jattn::ptx {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+// The address of jattn_shared as PTX writes it. NVRTC makes it of 64 bits and converts it wherever it is used, nvcc does not;
+// at the limit of the register file that was 8 bytes of spills. The operand makes the array known to the unit.
+__device__ __forceinline__ uint32_t shared_base() {
+  uint32_t address;
+  asm("mov.u32 %0, jattn_shared;" : "=r"(address) : "l"(jattn_shared));
+  return address;
 }
 
 // Copies kBytes, or writes zeros if !valid; source must be a readable address only if valid. The 16-byte form bypasses

@@ -74,8 +74,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   using ValueTile = Tile<kElement, kDv>;     // of v and dout
   using ScoreTile = Tile<kElement, kTileQ>;  // ds and p, one row per key
 
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const uint32_t base = ptx::shared_address(shared);
+  const uint32_t base = ptx::shared_base();
   const KeyTile k_tile{base};
   const ValueTile v_tile{k_tile.address + KeyTile::bytes(kTileKv)};
   const uint32_t q_base = v_tile.address + ValueTile::bytes(kTileKv);

@@ -32,8 +32,7 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   using KeyTile = Tile<kElement, kD>;
   using ValueTile = Tile<kElement, kDv>;
 
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const uint32_t base = ptx::shared_address(shared);
+  const uint32_t base = ptx::shared_base();
   const KeyTile q_tile{base};
   const ValueTile dout_tile{q_tile.address + KeyTile::bytes(kTileQ)};
   const uint32_t k_base = dout_tile.address + ValueTile::bytes(kTileQ);

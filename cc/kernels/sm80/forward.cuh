@@ -40,8 +40,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   using KeyTile = Tile<kElement, kD>;
   using ValueTile = Tile<kElement, kDv>;
 
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const uint32_t base = ptx::shared_address(shared);
+  const uint32_t base = ptx::shared_base();
   const KeyTile q_tile{base};
   constexpr int kKeyBytes = KeyTile::bytes(kTileKv), kValueBytes = ValueTile::bytes(kTileKv);
   const uint32_t k_base = base + KeyTile::bytes(kTileQ);

@@ -133,10 +133,12 @@ struct Consumer {
                                                 Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
-      const bool small = !(header.flags & kMasks) && all_below(s, params.cap_series.limit);
+      int most[2];
+      greatest_bits(most, s);
+      const bool small = !(header.flags & kMasks) && all_below(s, most, params.cap_series.limit);
       if (__all_sync(~0u, small)) {
         if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
-        softmax.update_capped(s, params.cap_series);
+        softmax.update_capped(s, most, params.cap_series);
         if constexpr (C.dropout) drops.apply(s, context(header));
         if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
         return;

@@ -45,22 +45,8 @@ __device__ __forceinline__ void raise_row_max(float (&largest)[2], const float (
 // kOftenNegative: scores with terms may stay negative for whole rows. Of values that are all negative the largest float
 // is the least unsigned number.
 template <bool kOftenNegative, int kCount>
-__device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount]) {
-  int bits[2][2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int first = half * (kCount / 2);
-      bits[r][half] = __float_as_int(s[first + 2 * r]);
-#pragma unroll
-      for (int i = 0; i < kCount / 8; ++i) {
-        const int at = first + 4 * i + 2 * r;
-        bits[r][half] = __vimax3_s32(bits[r][half], __float_as_int(s[at]), __float_as_int(s[at + 1]));
-      }
-    }
-  }
-  const int most[2] = {max(bits[0][0], bits[0][1]), max(bits[1][0], bits[1][1])};
+__device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const float (&s)[kCount],
+                                                      const int (&most)[2]) {
   const bool unknown = (most[0] < 0 && largest[0] < 0.0f) || (most[1] < 0 && largest[1] < 0.0f);
   if (__any_sync(~0u, unknown)) {
     if constexpr (kOftenNegative) {
@@ -82,20 +68,40 @@ __device__ __forceinline__ void raise_row_max_integer(float (&largest)[2], const
   }
 }
 
-// Whether all values are of less than this magnitude; NaN is not. As integers, positive floats ascend and negative ones
-// descend.
+// The greatest bits of each row as integers.
 template <int kCount>
-__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
-  int greatest = __float_as_int(s[0]);
-  unsigned least = __float_as_uint(s[0]);
+__device__ __forceinline__ void greatest_bits(int (&most)[2], const float (&s)[kCount]) {
+  int bits[2][2];
 #pragma unroll
-  for (int i = 1; i + 1 < kCount; i += 2) {
-    greatest = __vimax3_s32(greatest, __float_as_int(s[i]), __float_as_int(s[i + 1]));
-    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * (kCount / 2);
+      bits[r][half] = __float_as_int(s[first + 2 * r]);
+#pragma unroll
+      for (int i = 0; i < kCount / 8; ++i) {
+        const int at = first + 4 * i + 2 * r;
+        bits[r][half] = __vimax3_s32(bits[r][half], __float_as_int(s[at]), __float_as_int(s[at + 1]));
+      }
+    }
   }
-  greatest = max(greatest, __float_as_int(s[kCount - 1]));
-  least = max(least, __float_as_uint(s[kCount - 1]));
-  return greatest < __float_as_int(limit) && least < __float_as_uint(-limit);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) most[r] = max(bits[r][0], bits[r][1]);
+}
+
+// Whether all values are of less than this magnitude; NaN is not. `most` is of greatest_bits(): as integers positive
+// floats ascend and negative ones descend.
+template <int kCount>
+__device__ __forceinline__ bool all_below(const float (&s)[kCount], const int (&most)[2], float limit) {
+  unsigned least[2] = {__float_as_uint(s[0]), __float_as_uint(s[1])};
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      least[half] = __vimax3_u32(least[half], __float_as_uint(s[4 * i + half]), __float_as_uint(s[4 * i + half + 2]));
+    }
+  }
+  return max(most[0], most[1]) < __float_as_int(limit) && max(least[0], least[1]) < __float_as_uint(-limit);
 }
 
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
@@ -152,10 +158,11 @@ struct OnlineSoftmax {
     return rescale;
   }
 
-  // The same as update() from raw products of magnitude below series.limit, all of them visible: the polynomial ends in the
-  // multiply-add of the exponent. What the cap does to the largest product is done to it alone, because it ascends.
+  // The same as update() from raw products of magnitude below series.limit, all of them visible: the polynomial ends in
+  // the multiply-add of the exponent. What the cap does to the largest product is done to it alone, because it ascends.
+  // `most` is of greatest_bits().
   template <class Series, int kCount>
-  __device__ __forceinline__ void update_capped(float (&s)[kCount], const Series& series) {
+  __device__ __forceinline__ void update_capped(float (&s)[kCount], const int (&most)[2], const Series& series) {
     static_assert(kScaled && kIntegerMax);
     const auto slope = [&](float x) {
       const float square = x * x;
@@ -164,7 +171,7 @@ struct OnlineSoftmax {
     };
     // Only products above row_max matter, whose sign is that of its product.
     float largest[2] = {row_max[0] < 0.0f ? -infinity() : 0.0f, row_max[1] < 0.0f ? -infinity() : 0.0f};
-    raise_row_max_integer<false>(largest, s);
+    raise_row_max_integer<false>(largest, s, most);
 #pragma unroll
     for (int r = 0; r < 2; ++r) largest[r] = fmaxf(row_max[r], largest[r] * slope(largest[r]));
     follow(largest);
@@ -182,7 +189,9 @@ struct OnlineSoftmax {
     const float unit = this->unit();
     float largest[2] = {row_max[0], row_max[1]};
     if constexpr (kIntegerMax) {
-      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s);
+      int most[2];
+      greatest_bits(most, s);
+      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s, most);
     } else {
       raise_row_max(largest, s);
     }

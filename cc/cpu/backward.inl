@@ -272,7 +272,7 @@ class BackwardPass {
     const Acc* lse = lse_ + tile.first_lse;
     const uint64_t bad_queries = not_finite_[tile.index];
     products.set_queries(packed_queries_ + tile.index * plan_.query_tile_len,
-                         packed_douts_ + tile.index * plan_.dout_tile_len);
+                         packed_douts_ + tile.index * plan_.dout_tile_len, bad_queries);
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 

@@ -58,7 +58,7 @@ class BackwardProducts {
   }
 
   // Takes a packed tile.
-  void set_queries(const Acc* queries, const Acc* douts) {
+  void set_queries(const Acc* queries, const Acc* douts, uint64_t) {
     queries_ = queries;
     douts_ = douts;
   }

@@ -17,6 +17,8 @@
 #if defined(__AMX_BF16__)
 #include "cpu/amx_backward_products.h"
 #include "cpu/amx_forward_products.h"
+#include "cpu/planes_backward_products.h"
+#include "cpu/planes_forward_products.h"
 #endif
 
 namespace jattn::cpu {
@@ -171,9 +173,9 @@ void measure() {
 #if defined(__AMX_BF16__)
       using BF16 = BFloat16;
       using F16 = Float16;
-      measure_passes<float, AmxForwardProducts<float>, AmxBackwardProducts<float>>("f32", 1024, head_dim, is_causal);
+      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim, is_causal);
       measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal);
-      measure_passes<F16, AmxForwardProducts<F16>, AmxBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
+      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
 #else
       measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("f32", 1024, head_dim, is_causal);
 #endif

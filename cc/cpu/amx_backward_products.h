@@ -1,5 +1,5 @@
-// The five products of the backward pass on the matrix unit. P and dS are rounded to 8 bits for bfloat16 and to 16 for
-// float16.
+// The five products of the backward pass on the matrix unit, for bfloat16 and float16. P and dS are rounded to 8 and
+// 16 bits.
 //
 // dk and dv are summed transposed: their left operands, Q and dout transposed, are packed once for all tasks, and P and
 // dS need only be interleaved.
@@ -7,7 +7,6 @@
 
 #include "cpu/amx_tiles.h"
 #include "cpu/tasks.h"
-#include "cpu/tile_product.h"
 
 namespace jattn::cpu {
 namespace {
@@ -42,8 +41,7 @@ class AmxBackwardProducts {
            Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
            2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
            2 * Workspace::bytes<BFloat16>(kPlanes * kTile * max_of(plan.row_len, plan.row_len_v)) +
-           2 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile) +
-           (kPlanes > 1 ? 2 * Workspace::bytes<float>(kTile * max_of(plan.row_len, plan.row_len_v)) : 0);
+           2 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
   }
 
   AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -62,44 +60,37 @@ class AmxBackwardProducts {
         finite_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
         finite_pairs_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
         pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)),
-        ds_rows_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {
-    if constexpr (kPlanes > 1) {
-      left_rows_ = workspace.take<float>(kTile * max_of(row_len_, row_len_v_));
-      right_lanes_ = workspace.take<float>(kTile * max_of(row_len_, row_len_v_));
-    }
-  }
+        ds_rows_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {}
 
-  // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite, with
-  // several planes also for each value.
+  // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
-    uint64_t not_finite = copy_rows<Element>(count, key_row, head_dim_, k_rows_, row_len_);
+    const uint64_t not_finite = copy_rows<Element>(count, key_row, head_dim_, k_rows_, row_len_);
     interleave_rows<kPlanes>(k_rows_, row_len_, k_row_pairs_);
     transpose_to_pairs<kPlanes>(k_rows_, kTile, row_len_, k_pairs_);
-    const uint64_t not_finite_values = copy_rows<Element>(count, value_row, head_dim_v_, finite_, row_len_v_);
-    if constexpr (kPlanes > 1) not_finite |= not_finite_values;
+    copy_rows<Element>(count, value_row, head_dim_v_, finite_, row_len_v_);
     transpose_to_pairs<kPlanes>(finite_, kTile, row_len_v_, v_pairs_);
     clear(dk_columns_, kTile * row_len_);
     clear(dk_, kTile * row_len_);
     clear(dv_columns_, kTile * row_len_v_);
     clear(dv_, kTile * row_len_v_);
-    has_finite_keys_ = not_finite == 0;
     return not_finite;
   }
 
   // Takes a packed tile.
-  void set_queries(const float* queries, const float* douts, uint64_t not_finite) {
-    has_finite_queries_ = not_finite == 0;
+  void set_queries(const float* queries, const float* douts, uint64_t) {
     q_rows_ = reinterpret_cast<const BFloat16*>(queries);
     dout_rows_ = reinterpret_cast<const BFloat16*>(douts);
   }
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
   void multiply_queries(int64_t queries, int64_t keys, float* s) const {
-    multiply_rows(queries, keys, q_rows_, k_pairs_, row_len_, s);
+    amx_multiply<kPlanes, false>(queries, keys, row_len_, {q_rows_, row_len_, kTile * row_len_},
+                                 {k_pairs_, 2 * kTile, kTile * row_len_}, {s, kTile});
   }
   void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
-    multiply_rows(queries, keys, dout_rows_, v_pairs_, row_len_v_, dp);
+    amx_multiply<kPlanes, false>(queries, keys, row_len_v_, {dout_rows_, row_len_v_, kTile * row_len_v_},
+                                 {v_pairs_, 2 * kTile, kTile * row_len_v_}, {dp, kTile});
   }
 
   // The queries, or keys, in `excluded` are left out of the sum.
@@ -134,21 +125,6 @@ class AmxBackwardProducts {
   float* dv() { return dv_; }  // [kTile][row_len_v]
 
  private:
-  // result[query * kTile + key] = sum over the elements of a row
-  void multiply_rows(int64_t queries, int64_t keys, const BFloat16* left, const BFloat16* right_pairs, int64_t row_len,
-                     float* result) const {
-    if constexpr (kPlanes > 1) {
-      if (!has_finite_queries_ || !has_finite_keys_) {
-        join_rows<kPlanes>(left, row_len, left_rows_);
-        join_pairs<kPlanes>(right_pairs, kTile, row_len, right_lanes_);
-        return multiply<false, float>(queries, round_up(keys, kWidth<float>), row_len, {left_rows_, row_len, 1},
-                                      {right_lanes_, kTile}, {result, kTile});
-      }
-    }
-    amx_multiply<kPlanes, false>(queries, keys, row_len, {left, row_len, kTile * row_len},
-                                 {right_pairs, 2 * kTile, kTile * row_len}, {result, kTile});
-  }
-
   // columns[d * kTile + key] += sum over queries of left[d][query] * tile[query][key]
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
                    int64_t row_len, float* columns) const {
@@ -178,15 +154,12 @@ class AmxBackwardProducts {
   }
 
   AmxSession session_;
-  bool has_finite_keys_ = true, has_finite_queries_ = true;
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, row pairs, and pairs of the transpose
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
   float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
   BFloat16 *finite_, *finite_pairs_;
   BFloat16 *pairs_, *ds_rows_;
-  // With several planes, for tiles that the vectors multiply: [kTile][row_len], [row_len][kTile].
-  float *left_rows_ = nullptr, *right_lanes_ = nullptr;
 };
 
 }  // namespace

@@ -1,12 +1,8 @@
 // The matrix unit (AMX): products of bfloat16 tiles with float32 sums, and the layouts that it reads.
 //
-// A float16 is the sum of two bfloat16, exactly: the upper 8 bits of its significand and the other 3. A float32 is the
-// sum of three. Operands then have several planes, and a product is the sum over pairs of planes, still much faster than
-// float32 vectors. Infinity cannot be split so (next to a zero plane it gives NaN), and a partial sum may overflow where
-// the whole does not: tiles with such values are left to the vectors.
-//
-// The unit takes subnormal numbers for 0. Parts of a float32 below 2^-126 are lost, which is an absolute error that only
-// sums of values that are all below about 2^-100 see.
+// A float16 is the sum of two bfloat16, exactly: the upper 8 bits of its significand and the other 3. Operands then
+// have two planes, and a product is the sum over all pairs of planes, still much faster than float32 vectors. (Infinity
+// cannot be split so: next to a zero plane it gives NaN.)
 //
 // One instruction computes C[16][16] += A[16][32] B[32][16]. A is read row by row. B is read in pairs: element
 // (2i, n) and (2i + 1, n) lie side by side, so that 16 rows of 16 pairs make a tile. (Intel SDM volume 1, chapter 18.)
@@ -51,21 +47,6 @@ template <typename Element>
 constexpr int64_t kAmxPlanes = 1;
 template <>
 constexpr int64_t kAmxPlanes<Float16> = 2;
-template <>
-constexpr int64_t kAmxPlanes<float> = 3;
-
-// The pairs of planes (of the left, of the right operand) that make a product, each sharing a plane with the one before
-// it. Of float16 all pairs. Of float32 those that reach into the 24 bits of a product: the three
-// others are below 2^-24 of it and changed no measured error.
-struct PlanePair {
-  int64_t left, right;
-};
-template <int64_t kPlanes>
-constexpr PlanePair kPlanePairs[] = {{0, 0}};
-template <>
-constexpr PlanePair kPlanePairs<2>[] = {{1, 1}, {1, 0}, {0, 0}, {0, 1}};
-template <>
-constexpr PlanePair kPlanePairs<3>[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 2}, {0, 0}};
 
 struct AmxOperand {
   const BFloat16* data;
@@ -110,19 +91,14 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
         _tile_zero(3);
       }
       for (int64_t k = 0; k < inner_tiles; ++k) {
-        constexpr auto& kPairs = kPlanePairs<kPlanes>;
-#pragma GCC unroll 6
-        for (size_t pair = 0; pair < sizeof(kPairs) / sizeof(PlanePair); ++pair) {
-          const auto [p, q] = kPairs[pair];
-          // What the pair before it left in the registers stays there.
-          const bool loads_left = pair == 0 || kPairs[pair - 1].left != p;
-          const bool loads_right = pair == 0 || kPairs[pair - 1].right != q;
-          if (loads_left) _tile_loadd(4, left.tile(p, m, k), left_stride_bytes);
-          if (loads_right) _tile_loadd(6, right.tile(q, k, n), right_stride_bytes);
+        for (int64_t pair = 0; pair < kPlanes * kPlanes; ++pair) {
+          const int64_t p = pair / kPlanes, q = pair % kPlanes;
+          _tile_loadd(4, left.tile(p, m, k), left_stride_bytes);
+          _tile_loadd(6, right.tile(q, k, n), right_stride_bytes);
           _tile_dpbf16ps(0, 4, 6);
-          if (loads_right) _tile_loadd(7, right.tile(q, k, n + 1), right_stride_bytes);
+          _tile_loadd(7, right.tile(q, k, n + 1), right_stride_bytes);
           _tile_dpbf16ps(1, 4, 7);
-          if (loads_left) _tile_loadd(5, left.tile(p, m + 1, k), left_stride_bytes);
+          _tile_loadd(5, left.tile(p, m + 1, k), left_stride_bytes);
           _tile_dpbf16ps(2, 5, 6);
           _tile_dpbf16ps(3, 5, 7);
         }
@@ -137,103 +113,51 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
 
 inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }
 
-// Products of float32 below this cannot overflow.
-constexpr uint32_t kHugeBits = 0x5d800000;  // of 2^60
-
-// The upper halves of the words of `first`, then of `second`.
-inline Vec<uint32_t> upper_halves(Vec<uint32_t> first, Vec<uint32_t> second) {
-  alignas(64) static constexpr uint16_t kPlaces[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return reinterpret_cast<Vec<uint32_t>>(_mm512_permutex2var_epi16(
-      reinterpret_cast<__m512i>(first), _mm512_load_si512(kPlaces), reinterpret_cast<__m512i>(second)));
-}
-
-// The upper halves of the words of `even` and `odd`, side by side.
-inline Vec<uint32_t> upper_pairs(Vec<uint32_t> even, Vec<uint32_t> odd) {
-  alignas(64) static constexpr uint16_t kPlaces[] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11, 43, 13, 45, 15, 47,
-                                                     17, 49, 19, 51, 21, 53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
-  return reinterpret_cast<Vec<uint32_t>>(_mm512_permutex2var_epi16(
-      reinterpret_cast<__m512i>(even), _mm512_load_si512(kPlaces), reinterpret_cast<__m512i>(odd)));
-}
-
-// The part of a value that its first plane, cut off, leaves out.
+// The part of a value that its first plane leaves out.
 inline Vec<float> remainder(Vec<float> value) {
-  return value - reinterpret_cast<Vec<float>>(as_words(value) & 0xffff0000u);
-}
-
-// A value as its planes: the upper halves of the words are bfloat16 that add up to it. Infinity and NaN lie in the first
-// plane alone. The planes of a float32 are rounded, so that what kPlanePairs leaves out has no sign of its own, except
-// for huge values, where the first could overflow.
-template <typename Element>
-struct PlanesOf {
-  Vec<uint32_t> plane[kAmxPlanes<Element>];
-};
-
-template <typename Element>
-inline PlanesOf<Element> planes_of(Vec<float> value) {
-  PlanesOf<Element> planes;
-  if constexpr (kAmxPlanes<Element> == 3) {
-    const Vec<uint32_t> magnitude = as_words(value) & 0x7fffffffu;
-    const auto kept_bits = [](Vec<uint32_t> words) { return words & 0xffff0000u; };
-    const Vec<uint32_t> half = reinterpret_cast<Vec<uint32_t>>(magnitude < kHugeBits) & 0x8000u;
-    const Vec<uint32_t> quiet = reinterpret_cast<Vec<uint32_t>>(magnitude > 0x7f800000u) & 0x400000u;
-    planes.plane[0] = kept_bits((as_words(value) + half) | quiet);
-    Vec<float> rest = value - reinterpret_cast<Vec<float>>(planes.plane[0]);
-    rest = rest == rest ? rest : Vec<float>{};
-    planes.plane[1] = kept_bits(as_words(rest) + 0x8000u);
-    planes.plane[2] = as_words(rest - reinterpret_cast<Vec<float>>(planes.plane[1]));
-  } else {
-    planes.plane[0] = as_words(value);
-    const Vec<float> rest = remainder(value);
-    planes.plane[1] = as_words(rest == rest ? rest : Vec<float>{});
-  }
-  return planes;
-}
-
-inline Vec<float> load_present(const float* from, __mmask16 present) {
-  return reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(present, from));
-}
-inline Vec<float> load_present(const Float16* from, __mmask16 present) {
-  return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, _mm256_maskz_loadu_epi16(present, from)));
+  const Vec<float> first = reinterpret_cast<Vec<float>>(as_words(value) & 0xffff0000u);
+  const Vec<float> rest = value - first;
+  return rest == rest ? rest : Vec<float>{};  // infinity and NaN lie in the first plane alone
 }
 
 // Copies row(i) for i < count into a tile of kTile rows of `row_len` elements per plane; everything else in it becomes
-// 0. Returns a bit for each row that is not finite, or holds a huge float32.
+// 0. Returns a bit for each row that is not finite.
 template <typename Element, typename Row>
 inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloat16* to, int64_t row_len) {
-  constexpr int64_t kPlanes = kAmxPlanes<Element>, kStep = 32;
-  static_assert(kRowUnit % kStep == 0);
   uint64_t not_finite = 0;
   for (int64_t i = 0; i < count; ++i) {
     BFloat16* to_row = to + i * row_len;
-    __mmask32 bad = 0;
-    for (int64_t d = 0; d < row_len; d += kStep) {
-      const int64_t rest = row_size - d;
-      const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
-      const Element* from = row(i) + d;
-      if constexpr (kPlanes == 1) {
-        const __m512i exponent = _mm512_set1_epi16(0x7f80);
-        const __m512i value = _mm512_maskz_loadu_epi16(present, from);
+    bool is_bad = false;
+    if constexpr (kAmxPlanes<Element> == 1) {
+      constexpr int64_t kStep = 32;
+      const __m512i exponent = _mm512_set1_epi16(0x7f80);
+      __mmask32 bad = 0;
+      for (int64_t d = 0; d < row_len; d += kStep) {
+        const int64_t rest = row_size - d;
+        const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
+        const __m512i value = _mm512_maskz_loadu_epi16(present, row(i) + d);
         bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
         _mm512_storeu_si512(to_row + d, value);
-      } else {
-        PlanesOf<Element> half[2];
-        for (int h = 0; h < 2; ++h) {
-          const auto value = load_present(from + 16 * h, static_cast<__mmask16>(present >> (16 * h)));
-          constexpr uint32_t kLeastBad = std::is_same_v<Element, float> ? kHugeBits : 0x7f800000;
-          const Vec<uint32_t> magnitude = as_words(value) & 0x7fffffffu;
-          bad |= _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(magnitude), _mm512_set1_epi32(kLeastBad));
-          half[h] = planes_of<Element>(value);
-        }
-        for (int64_t plane = 0; plane < kPlanes; ++plane) {
-          store(reinterpret_cast<uint32_t*>(to_row + plane * kTile * row_len + d),
-                upper_halves(half[0].plane[plane], half[1].plane[plane]));
-        }
       }
+      is_bad = bad != 0;
+    } else {
+      constexpr int64_t kStep = 16;
+      const __m256i exponent = _mm256_set1_epi16(0x7c00);
+      __mmask16 bad = 0;
+      for (int64_t d = 0; d < row_len; d += kStep) {
+        const int64_t rest = row_size - d;
+        const __mmask16 present = rest >= kStep ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1;
+        const __m256i half = _mm256_maskz_loadu_epi16(present, row(i) + d);
+        bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, exponent), exponent);
+        const auto value = reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, half));
+        store_16bit(to_row + d, as_words(value) >> 16);
+        store_16bit(to_row + kTile * row_len + d, as_words(remainder(value)) >> 16);
+      }
+      is_bad = bad != 0;
     }
-    not_finite |= static_cast<uint64_t>(bad != 0) << i;
+    not_finite |= static_cast<uint64_t>(is_bad) << i;
   }
-  for (int64_t plane = 0; plane < kPlanes; ++plane) {
+  for (int64_t plane = 0; plane < kAmxPlanes<Element>; ++plane) {
     clear(to + (plane * kTile + count) * row_len, (kTile - count) * row_len);
   }
   return not_finite;
@@ -280,34 +204,6 @@ inline void transpose_rows(const BFloat16* rows, int64_t row_len, BFloat16* pair
   }
 }
 
-// What planes of rows add up to: to[row][d].
-template <int64_t kPlanes>
-inline void join_rows(const BFloat16* rows, int64_t row_len, float* to) {
-  for (int64_t i = 0; i < kTile * row_len; i += kWidth<float>) {
-    Vec<float> sum{};
-    for (int64_t plane = kPlanes; plane-- > 0;) sum += widen(rows + plane * kTile * row_len + i);
-    store(to + i, sum);
-  }
-}
-
-// What planes of the pairs of transpose_to_pairs add up to: to[d][row].
-template <int64_t kPlanes>
-inline void join_pairs(const BFloat16* pairs, int64_t count, int64_t row_len, float* to) {
-  for (int64_t d = 0; d < row_len; d += 2) {
-    for (int64_t row = 0; row < count; row += kWidth<float>) {
-      Vec<float> even{}, odd{};
-      for (int64_t plane = kPlanes; plane-- > 0;) {
-        const BFloat16* at = pairs + plane * count * row_len + d * count + 2 * row;
-        const Vec<uint32_t> words = load(reinterpret_cast<const uint32_t*>(at));
-        even += reinterpret_cast<Vec<float>>(words << 16);
-        odd += reinterpret_cast<Vec<float>>(words & 0xffff0000u);
-      }
-      store(to + d * count + row, even);
-      store(to + (d + 1) * count + row, odd);
-    }
-  }
-}
-
 // Copies rows of kTile elements (all planes), with the columns in `excluded` set to 0.
 inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t excluded, BFloat16* to) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -325,22 +221,14 @@ inline Vec<uint32_t> round_to_pairs(Vec<float> even, Vec<float> odd) {
   return (as_words(even) + kHalf) >> 16 | ((as_words(odd) + kHalf) & 0xffff0000u);
 }
 
-// The same into all planes of `to`, `plane` elements apart. Of three planes nothing is lost; of fewer the last is
-// rounded. Planes are cut off, not rounded: these values meet rounded ones, and that is enough.
+// The same into all planes of `to`, `plane` elements apart. Only the last plane is rounded.
 template <int64_t kPlanes>
 inline void store_pairs(Vec<float> even, Vec<float> odd, BFloat16* to, int64_t plane) {
-  if constexpr (kPlanes == 1) {
-    store(reinterpret_cast<uint32_t*>(to), round_to_pairs(even, odd));
+  if constexpr (kPlanes == 2) {
+    store(reinterpret_cast<uint32_t*>(to), as_words(even) >> 16 | (as_words(odd) & 0xffff0000u));
+    store_pairs<1>(remainder(even), remainder(odd), to + plane, plane);
   } else {
-    store(reinterpret_cast<uint32_t*>(to), upper_pairs(as_words(even), as_words(odd)));
-    even = remainder(even);
-    odd = remainder(odd);
-    if constexpr (kPlanes == 2) {
-      store_pairs<1>(even, odd, to + plane, plane);
-    } else {
-      store(reinterpret_cast<uint32_t*>(to + plane), upper_pairs(as_words(even), as_words(odd)));
-      store(reinterpret_cast<uint32_t*>(to + 2 * plane), upper_pairs(as_words(remainder(even)), as_words(remainder(odd))));
-    }
+    store(reinterpret_cast<uint32_t*>(to), round_to_pairs(even, odd));
   }
 }
 
@@ -365,12 +253,12 @@ inline void round_tile(const float* tile, int64_t rows, int64_t columns, BFloat1
       const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
       Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
       BFloat16* at = to + row * kTile + column;
-      for (int64_t plane = 1; plane < kPlanes; ++plane) {
+      if constexpr (kPlanes == 2) {
         store_16bit(at, as_words(value) >> 16);
         value = remainder(value);
         at += kTile * kTile;
       }
-      store_16bit(at, kPlanes == 3 ? as_words(value) >> 16 : (as_words(value) + 0x8000u) >> 16);
+      store_16bit(at, (as_words(value) + 0x8000u) >> 16);
     }
   }
 }

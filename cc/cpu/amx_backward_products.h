@@ -77,6 +77,8 @@ class AmxBackwardProducts {
     return not_finite;
   }
 
+  static constexpr bool kInterleaves = false;
+
   // Takes a packed tile.
   void set_queries(const float* queries, const float* douts, uint64_t) {
     q_rows_ = reinterpret_cast<const BFloat16*>(queries);

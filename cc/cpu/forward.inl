@@ -189,9 +189,25 @@ class ForwardPass {
     if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
       const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
+      tiles.scores = scores[i ^ 1];
+      if constexpr (Products::kInterleaves) {
+        const bool is_plain = step.covered == Coverage::kFull && step.kv_tile.not_finite == 0 && !has_score_rule_ &&
+                              !dropout.is_active() && step.keys.count == kTile && panel.lanes == kPanel;
+        if (is_plain && next.keys.count > 0) {
+          typename Products::Softmax softmax(log2_unit(), tiles.scores, panel.softmax);
+          if (products.multiply_keys_beside(softmax, next.keys.count, next.kv_tile.keys, scores[i])) {
+            if (softmax.finish()) {
+              products.add_values(kTile, step.kv_tile.values, panel.lanes, tiles.scores, 0, panel.out);
+            } else {
+              add_step(task, sequence, step, dropout, tiles, products, panel);
+            }
+            step = next;
+            continue;
+          }
+        }
+      }
       // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
       if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
-      tiles.scores = scores[i ^ 1];
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }

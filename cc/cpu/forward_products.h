@@ -56,6 +56,7 @@ class ForwardProducts {
   }
 
   // Probabilities are read where the softmax leaves them.
+  static constexpr bool kInterleaves = false;
   static constexpr bool kFused = false;
   static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;

@@ -57,10 +57,35 @@ struct PlaneOperand {
   int64_t inner_len;
 };
 
+// Work for the vectors in `kUnits` parts, done while the matrix unit multiplies: the core runs both at once if their
+// instructions lie close together.
+template <int64_t kUnits, typename Work>
+class BesideProduct {
+ public:
+  // Of multiply_planes with these extents.
+  BesideProduct(int64_t rows, int64_t columns, int64_t inner, const Work& work)
+      : work_(work), num_slots_(kSlotsPerStep * blocks(rows) * blocks(columns) * blocks(inner)) {}
+
+  static constexpr size_t kSlotsPerStep = 4;  // there is one after each of the first pairs of planes
+  inline __attribute__((always_inline)) void operator()() {
+    for (credit_ += kUnits; credit_ >= num_slots_; credit_ -= num_slots_) work_(unit_++);
+  }
+
+ private:
+  static int64_t blocks(int64_t extent) { return (extent + kAmxBlock - 1) / kAmxBlock; }
+  const Work& work_;
+  int64_t num_slots_, credit_ = 0, unit_ = 0;
+};
+
+struct NothingBeside {
+  static constexpr size_t kSlotsPerStep = 0;
+  void operator()() {}
+};
+
 // result = left * right, or result += left * right. All extents are rounded up to 32; operands hold zeros there.
-template <int64_t kPlanes, bool kAccumulate>
+template <int64_t kPlanes, bool kAccumulate, typename Beside = NothingBeside>
 inline void multiply_planes(int64_t rows, int64_t columns, int64_t inner, PlaneOperand left, PlaneOperand right,
-                            AmxResult result) {
+                            AmxResult result, Beside beside = {}) {
   // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
   asm volatile("" ::: "memory");
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
@@ -97,6 +122,7 @@ inline void multiply_planes(int64_t rows, int64_t columns, int64_t inner, PlaneO
           if (loads_left) _tile_loadd(5, left_tile + kBlockHalf, kAmxRowBytes);
           _tile_dpbf16ps(2, 5, 6);
           _tile_dpbf16ps(3, 5, 7);
+          if (pair < Beside::kSlotsPerStep) beside();
         }
         left_block += kPlanes * kBlockLen;
         right_block += kPlanes * kBlockLen;
@@ -142,7 +168,7 @@ constexpr uint32_t kHugeBits = 0x5d800000;  // 2^60
 // Operands that are packed once. Infinity and NaN lie in the first plane alone. The planes of a float32 are rounded, so
 // that what kPlanePairs leaves out has no sign of its own; except those of huge values, where the first could overflow.
 template <typename Element>
-inline Planes<kPlanesOf<Element>> planes_of(Vec<float> value) {
+inline __attribute__((always_inline)) Planes<kPlanesOf<Element>> planes_of(Vec<float> value) {
   Planes<kPlanesOf<Element>> planes;
   constexpr uint32_t kUpperHalf = 0xffff0000;
   if constexpr (kPlanesOf<Element> == 3) {
@@ -165,7 +191,7 @@ inline Planes<kPlanesOf<Element>> planes_of(Vec<float> value) {
 // P and dS, in the type of the accumulator: the last of two planes is rounded, three hold them exactly. They are cut off
 // otherwise, which is faster: what is left out has no sign as long as the other operand is rounded.
 template <int64_t kPlanes>
-inline Planes<kPlanes> cut_planes(Vec<float> value) {
+inline __attribute__((always_inline)) Planes<kPlanes> cut_planes(Vec<float> value) {
   Planes<kPlanes> planes;
 #pragma GCC unroll 3
   for (int64_t i = 0; i < kPlanes; ++i) {
@@ -183,16 +209,9 @@ inline Vec<float> load_present(const Float16* from, __mmask16 present) {
   return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, _mm256_maskz_loadu_epi16(present, from)));
 }
 
-// Up to 16 elements of a row, with zeros after its end. `exact` becomes true where one of them is not finite, or huge.
-template <typename Element>
-inline Vec<float> load_piece(const Element* row, int64_t first, int64_t row_size, bool& exact) {
-  const int64_t rest = row_size - first;
-  const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1);
-  const Vec<float> value = load_present(row + first, present);
-  constexpr uint32_t kLeast = kPlanesOf<Element> == 3 ? kHugeBits : kInfinityBits;
-  const auto magnitude = reinterpret_cast<__m512i>(as_words(value) & kMagnitudeBits);
-  exact |= _mm512_cmpge_epu32_mask(magnitude, _mm512_set1_epi32(kLeast)) != 0;
-  return value;
+// Lanes that lie before the end of a row of which `rest` elements are left.
+inline __mmask16 lanes_before(int64_t rest) {
+  return static_cast<__mmask16>(rest >= 16 ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1);
 }
 
 // The functions below pack row(i) for i < count of kTile rows of `row_size` elements, padded to `row_len`; everything
@@ -203,21 +222,24 @@ struct Pieces {
   Vec<float> low[kAmxRows], high[kAmxRows];
 };
 template <typename Element, typename Row>
-inline uint64_t load_pieces(int64_t count, const Row& row, int64_t row_size, int64_t first, int64_t d, Pieces& pieces) {
+inline __attribute__((always_inline)) uint64_t load_pieces(int64_t count, const Row& row, int64_t row_size,
+                                                           int64_t first, int64_t d, Pieces& pieces) {
+  constexpr uint32_t kLeast = kPlanesOf<Element> == 3 ? kHugeBits : kInfinityBits;
+  const __mmask16 low_lanes = lanes_before(row_size - d), high_lanes = lanes_before(row_size - d - kAmxRows);
   uint64_t exact_rows = 0;
-#pragma GCC unroll 4
+#pragma GCC unroll 16
   for (int64_t i = 0; i < kAmxRows; ++i) {
-    if (first + i >= count) {
-      pieces.low[i] = pieces.high[i] = Vec<float>{};
-      continue;
-    }
-    bool exact = false;
-    const Element* from = row(first + i);
-    pieces.low[i] = load_piece(from, d, row_size, exact);
-    pieces.high[i] = load_piece(from, d + kAmxRows, row_size, exact);
-    exact_rows |= static_cast<uint64_t>(exact) << (first + i);
+    const bool is_row = first + i < count;
+    const Element* from = row(is_row ? first + i : 0) + d;
+    pieces.low[i] = load_present(from, is_row ? low_lanes : 0);
+    pieces.high[i] = load_present(from + kAmxRows, is_row ? high_lanes : 0);
+    const auto is_exact = [](Vec<float> value) {
+      return _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(as_words(value) & kMagnitudeBits),
+                                     _mm512_set1_epi32(kLeast));
+    };
+    exact_rows |= static_cast<uint64_t>((is_exact(pieces.low[i]) | is_exact(pieces.high[i])) != 0) << i;
   }
-  return exact_rows;
+  return exact_rows << first;
 }
 
 // The left operand of a product over the elements of a row.
@@ -328,13 +350,24 @@ inline uint64_t pack_right_columns(int64_t count, const Row& row, int64_t row_si
 // A pair of rows, `row` (even) and the next, of the right operand of a product over them: 16 elements from column
 // `column` on.
 template <int64_t kPlanes>
-inline void store_right_pair(const Planes<kPlanes>& even, const Planes<kPlanes>& odd, int64_t row, int64_t column,
-                             BFloat16* to) {
+inline __attribute__((always_inline)) void store_right_pair(const Planes<kPlanes>& even, const Planes<kPlanes>& odd,
+                                                            int64_t row, int64_t column, BFloat16* to) {
   BFloat16* place = block_of<kPlanes>(to, kTile, column, row) + column % kAmxBlock / kAmxRows * kBlockHalf +
                     row % kAmxInner / 2 * kAmxInner;
 #pragma GCC unroll 3
   for (int64_t plane = 0; plane < kPlanes; ++plane) {
     store_words(place + plane * kBlockLen, upper_pairs(even.plane[plane], odd.plane[plane]));
+  }
+}
+
+// 32 columns from `column` on of a row of the left operand of a product over kTile columns.
+template <int64_t kPlanes>
+inline __attribute__((always_inline)) void store_left_row(const Planes<kPlanes>& low, const Planes<kPlanes>& high,
+                                                          int64_t row, int64_t column, BFloat16* to) {
+  BFloat16* place = block_of<kPlanes>(to, kTile, row, column) + row % kAmxBlock * kAmxInner;
+#pragma GCC unroll 3
+  for (int64_t plane = 0; plane < kPlanes; ++plane) {
+    store_words(place + plane * kBlockLen, upper_halves(low.plane[plane], high.plane[plane]));
   }
 }
 

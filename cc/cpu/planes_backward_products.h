@@ -38,7 +38,7 @@ class PlanesBackwardProducts {
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, plan.row_len_v)) +
            2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, longest)) +
-           2 * Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, kTile)) +
+           3 * Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, kTile)) +
            2 * Workspace::bytes<float>(kTile * longest);
   }
 
@@ -56,6 +56,7 @@ class PlanesBackwardProducts {
         dv_(workspace.take<float>(kTile * row_len_v_)),
         finite_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, max_of(row_len_, row_len_v_)))),
         right_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
+        ds_right_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
         ds_left_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
         exact_rows_(workspace.take<float>(kTile * max_of(row_len_, row_len_v_))),
         exact_lanes_(workspace.take<float>(kTile * max_of(row_len_, row_len_v_))) {}
@@ -102,15 +103,10 @@ class PlanesBackwardProducts {
       for (int64_t key = 0; key < kTile; key += kAmxInner) {
         const auto piece = [&](int64_t first) {
           const int64_t rest = row < queries ? keys - first : 0;
-          const auto present = static_cast<__mmask16>(rest >= 16 ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1);
-          return cut_planes<kPlanes>(load_present(ds + row * kTile + first, present));
+          return cut_planes<kPlanes>(load_present(ds + row * kTile + first, lanes_before(rest)));
         };
         const Planes<kPlanes> low = piece(key), high = piece(key + kAmxRows);
-        BFloat16* place = block_of<kPlanes>(ds_left_, kTile, row, key) + row % kAmxBlock * kAmxInner;
-#pragma GCC unroll 3
-        for (int64_t plane = 0; plane < kPlanes; ++plane) {
-          store_words(place + plane * kBlockLen, upper_halves(low.plane[plane], high.plane[plane]));
-        }
+        store_left_row<kPlanes>(low, high, row, key, ds_left_);
       }
     }
     const BFloat16* right = k_columns_;
@@ -119,6 +115,57 @@ class PlanesBackwardProducts {
       right = finite_;
     }
     multiply_planes<kPlanes, true>(queries, row_len_, keys, {ds_left_, kTile}, {right, kTile}, {dq, row_len_});
+  }
+
+  // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P and dS
+  // are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
+  static constexpr bool kInterleaves = true;
+  template <typename TakeTurn>
+  bool add_plain_step(const float* lse, const float* delta, float scale, float* s, float* dp, float* dq,
+                      const TakeTurn& take_turn) {
+    if (has_exact_queries_ || has_exact_keys_) return false;
+    // Of two queries and 32 keys each.
+    constexpr int64_t kUnits = kTile / 2 * (kTile / kAmxBlock);
+    const auto place_of = [](int64_t unit) { return std::pair(unit / 2 * 2, unit % 2 * kAmxBlock); };
+    multiply_queries(kTile, kTile, s);
+
+    const auto form_p = [&](int64_t unit) __attribute__((always_inline)) {
+      const auto [row, key] = place_of(unit);
+      for (int64_t column = key; column < key + kAmxBlock; column += kAmxRows) {
+        const auto p_of = [&](int64_t query) __attribute__((always_inline)) {
+          float* at = s + query * kTile + column;
+          const Vec<float> p = exp2<float>((rounded(load(at) * scale) - lse[query]) * static_cast<float>(kLog2E));
+          store(at, p);
+          return cut_planes<kPlanes>(p);
+        };
+        const Planes<kPlanes> even = p_of(row), odd = p_of(row + 1);
+        store_right_pair<kPlanes>(even, odd, row, column, right_);
+      }
+    };
+    multiply_planes<kPlanes, false>(kTile, kTile, row_len_v_, {dout_rows_, row_len_v_}, {v_rows_, row_len_v_},
+                                    {dp, kTile},
+                                    BesideProduct<kUnits, decltype(form_p)>(kTile, kTile, row_len_v_, form_p));
+
+    const auto form_ds = [&](int64_t unit) __attribute__((always_inline)) {
+      const auto [row, key] = place_of(unit);
+      const auto ds_of = [&](int64_t query, int64_t column) __attribute__((always_inline)) {
+        const int64_t at = query * kTile + column;
+        return cut_planes<kPlanes>(load(s + at) * (load(dp + at) - delta[query]) * scale);
+      };
+      const Planes<kPlanes> low[] = {ds_of(row, key), ds_of(row + 1, key)};
+      const Planes<kPlanes> high[] = {ds_of(row, key + kAmxRows), ds_of(row + 1, key + kAmxRows)};
+      store_right_pair<kPlanes>(low[0], low[1], row, key, ds_right_);
+      store_right_pair<kPlanes>(high[0], high[1], row, key + kAmxRows, ds_right_);
+      for (int64_t i = 0; i < 2; ++i) store_left_row<kPlanes>(low[i], high[i], row + i, key, ds_left_);
+    };
+    multiply_planes<kPlanes, true>(row_len_v_, kTile, kTile, {transposed(dout_rows_, row_len_v_), kTile},
+                                   {right_, kTile}, {dv_columns_, kTile},
+                                   BesideProduct<kUnits, decltype(form_ds)>(row_len_v_, kTile, kTile, form_ds));
+    multiply_planes<kPlanes, true>(row_len_, kTile, kTile, {transposed(q_rows_, row_len_), kTile}, {ds_right_, kTile},
+                                   {dk_columns_, kTile});
+    take_turn();
+    multiply_planes<kPlanes, true>(kTile, row_len_, kTile, {ds_left_, kTile}, {k_columns_, kTile}, {dq, row_len_});
+    return true;
   }
 
   // dk and dv are complete after this; 0 from key `keys` on.
@@ -144,7 +191,11 @@ class PlanesBackwardProducts {
     }
   }
 
-  // columns[d * kTile + key] += sum over queries of rows[query][d] * tile[query][key]. The transpose of `rows` follows it.
+  static const BFloat16* transposed(const BFloat16* rows, int64_t row_len) {
+    return rows + operand_len<kPlanes>(kTile, row_len);
+  }
+
+  // columns[d * kTile + key] += sum over queries of rows[query][d] * tile[query][key].
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* rows,
                    int64_t row_len, float* columns) const {
     for (int64_t row = 0; row < round_up(queries, kAmxInner); row += 2) {
@@ -154,7 +205,7 @@ class PlanesBackwardProducts {
         store_right_pair<kPlanes>(cut_planes<kPlanes>(even), cut_planes<kPlanes>(odd), row, key, right_);
       }
     }
-    const BFloat16* left = rows + operand_len<kPlanes>(kTile, row_len);
+    const BFloat16* left = transposed(rows, row_len);
     if (excluded != 0) {
       copy_left_columns_without<kPlanes>(left, row_len, excluded, finite_);
       left = finite_;
@@ -185,7 +236,7 @@ class PlanesBackwardProducts {
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
   float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
   BFloat16* finite_;
-  BFloat16 *right_, *ds_left_;         // P or dS
+  BFloat16 *right_, *ds_right_, *ds_left_;  // P or dS; dS
   float *exact_rows_, *exact_lanes_;  // for tiles that the vectors multiply: [kTile][row_len], [row_len][kTile]
 };
 

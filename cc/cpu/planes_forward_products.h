@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/planes.h"
+#include "cpu/sliced_softmax.h"
 #include "cpu/tasks.h"
 
 namespace jattn::cpu {
@@ -61,9 +62,7 @@ class PlanesForwardProducts {
   // scores[key * kPanel + lane] = k . q
   void multiply_keys(int64_t count, const float* keys, int64_t lanes, float* scores) const {
     const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);
-    uint64_t exact_rows;
-    memcpy(&exact_rows, operand + operand_len<kPlanes>(kTile, row_len_), sizeof(exact_rows));
-    if (exact_rows != 0 || has_exact_queries_) {
+    if (needs_vectors(operand)) {
       join_left_rows<kPlanes>(operand, row_len_, key_rows_);
       join_right_rows<kPlanes>(queries_, kPanel, row_len_, q_lanes_);
       multiply<false, float>(count, lanes, head_dim_, {key_rows_, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
@@ -73,13 +72,32 @@ class PlanesForwardProducts {
     }
   }
 
+  // The same, and at the same time the probabilities of the tile before, which is full and has no masks: those of
+  // `softmax` as take_probabilities takes them. Returns whether both are done; otherwise neither need be.
+  static constexpr bool kInterleaves = true;
+  using Softmax = SlicedSoftmax<(kPlanes < 3), kPanel>;
+  bool multiply_keys_beside(Softmax& softmax, int64_t count, const float* keys, float* scores) {
+    const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);
+    if (needs_vectors(operand) || !softmax.can_start()) return false;
+    const auto work = [&](int64_t slice) __attribute__((always_inline)) {
+      softmax.slice(slice, [&](int64_t key, int64_t lane, Vec<float> even, Vec<float> odd)
+                        __attribute__((always_inline)) {
+        take_probabilities(key, lane, even, odd);
+      });
+    };
+    multiply_planes<kPlanes, false>(
+        count, kPanel, row_len_, {operand, row_len_}, {queries_, row_len_}, {scores, kPanel},
+        BesideProduct<Softmax::kSlices, decltype(work)>(count, kPanel, row_len_, work));
+    return true;
+  }
+
   static constexpr bool kFused = true;
   static constexpr bool kShortExp2 = kPlanes < 3;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   void start_probabilities(int64_t count) {
     if (count < kTile) clear(p_, operand_len<kPlanes>(kPanel, kTile));
   }
-  void take_probabilities(int64_t key, int64_t lane, Vec<float> even, Vec<float> odd) {
+  __attribute__((always_inline)) void take_probabilities(int64_t key, int64_t lane, Vec<float> even, Vec<float> odd) {
     store_right_pair<kPlanes>(cut_planes<kPlanes>(even), cut_planes<kPlanes>(odd), key, lane, p_);
   }
 
@@ -95,6 +113,12 @@ class PlanesForwardProducts {
   }
 
  private:
+  bool needs_vectors(const BFloat16* keys) const {
+    uint64_t exact_rows;
+    memcpy(&exact_rows, keys + operand_len<kPlanes>(kTile, row_len_), sizeof(exact_rows));
+    return exact_rows != 0 || has_exact_queries_;
+  }
+
   AmxSession session_;
   bool has_exact_queries_ = false;
   int64_t head_dim_, row_len_, row_len_v_;

@@ -17,6 +17,8 @@
 #if defined(__AMX_BF16__)
 #include "cpu/amx_backward_products.h"
 #include "cpu/amx_forward_products.h"
+#include "cpu/planes_backward_products.h"
+#include "cpu/planes_forward_products.h"
 #endif
 
 namespace jattn::cpu {
@@ -115,7 +117,7 @@ void measure_softmax() {
   state->reset();
   volatile int64_t keys = kTile;
   const double seconds = least_seconds(30, 50, [&] {
-    update_softmax<false, true, float, kPanel>(keys, kPanel, 1.0f, scores, *state, [](auto&&...) {});
+    update_softmax<false, false, true, float, kPanel>(keys, kPanel, 1.0f, scores, *state, [](auto&&...) {});
     for (int64_t i = 0; i < kTile * kPanel; i += kWidth<float>) store(scores + i, load(scores + i) - 0.5f);
   });
   std::printf("%-28s        %8.2f us\n", "softmax", seconds * 1e6);
@@ -171,8 +173,9 @@ void measure() {
 #if defined(__AMX_BF16__)
       using BF16 = BFloat16;
       using F16 = Float16;
+      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim, is_causal);
       measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal);
-      measure_passes<F16, AmxForwardProducts<F16>, AmxBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
+      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
 #else
       measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("f32", 1024, head_dim, is_causal);
 #endif

@@ -2,14 +2,16 @@
 #include "cpu/amx_forward_products.h"
 #include "cpu/backward.inl"
 #include "cpu/forward.inl"
+#include "cpu/planes_backward_products.h"
+#include "cpu/planes_forward_products.h"
 
 namespace jattn::cpu {
 
 const KernelTable kAmxKernels = {
-    {run_forward<Float16, AmxForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts<BFloat16>>, nullptr,
-     nullptr},
-    {run_backward<Float16, AmxBackwardProducts<Float16>>, run_backward<BFloat16, AmxBackwardProducts<BFloat16>>,
-     nullptr, nullptr},
+    {run_forward<Float16, PlanesForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts<BFloat16>>,
+     run_forward<float, PlanesForwardProducts<float>>, nullptr},
+    {run_backward<Float16, PlanesBackwardProducts<Float16>>, run_backward<BFloat16, AmxBackwardProducts<BFloat16>>,
+     run_backward<float, PlanesBackwardProducts<float>>, nullptr},
 };
 
 }  // namespace jattn::cpu

@@ -77,8 +77,10 @@ class AmxBackwardProducts {
     return not_finite;
   }
 
+  static constexpr bool kInterleaves = false;
+
   // Takes a packed tile.
-  void set_queries(const float* queries, const float* douts) {
+  void set_queries(const float* queries, const float* douts, uint64_t) {
     q_rows_ = reinterpret_cast<const BFloat16*>(queries);
     dout_rows_ = reinterpret_cast<const BFloat16*>(douts);
   }

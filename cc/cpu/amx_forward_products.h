@@ -66,7 +66,9 @@ class AmxForwardProducts {
                                  {q_pairs_, 2 * kPanel, kPanel * row_len_}, {scores, kPanel});
   }
 
-  static constexpr bool kFused = true;  // rounds probabilities to 16 bits
+  static constexpr bool kInterleaves = false;
+  static constexpr bool kFused = true;
+  static constexpr bool kShortExp2 = true;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   void start_probabilities(int64_t count) {
     if (count < kTile) clear(p_pairs_, kPlanes * kTile * kPanel);

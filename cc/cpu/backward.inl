@@ -272,7 +272,17 @@ class BackwardPass {
     const Acc* lse = lse_ + tile.first_lse;
     const uint64_t bad_queries = not_finite_[tile.index];
     products.set_queries(packed_queries_ + tile.index * plan_.query_tile_len,
-                         packed_douts_ + tile.index * plan_.dout_tile_len);
+                         packed_douts_ + tile.index * plan_.dout_tile_len, bad_queries);
+    if constexpr (Products::kInterleaves) {
+      bool is_plain = covered == Coverage::kFull && !has_score_rule(problem_) && !dropout.is_active() &&
+                      rows.count == kTile && keys.count == kTile && buffers_.dq != nullptr && buffers_.dk != nullptr &&
+                      buffers_.dv != nullptr;
+      for (int64_t row = 0; row < rows.count; ++row) is_plain &= lse[row] != -static_cast<Acc>(__builtin_inf());
+      Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
+      if (is_plain && products.add_plain_step(lse, delta_ + tile.first_lse, scale_, tiles.s, tiles.dp, dq, take_turn)) {
+        return;
+      }
+    }
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 

@@ -57,8 +57,10 @@ class BackwardProducts {
     return not_finite;
   }
 
+  static constexpr bool kInterleaves = false;
+
   // Takes a packed tile.
-  void set_queries(const Acc* queries, const Acc* douts) {
+  void set_queries(const Acc* queries, const Acc* douts, uint64_t) {
     queries_ = queries;
     douts_ = douts;
   }

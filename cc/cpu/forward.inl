@@ -113,7 +113,7 @@ class ForwardPass {
   }
 
   KvTile packed_tile(int64_t index) const {
-    return {packed_keys_ + index * kTile * plan_.row_len, packed_values_ + index * kTile * plan_.row_len_v, 0};
+    return {packed_keys_ + index * plan_.key_tile_len, packed_values_ + index * plan_.value_tile_len, 0};
   }
 
   KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to, Workspace workspace) const {
@@ -153,17 +153,21 @@ class ForwardPass {
     const Sequence sequence(problem_, task.batch);
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
                         5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
-                        2 * Workspace::bytes<Acc>(kTile * plan_.row_len) +
-                        3 * Workspace::bytes<Acc>(kTile * plan_.row_len_v));
+                        2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
+                        2 * Workspace::bytes<Acc>(plan_.value_tile_len) +
+                        Workspace::bytes<Acc>(kPanel * plan_.row_len_v));
     Products products(problem_, plan_, workspace);
-    const auto take_tile = [&](int64_t row_len = kTile) { return workspace.take<Acc>(kTile * row_len); };
+    const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
     Tiles tiles{nullptr, take_tile(), take_tile(), take_tile(), workspace.take<uint32_t>(kTile / 2 * kPanel)};
-    const KvTile own_tiles[] = {{take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0},
-                                {take_tile(plan_.row_len), take_tile(plan_.row_len_v), 0}};
+    const auto take_kv_tile = [&] {
+      Acc* keys = workspace.take<Acc>(plan_.key_tile_len);
+      return KvTile{keys, workspace.take<Acc>(plan_.value_tile_len), 0};
+    };
+    const KvTile own_tiles[] = {take_kv_tile(), take_kv_tile()};
 
     Panel panel{};
-    panel.out = workspace.take<Acc>(kTile * plan_.row_len_v);
+    panel.out = workspace.take<Acc>(kPanel * plan_.row_len_v);
     clear(panel.out, kPanel * plan_.row_len_v);
     panel.softmax.reset();
     for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
@@ -185,9 +189,25 @@ class ForwardPass {
     if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
       const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
+      tiles.scores = scores[i ^ 1];
+      if constexpr (Products::kInterleaves) {
+        const bool is_plain = step.covered == Coverage::kFull && step.kv_tile.not_finite == 0 && !has_score_rule_ &&
+                              !dropout.is_active() && step.keys.count == kTile && panel.lanes == kPanel;
+        if (is_plain && next.keys.count > 0) {
+          typename Products::Softmax softmax(log2_unit(), tiles.scores, panel.softmax);
+          if (products.multiply_keys_beside(softmax, next.keys.count, next.kv_tile.keys, scores[i])) {
+            if (softmax.finish()) {
+              products.add_values(kTile, step.kv_tile.values, panel.lanes, tiles.scores, 0, panel.out);
+            } else {
+              add_step(task, sequence, step, dropout, tiles, products, panel);
+            }
+            step = next;
+            continue;
+          }
+        }
+      }
       // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
       if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
-      tiles.scores = scores[i ^ 1];
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }
@@ -241,7 +261,7 @@ class ForwardPass {
     }
     products.start_probabilities(keys.count);
     const auto update = [&](auto stores, const auto& drop) {
-      return update_softmax<Products::kFused, stores(), Acc, kPanel>(
+      return update_softmax<Products::kFused, Products::kShortExp2, stores(), Acc, kPanel>(
           keys.count, panel.lanes, log2_unit(), tiles.scores, panel.softmax,
           [&](int64_t key, int64_t lane, Vec<Acc>& even, Vec<Acc>& odd) {
             drop(key, lane, even, odd);

@@ -56,7 +56,9 @@ class ForwardProducts {
   }
 
   // Probabilities are read where the softmax leaves them.
-  static constexpr bool kFused = false;  // rounds probabilities to 16 bits
+  static constexpr bool kInterleaves = false;
+  static constexpr bool kFused = false;
+  static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
   void start_probabilities(int64_t) {}
   void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}

@@ -30,7 +30,7 @@ extern const KernelTable kBaselineKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
-extern const KernelTable kAmxKernels;  // of the 16-bit types
+extern const KernelTable kAmxKernels;  // of all but float64
 #endif
 
 // 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.

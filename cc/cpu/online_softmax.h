@@ -25,8 +25,8 @@ struct SoftmaxState {
   }
 };
 
-// Where probabilities are rounded to 16 bits anyway (kFused), score * log2_unit - row_max * log2_unit is one instruction,
-// with the second product rounded beforehand. What that rounding adds to every exponent of a row is known: it is part
+// On the matrix unit (kFused) score * log2_unit - row_max * log2_unit is one instruction, with the second product rounded
+// beforehand. What that rounding adds to every exponent of a row is known: it is part
 // of what the row has accumulated, and total_of_row takes it out. Beyond this limit it could overflow: there the
 // difference is taken first, as without kFused.
 constexpr float kFusedLimit = 0x1p29f;
@@ -40,7 +40,7 @@ inline V softmax_residual(V row_max, Acc log2_unit) {
 
 // update_softmax for tiles that need no new maximum, which nearly all but the first of a panel are: no pass over the
 // scores to find it, and nothing to rescale. Returns false, with the state as it was, where this is not so.
-template <int64_t kLanes, typename Take>
+template <bool kShortExp2, int64_t kLanes, typename Take>
 inline bool continue_softmax(int64_t keys, int64_t lanes, float log2_unit, const float* scores,
                              SoftmaxState<float, kLanes>& state, const Take& take) {
   constexpr int64_t kStep = kWidth<float>;
@@ -59,7 +59,8 @@ inline bool continue_softmax(int64_t keys, int64_t lanes, float log2_unit, const
       sum[v] = Vec<float>{};
     }
     const auto exponentiate = [&](int64_t key, int v) {
-      const Vec<float> p = short_exp2(load(scores + key * kLanes + lane + v * kStep) * log2_unit - shift[v]);
+      const Vec<float> exponent = load(scores + key * kLanes + lane + v * kStep) * log2_unit - shift[v];
+      const Vec<float> p = kShortExp2 ? short_exp2(exponent) : exp2<float>(exponent);
       sum[v] += p;
       return p;
     };
@@ -97,11 +98,11 @@ inline bool continue_softmax(int64_t keys, int64_t lanes, float log2_unit, const
 // after it has entered row_sum and before it is stored, if kStores: products that take p otherwise leave the scores as
 // they are.
 // Returns whether any lane must be rescaled.
-template <bool kFused, bool kStores, typename Acc, int64_t kLanes, typename Take>
+template <bool kFused, bool kShortExp2, bool kStores, typename Acc, int64_t kLanes, typename Take>
 inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scores, SoftmaxState<Acc, kLanes>& state,
                            const Take& take) {
   if constexpr (kFused && !kStores) {
-    if (continue_softmax(keys, lanes, log2_unit, scores, state, take)) return false;
+    if (continue_softmax<kShortExp2>(keys, lanes, log2_unit, scores, state, take)) return false;
   }
   constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
   // Finite, so that it never meets an infinite maximum as a NaN.

@@ -64,9 +64,13 @@ ForwardPlan plan_forward(const Problem& problem) {
   plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
+  // On the matrix unit a float32 takes three planes of 16 bits. One more line holds a bit for each row of keys.
+  const int64_t half_units = problem.dtype == DType::kF32 ? 3 : 2;
+  plan.key_tile_len = kTile * plan.row_len * half_units / 2 + kAlignment / unit_bytes;
+  plan.value_tile_len = kTile * plan.row_len_v * half_units / 2;
   if (plan.packs_first) {
-    plan.packed_keys_offset = arena.take(groups * plan.kv_tiles * kTile * plan.row_len * unit_bytes);
-    plan.packed_values_offset = arena.take(groups * plan.kv_tiles * kTile * plan.row_len_v * unit_bytes);
+    plan.packed_keys_offset = arena.take(groups * plan.kv_tiles * plan.key_tile_len * unit_bytes);
+    plan.packed_values_offset = arena.take(groups * plan.kv_tiles * plan.value_tile_len * unit_bytes);
     plan.not_finite_offset = arena.take(groups * plan.kv_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   }
   plan.milestones_offset = arena.take((groups + 1) * static_cast<int64_t>(sizeof(int64_t)));
@@ -123,8 +127,8 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
-  // On the matrix unit float16 takes two planes of 16 bits, as they are and transposed.
-  const int64_t forms = problem.dtype == DType::kF16 ? 2 : 1;
+  // On the matrix unit float16 takes two planes of 16 bits and float32 three, as they are and transposed.
+  const int64_t forms = problem.dtype == DType::kF16 ? 2 : problem.dtype == DType::kF32 ? 3 : 1;
   plan.query_tile_len = forms * kTile * plan.row_len;
   plan.dout_tile_len = forms * kTile * plan.row_len_v;
   plan.packed_queries_offset = arena.take(query_tiles * plan.query_tile_len * unit_bytes);

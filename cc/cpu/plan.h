@@ -33,10 +33,11 @@ struct ForwardPlan {
   int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
 
   // Tiles of keys and values are brought into the layout of the products once, before the tasks that read them, unless
-  // so few tasks do that each may do it for itself. Per tile: kTile rows in accumulator type (or less), and a bit per
-  // row of values that is not finite: [B, K, kv_tiles].
+  // so few tasks do that each may do it for itself. Per tile: kTile rows as the products want them, and a bit per row of
+  // values that is not finite: [B, K, kv_tiles].
   bool packs_first;
   int64_t kv_tiles;
+  int64_t key_tile_len, value_tile_len;  // in the accumulator type
   int64_t packed_keys_offset, packed_values_offset, not_finite_offset;
 
   int64_t milestones_offset;  // int64_t [B * K + 1]
@@ -59,7 +60,7 @@ struct BackwardPlan {
   // Tasks whose indices differ by a multiple of this add to the same dq (or dbias), in the order of their indices.
   int64_t chain_distance;
 
-  // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows (or two such
+  // Queries and output gradients in the layout of the products: [B, N, query_tiles] tiles of kTile rows (or several
   // forms of them), and a bit per row that is not finite.
   int64_t query_tile_len, dout_tile_len;  // in the accumulator type
   int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;

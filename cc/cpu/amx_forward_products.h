@@ -3,7 +3,7 @@
 // As in ForwardProducts the queries are the columns of every result, so that the softmax is the same.
 #pragma once
 
-#include "cpu/amx_tiles.h"
+#include "cpu/amx_forward_run.h"
 #include "cpu/tasks.h"
 
 namespace jattn::cpu {
@@ -37,7 +37,7 @@ class AmxForwardProducts {
   static int64_t workspace_bytes(const ForwardPlan& plan) {
     return 2 * Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len) +
            Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
-           Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
+           Workspace::bytes<BFloat16>(kPairsLen) + Workspace::bytes<float>(kRingStripes * kStripeFloats);
   }
 
   AmxForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
@@ -47,7 +47,8 @@ class AmxForwardProducts {
         q_rows_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len)),
         q_pairs_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len)),
         finite_values_(workspace.take<BFloat16>(kPlanes * kTile * plan.row_len_v)),
-        p_pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {}
+        p_pairs_(workspace.take<BFloat16>(kPairsLen)),
+        ring_(workspace.take<float>(kRingStripes * kStripeFloats)) {}
 
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
@@ -77,6 +78,24 @@ class AmxForwardProducts {
     store_pairs<kPlanes>(even, odd, p_pairs_ + key * kPanel + 2 * lane, kTile * kPanel);
   }
 
+  // Tiles of keys that attend_run takes; 0: there is no such thing.
+  static constexpr int64_t kMostRunTiles = kPlanes == 1 ? kRunTiles : 0;
+
+  // The whole forward pass over some tiles, of which only a band and lengths hide keys (amx_forward_run.h). `tile(i)`
+  // has the packed tile i.
+  template <typename Tile>
+  bool attend_run(const QueryRows& rows, KeyRange keys, int64_t tiles, const Tile& tile, float log2_unit,
+                  SoftmaxState<float, kPanel>& state, float* out) const {
+    RunOperands<kPanel> operands{q_pairs_, row_len_, row_len_v_, (rows.count + kHalfLanes - 1) / kHalfLanes, {}, {},
+                                 tiles,    ring_,    p_pairs_,   out};
+    for (int64_t i = 0; i < tiles; ++i) {
+      operands.keys[i] = reinterpret_cast<const BFloat16*>(tile(i).keys);
+      operands.values[i] = reinterpret_cast<const BFloat16*>(tile(i).values);
+    }
+    const RunBand<kPanel> band(rows, keys.first, keys.first + keys.count);
+    return ForwardRun<kPanel>(operands, band, log2_unit, state).attend();
+  }
+
   // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
   void add_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded,
                   float* out) const {
@@ -90,11 +109,14 @@ class AmxForwardProducts {
   }
 
  private:
+  static constexpr int64_t kPairsLen = max_of(kPlanes * kTile, kPlanes == 1 ? kRunKeys : 0) * kPanel;
+
   AmxSession session_;
   int64_t head_dim_, row_len_, row_len_v_;
   BFloat16 *q_rows_, *q_pairs_;  // per plane [kTile][row_len], [row_len / 2][kPanel][2]
   BFloat16* finite_values_;      // per plane [row_len_v][kTile]
   BFloat16* p_pairs_;            // per plane [kTile / 2][kPanel][2]
+  float* ring_;
 };
 
 }  // namespace

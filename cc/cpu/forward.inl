@@ -185,6 +185,12 @@ class ForwardPass {
 
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
+    if (Products::kMostRunTiles > 0 && !has_score_rule_ && !dropout.is_active()) {
+      tiles.scores = scores[0];
+      attend_in_runs(task, sequence, {first_key, end_key}, own_tiles, workspace, dropout, tiles, products, panel);
+      finish_or_save(task, dropout, panel, tiles.by_query);
+      return;
+    }
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
     if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
@@ -211,10 +217,14 @@ class ForwardPass {
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }
+    finish_or_save(task, dropout, panel, tiles.by_query);
+  }
+
+  void finish_or_save(const Task& task, const Dropout& dropout, const Panel& panel, Acc* rows) {
     if (plan_.num_splits == 1) {
-      finish(task, dropout, panel, tiles.by_query);
+      finish(task, dropout, panel, rows);
     } else {
-      save_partial(task, panel, tiles.by_query);
+      save_partial(task, panel, rows);
       milestones_.count(num_groups());
     }
   }
@@ -245,6 +255,44 @@ class ForwardPass {
       return {keys, covered, packed};
     }
     return {{0, 0}, Coverage::kNone, own_tile};
+  }
+
+  // Several tiles at a time, where the products have a way to do so and it serves the tiles.
+  void attend_in_runs(const Task& task, const Sequence& sequence, KeyBounds bounds, const KvTile* own_tiles,
+                      const Workspace& workspace, const Dropout& dropout, const Tiles& tiles, Products& products,
+                      Panel& panel) const {
+    if constexpr (Products::kMostRunTiles > 0) {
+      constexpr int64_t kOwnTiles = 2;
+      const int64_t most_tiles = plan_.packs_first ? Products::kMostRunTiles : kOwnTiles;
+      const bool only_band = problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+      Step steps[Products::kMostRunTiles];
+      while (bounds.first < bounds.end) {
+        int64_t count = 0, in_run = 0;
+        while (count < most_tiles && count == in_run) {
+          const Step& step = steps[count] =
+              next_step(task, sequence, panel, bounds, own_tiles[plan_.packs_first ? 0 : count], workspace);
+          if (step.keys.count == 0) break;
+          // A run has no gaps.
+          if (count > 0 && step.keys.first != steps[count - 1].keys.first + kTile) break;
+          bounds.first = step.keys.first + kTile;
+          ++count;
+          if ((only_band || step.covered == Coverage::kFull) && step.kv_tile.not_finite == 0) ++in_run;
+        }
+        if (count == 0) break;
+        if (in_run > 0) {
+          const KeyRange& last = steps[in_run - 1].keys;
+          const KeyRange keys{steps[0].keys.first, last.first + last.count - steps[0].keys.first};
+          if (!products.attend_run(panel.rows, keys, in_run, [&](int64_t i) { return steps[i].kv_tile; }, log2_unit(),
+                                   panel.softmax, panel.out)) {
+            in_run = 0;
+          }
+        }
+        for (int64_t i = in_run; i < count; ++i) {
+          products.multiply_keys(steps[i].keys.count, steps[i].kv_tile.keys, panel.lanes, tiles.scores);
+          add_step(task, sequence, steps[i], dropout, tiles, products, panel);
+        }
+      }
+    }
   }
 
   // From the dot products of a tile to what it adds to the output.

@@ -60,6 +60,7 @@ class ForwardProducts {
   static constexpr bool kFused = false;
   static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
+  static constexpr int64_t kMostRunTiles = 0;
   void start_probabilities(int64_t) {}
   void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}
 

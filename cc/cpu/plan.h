@@ -14,9 +14,9 @@ namespace jattn::cpu {
 // Keys that are processed together; in the backward pass queries too.
 inline constexpr int64_t kTile = 64;
 
-// Queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
-// the matrix unit 32 instead of 64 took a fifth less time.
-inline constexpr int64_t kPanelRows[] = {32, 32, 64, 64};
+// Most queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
+// the matrix unit 32 instead of 64 took a fifth less time, but in runs (amx_forward_run.h): plan_forward decides.
+inline constexpr int64_t kPanelRows[] = {32, 64, 64, 64};
 
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;

@@ -36,21 +36,25 @@ JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config
   return has_wide_producer(config) ? 232 : 240;
 }
 
-// With a warpgroup for dq the launch takes 128 * 512 registers, of which the producer keeps 24. ptxas (13.0) refuses
+JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config) {
+  const bool spares = has_dq_warpgroup(config) && config.head_dim == 64 && config.head_dim_v == 64;
+  return has_wide_producer(config) || spares ? 40 : 24;
+}
+
+// With a warpgroup for dq the launch takes 128 * 512 registers; these are what the producer leaves. ptxas (13.0) refuses
 // instructions with more than 128 registers then (C7602): head dims to 192.
 struct RoleRegisters {
   int first, second, dq;  // the first and second warpgroup that work on scores, and that of dq
 };
 JATTN_HOST_DEVICE constexpr RoleRegisters role_registers(const Config& config) {
-  return splits_gradients(config) ? RoleRegisters{176, 184, 128} : RoleRegisters{208, 208, 72};
+  if (splits_gradients(config)) return {176, 184, 128};
+  const int consumer = (512 - 72 - backward_producer_registers(config)) / 2;
+  return {consumer, consumer, 72};
 }
 
 // Columns of dq that its warpgroup holds at once.
 JATTN_HOST_DEVICE constexpr int dq_columns_at_once(const Config& config) {
   return splits_gradients(config) ? config.head_dim : 64;
-}
-JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config) {
-  return has_wide_producer(config) ? 40 : 24;
 }
 
 // Bytes of lse or delta of the queries of one stage.

@@ -53,9 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--command", default="tests/cpu --full", help="what pytest was given (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     by_row, by_file, failed = count(options.files)
-    facts = report.circumstances() | {"command": 'make test ARGS="--full"'}
+    facts = report.circumstances() | {"command": f"pytest {options.command}"}
     content = {
         **facts,
         "failed": failed,

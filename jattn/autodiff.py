@@ -57,8 +57,7 @@ def attention(
     return out, lse
 
 
-# ---- What the primitives compute
-# -------------------------------------------------------------------------------------
+# ---- What the primitives compute -----------------------------------------------------------------------------------
 
 
 def _present(values: Sequence[Any], wants: Wants) -> Tangents:
@@ -166,8 +165,7 @@ def _run_tangent(where: device.Device, *arrays: jax.Array, **params: Any) -> lis
     return _blocked_tangent(*arrays, **params)
 
 
-# ---- Shapes
-# ----------------------------------------------------------------------------------------------------------
+# ---- Shapes --------------------------------------------------------------------------------------------------------
 
 
 @forward_p.def_abstract_eval
@@ -202,8 +200,7 @@ def _tangent_shapes(*avals: Any, spec: Spec, options: Options, wants: Wants) -> 
     ]
 
 
-# ---- Differentiation
-# -------------------------------------------------------------------------------------------------
+# ---- Differentiation -----------------------------------------------------------------------------------------------
 
 
 def _forward_jvp(
@@ -312,8 +309,7 @@ ad.primitive_jvps[backward_p] = _jvp_through(_blocked_backward, backward_p)
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
-# ---- Batching: the mapped axis becomes part of the batch
-# -------------------------------------------------------------
+# ---- Batching: the mapped axis becomes part of the batch -----------------------------------------------------------
 
 
 def _fold(x: Any, dim: int | None, size: int, batch: int) -> Any:
@@ -411,8 +407,7 @@ for _primitive in (forward_p, backward_p, tangent_p):
     batching.primitive_batchers[_primitive] = _batch_rule(_primitive)
 
 
-# ---- Evaluation and lowering
-# -----------------------------------------------------------------------------------------
+# ---- Evaluation and lowering ---------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)

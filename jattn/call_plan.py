@@ -134,7 +134,7 @@ def plan_pass(
     )
 
 
-# ---- Shapes
+# ---- Shapes --------------------------------------------------------------------------------------------------------
 
 
 def operand_shapes(spec: Spec) -> Operands[Any]:
@@ -183,7 +183,7 @@ def _bytes(arrays: Sequence[Any]) -> int | None:
     return total
 
 
-# ---- Work
+# ---- Work ----------------------------------------------------------------------------------------------------------
 
 
 def visible_pairs(spec: Spec) -> int | None:
@@ -211,7 +211,7 @@ def count_flops(spec: Spec, name: PassName) -> float | None:
     return 2.0 * spec.num_heads * pairs * (forward if name == "forward" else both)
 
 
-# ---- Kernels
+# ---- Kernels -------------------------------------------------------------------------------------------------------
 
 
 def _custom_calls(jaxpr: Any) -> list[Any]:

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn import call_timing, config, device, dispatch
-from jattn.api import _Call, dot_product_attention
+from jattn.api import dot_product_attention
+from jattn.arguments import Call
 from jattn.backends import Wants
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
@@ -275,10 +276,10 @@ def select_backend(
     return backend.name
 
 
-# ---- A call
+# ---- A call --------------------------------------------------------------------------------------------------------
 
 
-def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> _Call:
+def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Call:
     """Checks a call whose arrays may be mere shapes; the arrays of the result are tracers, and of no use."""
     try:
         named = inspect.signature(dot_product_attention).bind(*arguments, **options).arguments
@@ -293,10 +294,10 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> _
     for name in ("query", "key", "value"):
         if name in static:
             arrays[name] = _shape_of(jnp.asarray(static.pop(name)))
-    found: list[_Call] = []
+    found: list[Call] = []
 
     def parse(traced: dict[str, Any]) -> None:
-        found.append(_Call.parse(**traced, **static))
+        found.append(Call.parse(**traced, **static))
 
     jax.eval_shape(parse, arrays)
     return found[0]
@@ -310,7 +311,7 @@ def _device_of(options: Options, named: Device | None) -> Device:
     return named if named is not None else device.expected(options.device)
 
 
-def _explain_call(call: _Call, needs_grad: bool, named: Device | None, timed: bool) -> Explanation:
+def _explain_call(call: Call, needs_grad: bool, named: Device | None, timed: bool) -> Explanation:
     where = _device_of(call.options, named)
     decision = dispatch.choose(call.spec, where, call.options, needs_grad)
 
@@ -351,7 +352,7 @@ def _with_timings(
     return dataclasses.replace(found, timings=timings)
 
 
-# ---- A function
+# ---- A function ----------------------------------------------------------------------------------------------------
 
 
 def _explain_function(

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jattn import api, backends, device, dispatch
+from jattn.arguments import Call, Window, as_array, as_dtype, as_flag, dropout_operands
 from jattn.errors import NoBackendError, Reason, describe_refusals
 from jattn.masks import Alignment
 from jattn.ragged import RaggedArray, take_rows
@@ -37,7 +38,7 @@ def ragged_dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    local_window_size: api.Window = None,
+    local_window_size: Window = None,
     implementation: str | Sequence[str] | None = None,
     causal_alignment: Alignment = "upper_left",
     logits_soft_cap: float | None = None,
@@ -92,11 +93,11 @@ def ragged_dot_product_attention(
       jattn.NoBackendError: the batch cannot be broadcast, an empty sequence under ``strict``, or no backend.
     """
     arguments: dict[str, Any] = {
-        name: x if isinstance(x, RaggedArray) else api._array(name, x, _NAME)
+        name: x if isinstance(x, RaggedArray) else as_array(name, x, _NAME)
         for name, x in (("query", query), ("key", key), ("value", value))
     }
     if compute_dtype is not None:
-        dtype = api._dtype("compute_dtype", compute_dtype)
+        dtype = as_dtype("compute_dtype", compute_dtype)
         arguments = {name: _cast(x, dtype) for name, x in arguments.items()}
     options: dict[str, Any] = {
         "scale": scale,
@@ -133,7 +134,7 @@ def ragged_dot_product_attention(
     problem = _Problem(q, k, v, options)
     out, lse = problem.padded() if problem.wants_padding(form) else problem.packed()
     result = q.with_values(out)
-    return (result, q.with_values(lse)) if api._flag("return_lse", return_lse) else result
+    return (result, q.with_values(lse)) if as_flag("return_lse", return_lse) else result
 
 
 def flash_mha_varlen(
@@ -201,7 +202,7 @@ def flash_mha_varlen(
 
 
 def _packed_rows(name: str, x: Any) -> jax.Array:
-    rows = api._array(name, x, "jattn.flash_mha_varlen")
+    rows = as_array(name, x, "jattn.flash_mha_varlen")
     if rows.ndim != 3:
         raise ValueError(
             f"jattn.flash_mha_varlen: {name} has shape {rows.shape}, must be (total, heads, head dim): for a padded"
@@ -211,7 +212,7 @@ def _packed_rows(name: str, x: Any) -> jax.Array:
 
 
 def _integers(name: str, values: Any) -> jax.Array:
-    x = api._array(name, values, "jattn.flash_mha_varlen")
+    x = as_array(name, values, "jattn.flash_mha_varlen")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"jattn.flash_mha_varlen: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
@@ -479,7 +480,7 @@ class _Problem:
         """The Philox keys of every sequence and head, (B or 1, N or 1, 2); None without dropout."""
         rate, key, seed, offset, broadcast = (self.options[name] for name in _DROPOUT)
         extents = (self.q.num_sequences, self.q.values.shape[1])
-        drawn = api._dropout(rate, key, seed, offset, broadcast, None, extents)
+        drawn = dropout_operands(rate, key, seed, offset, broadcast, None, extents)
         return None if drawn is None else drawn[0]
 
     @property
@@ -514,11 +515,11 @@ class _Problem:
 
     def packed(self) -> tuple[jax.Array, jax.Array]:
         """Rows as they lie: values (total, N, Dv) and lse (total, N)."""
-        out, lse = api._attention(self.packed_call)
+        out, lse = api.attention_of(self.packed_call)
         return out[0], lse[0]
 
     @functools.cached_property
-    def packed_call(self) -> api._Call:
+    def packed_call(self) -> Call:
         """The dense call in which all sequences are one batch entry."""
         left_out = {"causal_alignment", *_DROPOUT}
         options = {name: x for name, x in self.options.items() if name not in left_out}
@@ -544,9 +545,7 @@ class _Problem:
             }
         if table is not None:
             options |= {"dropout_rate": self.options["dropout_rate"], "dropout_table": table}
-        return api._Call.parse(
-            self.q.values[None], self.k.values[None], self.v.values[None], **options
-        )
+        return Call.parse(self.q.values[None], self.k.values[None], self.v.values[None], **options)
 
     def padded(self) -> tuple[jax.Array, jax.Array]:
         """The same by way of (B, max_length): as many pairs as B sequences of the static bounds have."""

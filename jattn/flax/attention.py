@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jattn.api import Window, dot_product_attention
+from jattn.api import dot_product_attention
+from jattn.arguments import Window
 from jattn.masks import Alignment, CausalBias
 
 Array = jax.Array

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends.*", "ffi"),  # backends
     ("dispatch", "call_plan"),  # choosing, and what the choice means
     ("autodiff", "call_timing"),  # transformations
-    ("api", "explanation"),  # the public functions
+    ("arguments", "api", "explanation"),  # the public functions
     ("ragged_attention",),  # lowered to them
     ("flax.*",),  # built on them
 )

@@ -1,0 +1,584 @@
+"""What callers write into records: arguments are checked and become a ``Call``. What is wrong is named here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jattn import config, dispatch, dropout
+from jattn.config import Options
+from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
+from jattn.spec import FLOAT_DTYPES, Dropout, Operands, Spec
+
+_NAME = "jattn.dot_product_attention"
+
+_AXES = "axes are (batch, length, heads, head dim)"
+
+_LARGEST_POSITION = 2**29  # so that the difference of two of them, and its double, fit in 32 bits
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: the problem, its arrays, the caller's wishes, and the leading axes to give back."""
+
+    spec: Spec
+    operands: Operands[jax.Array]
+    options: Options
+    lead: tuple[int, ...]
+
+    @staticmethod
+    def parse(
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: Any = None,
+        key_value_seq_lengths: Any = None,
+        local_window_size: Window = None,
+        implementation: str | Sequence[str] | None = None,
+        causal_alignment: Alignment = "upper_left",
+        segment_ids: Any = None,
+        query_segment_ids: Any = None,
+        key_value_segment_ids: Any = None,
+        logits_soft_cap: float | None = None,
+        query_positions: Any = None,
+        key_value_positions: Any = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        dropout_rate: Any = 0.0,
+        dropout_key: Any = None,
+        dropout_seed: Any = None,
+        dropout_offset: Any = None,
+        broadcast_dropout: bool = False,
+        dropout_table: Any = None,
+        compute_dtype: DTypeLike | None = None,
+    ) -> Call:
+        q, k, v = as_array("query", query), as_array("key", key), as_array("value", value)
+        bias = None if bias is None else as_array("bias", bias)
+        if compute_dtype is not None:
+            dtype = as_dtype("compute_dtype", compute_dtype)
+            q, k, v = (x.astype(dtype) for x in (q, k, v))
+            bias = None if bias is None else bias.astype(dtype)
+        _check_qkv(q, k, v)
+        lead = q.shape[:-3]
+        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
+        band = _band(mask, is_causal, local_window_size, causal_alignment, q.shape[1], k.shape[1])
+        dense_mask = (
+            None if mask is None or isinstance(mask, CausalBias) else as_array("mask", mask)
+        )
+        scores_shape = (*lead, q.shape[2], q.shape[1], k.shape[1])
+        q_segments, kv_segments = _segments(
+            segment_ids, query_segment_ids, key_value_segment_ids, q, k, lead
+        )
+        slopes = _per_head("alibi_slopes", alibi_slopes, lead, q.shape[2])
+        q_positions, kv_positions = _positions(
+            query_positions, key_value_positions, q, k, lead, lower_right=band.lower_right
+        )
+        if band.unbounded and slopes is None and dropout_table is None:
+            q_positions = kv_positions = None  # nothing reads them
+        drawn = dropout_operands(
+            dropout_rate,
+            dropout_key,
+            dropout_seed,
+            dropout_offset,
+            as_flag("broadcast_dropout", broadcast_dropout),
+            dropout_table,
+            (q.shape[0], q.shape[2]),
+        )
+        keys, rate = (None, None) if drawn is None else drawn
+        operands = Operands(
+            q=q,
+            k=k,
+            v=v,
+            bias=_check_bias(bias, str(q.dtype), scores_shape, lead),
+            mask=_check_mask(dense_mask, scores_shape, lead),
+            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, lead),
+            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, lead),
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            sinks=_per_head("sinks", sinks, lead, q.shape[2]),
+            alibi_slopes=slopes,
+            dropout_keys=keys,
+            dropout_rate=rate,
+        )
+        spec = Spec(
+            batch=q.shape[0],
+            q_len=q.shape[1],
+            kv_len=k.shape[1],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+            dtype=str(q.dtype),
+            scale=_scale(scale, q.shape[3]),
+            softcap=_softcap(logits_soft_cap),
+            band=band.canonical(
+                q.shape[1],
+                k.shape[1],
+                has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
+                has_slopes=slopes is not None,
+            ),
+            bias=None if operands.bias is None else operands.bias.shape,
+            bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
+            mask=None if operands.mask is None else operands.mask.shape,
+            q_lengths=operands.q_lengths is not None,
+            kv_lengths=operands.kv_lengths is not None,
+            segments=q_segments is not None,
+            positions=q_positions is not None,
+            sinks=_extents(operands.sinks),
+            alibi_slopes=_extents(slopes),
+            dropout=None
+            if (of_keys := _extents(keys)) is None
+            else Dropout(keys=of_keys, rows=dropout_table is not None),
+        )
+        options = dataclasses.replace(
+            _checked_options(), implementation=_implementation(implementation)
+        )
+        return Call(spec, operands, options, lead)
+
+
+def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
+    """Returns an argument as an array; what cannot be one is refused by name."""
+    try:
+        return jnp.asarray(x)
+    except jax.errors.JAXTypeError:
+        raise  # a tracer that has left its function: JAX says it best
+    except (TypeError, ValueError) as error:
+        if isinstance(x, CausalBias):
+            hint = "pass it as mask="
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            hint = "jattn.explain and jax.eval_shape take shapes"
+        else:
+            hint = "pass an array, or nested lists of numbers of one shape"
+        raise ValueError(f"{function}: {name} is {_shown(x)}, must be an array: {hint}") from error
+
+
+def _shown(x: Any) -> str:
+    """The value of an argument, short enough for a message."""
+    text = repr(x)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def as_dtype(name: str, dtype: Any) -> Any:
+    """Returns an argument as a dtype."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError as error:
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
+        ) from error
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Returns an argument that must be True or False while tracing."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(value)}, must be True or False, known while tracing: make it a static argument"
+        )
+    return bool(value)
+
+
+def _number(name: str, value: Any, way_out: str) -> float:
+    """Returns a static argument as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{_NAME}: {name} is {_shown(value)}, must be a number known while tracing: {way_out}"
+        ) from error
+
+
+def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3:
+            raise ValueError(
+                f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must be (B, T, N, D) or (T, N, D): add the"
+                " missing axes"
+            )
+        if str(x.dtype) not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{_NAME}: {name} has dtype {x.dtype}, must be one of {', '.join(FLOAT_DTYPES)}: cast it"
+            )
+    if not q.ndim == k.ndim == v.ndim or not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"{_NAME}: query, key and value must have the same leading batch axes, got {shapes}: broadcast them to the"
+            " same batch size, or use jax.vmap"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{_NAME}: query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them, or"
+            " pass compute_dtype"
+        )
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"{_NAME}: key and value must agree in length and heads, got {shapes}: {_AXES}"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: query has head dim {q.shape[-1]} and key has {k.shape[-1]}; they must be equal (value may"
+            f" differ): {_AXES}"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(
+            f"{_NAME}: the head dims must be at least 1, got {shapes}: without features there is nothing to attend to"
+        )
+    if (kv_heads == 0 and heads != 0) or (kv_heads != 0 and heads % kv_heads != 0):
+        raise ValueError(
+            f"{_NAME}: the number of query heads, {heads}, must be a multiple of the number of key heads, {kv_heads}:"
+            f" repeat the key heads, or change the number of groups; {_AXES}"
+        )
+
+
+def _fold_scores(
+    name: str, x: jax.Array, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array:
+    """Brings a bias or mask to rank 4, its leading batch axes folded into one."""
+    rank = len(lead) + 3
+    if x.ndim > max(rank, 4) or x.ndim == 0:
+        raise ValueError(
+            f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must have rank 1 to {max(rank, 4)} and broadcast to"
+            f" (batch, heads, queries, keys) = {scores}"
+        )
+    if not lead and x.ndim == 4 and x.shape[0] == 1:
+        x = x[0]
+    shape = (1,) * (rank - x.ndim) + x.shape
+    fits = len(shape) == rank and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{_NAME}: {name} has shape {x.shape}, which does not broadcast to (batch, heads, queries, keys) ="
+            f" {scores}: each axis must be 1 or the full size{_axes_to_add(x.shape, scores, lead)}"
+        )
+    x = x.reshape(shape)
+    lead_shape = shape[: len(lead)]
+    if all(size == 1 for size in lead_shape):
+        return x.reshape(1, *shape[len(lead) :])
+    return jnp.broadcast_to(x, (*lead, *shape[len(lead) :])).reshape(
+        math.prod(lead), *shape[len(lead) :]
+    )
+
+
+def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[int, ...]) -> str:
+    """The way out of two frequent mistakes: an array of keys by batch entry, or one without its axis of heads."""
+    q_len, kv_len = scores[-2:]
+    if lead and shape == (*lead, kv_len):
+        return "; one entry per key goes in as x[..., None, None, :], or as key_value_seq_lengths or segment ids"
+    if lead and shape == (*lead, q_len, kv_len):
+        return "; without an axis of heads it goes in as x[..., None, :, :]"
+    return ""
+
+
+def _check_bias(
+    bias: jax.Array | None, dtype: str, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array | None:
+    if bias is None:
+        return None
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        hint = "pass a bool array as mask=" if bias.dtype == bool else f"cast it to {dtype}"
+        raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
+    # Backends read two types; a third one is cast, as adding it to the scores would.
+    wide = jnp.promote_types(dtype, "float32")
+    if bias.dtype not in (jnp.dtype(dtype), wide):
+        bias = bias.astype(wide)
+    return _fold_scores("bias", bias, scores, lead)
+
+
+def _check_mask(
+    mask: jax.Array | None, scores: tuple[int, ...], lead: tuple[int, ...]
+) -> jax.Array | None:
+    if mask is None:
+        return None
+    if mask.dtype != bool:
+        raise ValueError(
+            f"{_NAME}: mask has dtype {mask.dtype}, must be bool (True where the key takes part): pass an additive mask"
+            " as bias=, or compare it with 0"
+        )
+    return _fold_scores("mask", mask, scores, lead)
+
+
+def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) -> jax.Array | None:
+    """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
+    if values is None:
+        return None
+    x = as_array(name, values)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
+        )
+    expected = (*lead, *length)
+    if not lead and not length and x.shape == (1,):
+        x = x.reshape(())
+    if x.shape != expected:
+        what = "one number per position" if length else "one length per batch entry"
+        if not length and x.ndim == 1 and lead == (x.shape[0] - 1,):
+            what += "; cumulative lengths belong to jattn.flash_mha_varlen"
+        raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
+    if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
+        x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
+    return x.astype(jnp.int32).reshape(math.prod(lead), *length)
+
+
+def _segments(
+    both: Any, of_queries: Any, of_keys: Any, q: jax.Array, k: jax.Array, lead: tuple[int, ...]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if both is not None:
+        if of_queries is not None or of_keys is not None:
+            raise ValueError(
+                f"{_NAME}: segment_ids was given together with query_segment_ids or key_value_segment_ids; give either"
+                " the first or both of the others"
+            )
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"{_NAME}: segment_ids needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}: pass"
+                " query_segment_ids and key_value_segment_ids"
+            )
+        ids = _index_array("segment_ids", both, lead, q.shape[1])
+        return ids, ids
+    if (of_queries is None) != (of_keys is None):
+        missing = "query_segment_ids" if of_queries is None else "key_value_segment_ids"
+        raise ValueError(
+            f"{_NAME}: {missing} is missing; segment ids are needed for queries and keys: pass both, or segment_ids"
+            " where they are the same"
+        )
+    return (
+        _index_array("query_segment_ids", of_queries, lead, q.shape[1]),
+        _index_array("key_value_segment_ids", of_keys, lead, k.shape[1]),
+    )
+
+
+def _positions(
+    of_queries: Any,
+    of_keys: Any,
+    q: jax.Array,
+    k: jax.Array,
+    lead: tuple[int, ...],
+    *,
+    lower_right: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if (of_queries is None) != (of_keys is None):
+        missing = "query_positions" if of_queries is None else "key_value_positions"
+        raise ValueError(
+            f"{_NAME}: {missing} is missing; positions are needed for queries and keys: pass both, or neither for"
+            " their indices"
+        )
+    if of_queries is None:
+        return None, None
+    if lower_right:
+        raise ValueError(
+            f"{_NAME}: query_positions and key_value_positions were given with lower-right alignment, but positions say"
+            " where a query sits by themselves: use causal_alignment='upper_left', and add S - T to query_positions"
+        )
+
+    def clamped(name: str, values: Any, length: int) -> jax.Array | None:
+        x = _index_array(name, values, lead, length)
+        return None if x is None else jnp.clip(x, -_LARGEST_POSITION, _LARGEST_POSITION)
+
+    return (
+        clamped("query_positions", of_queries, q.shape[1]),
+        clamped("key_value_positions", of_keys, k.shape[1]),
+    )
+
+
+def _per_head(name: str, values: Any, lead: tuple[int, ...], num_heads: int) -> jax.Array | None:
+    """Brings a float operand that broadcasts to (*lead, N) to (1 or B, 1 or N, 1) float32."""
+    if values is None:
+        return None
+    x = as_array(name, values)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}, must be a float type: cast it")
+    full = (*lead, num_heads)
+    shape = (1,) * (len(full) - x.ndim) + x.shape
+    if len(shape) != len(full) or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"{_NAME}: {name} has shape {x.shape}, must be ({num_heads},), one number per query head, or broadcast to"
+            f" (batch, heads) = {full}"
+        )
+    x = x.reshape(shape).astype(jnp.float32)
+    if all(size == 1 for size in shape[:-1]):
+        return x.reshape(1, shape[-1], 1)
+    return jnp.broadcast_to(x, (*lead, shape[-1])).reshape(math.prod(lead), shape[-1], 1)
+
+
+def _extents(x: jax.Array | None) -> tuple[int, int] | None:
+    """The extents over batch and heads of an operand that has one number, or a few, for each."""
+    return None if x is None else (x.shape[0], x.shape[1])
+
+
+def dropout_operands(
+    rate: Any,
+    key: Any,
+    seed: Any,
+    offset: Any,
+    broadcast: bool,
+    table: jax.Array | None,
+    extents: tuple[int, int],
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the Philox keys (1 or B, 1 or N, 2) and the rate (1, 1, 1), or None where nothing can be dropped.
+
+    ``table`` holds keys of packed sequences, (sequences, 1 or N, 2), in place of key, seed and offset.
+    """
+    if key is not None and seed is not None:
+        raise ValueError(
+            f"{_NAME}: dropout_key and dropout_seed were both given; give one of them: the seed of a key is"
+            " jattn.seed_from_key(key)"
+        )
+    if offset is not None and seed is None:
+        raise ValueError(
+            f"{_NAME}: dropout_offset was given without dropout_seed, to which it belongs: pass"
+            " dropout_seed=jattn.seed_from_key(key)"
+        )
+    if not isinstance(rate, int | float | np.generic):
+        rate = as_array("dropout_rate", rate)
+    if np.shape(rate) != ():
+        raise ValueError(
+            f"{_NAME}: dropout_rate has shape {np.shape(rate)}, must be a scalar: use jax.vmap for several rates"
+        )
+    if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:
+        raise ValueError(
+            f"{_NAME}: dropout_rate is {rate}, must be at least 0 and below 1: to drop everything, multiply the result"
+            " by 0"
+        )
+    if isinstance(rate, int | float | np.generic) and rate == 0:
+        return None
+    if key is None and seed is None and table is None:
+        raise ValueError(
+            f"{_NAME}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or dropout_seed,"
+            " or dropout_rate=0.0"
+        )
+    # Piecewise constant in the rate: rounding to 1/65536 comes first.
+    rates = jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32)).reshape(1, 1, 1)
+    if table is not None:
+        return table, rates
+    words = dropout.words_of(f"{_NAME}: dropout_seed", seed) if key is None else _seed_of_key(key)
+    offset_words = dropout.words_of(f"{_NAME}: dropout_offset", 0 if offset is None else offset)
+    return dropout.keys(words, offset_words, *((1, 1) if broadcast else extents)), rates
+
+
+def _seed_of_key(key: Any) -> jax.Array:
+    key = as_array("dropout_key", key)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if (is_typed and key.shape != ()) or (
+        not is_typed and (key.ndim != 1 or key.dtype != jnp.uint32)
+    ):
+        raise ValueError(
+            f"{_NAME}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by jax.random.key"
+            " or jax.random.PRNGKey: pass one of them, or use jax.vmap"
+        )
+    return dropout.seed_from_key(key)
+
+
+def _band(
+    mask: Any, is_causal: bool, window: Window, alignment: Alignment, q_len: int, kv_len: int
+) -> Band:
+    is_causal = as_flag("is_causal", is_causal)
+    if alignment not in ("upper_left", "lower_right"):
+        raise ValueError(
+            f"{_NAME}: causal_alignment is {alignment!r}, must be 'upper_left' or 'lower_right'"
+        )
+    band = Band(lower_right=alignment == "lower_right")
+    if isinstance(mask, CausalBias):
+        if is_causal:
+            raise ValueError(
+                f"{_NAME}: CausalBias should not be used with causal=True: drop is_causal, or the causal bias object"
+            )
+        if (mask.q_len, mask.kv_len) != (q_len, kv_len):
+            raise ValueError(
+                f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
+                f" has {q_len} and {kv_len}: make it as jattn.causal_{mask.alignment}({q_len}, {kv_len})"
+            )
+        if window is not None and mask.alignment != alignment:
+            raise ValueError(
+                f"{_NAME}: the causal bias object is aligned {mask.alignment} and local_window_size {alignment}; pass"
+                f" causal_alignment={mask.alignment!r}"
+            )
+        band = Band(lower_right=mask.alignment == "lower_right")
+    left, right = _window(window)
+    band = band.intersect(left, right)
+    return band.intersect(UNBOUNDED, 0) if is_causal or isinstance(mask, CausalBias) else band
+
+
+def _window(window: Window) -> tuple[int, int]:
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+
+    def is_number(side: Any) -> bool:
+        return isinstance(side, int | np.integer) and not isinstance(side, bool)
+
+    sides: tuple[Any, ...] = ()
+    if is_number(window):
+        sides = (window, window)
+    elif isinstance(window, tuple | list | np.ndarray):
+        sides = tuple(window)
+    valid = len(sides) == 2 and all(s is None or (is_number(s) and s >= -1) for s in sides)
+    if not valid:
+        raise ValueError(
+            f"{_NAME}: local_window_size is {_shown(window)}, must be a number of keys or a pair (left, right) of them,"
+            " known while tracing; None or -1 is no limit"
+        )
+    left, right = (UNBOUNDED if s is None or s == -1 else int(s) for s in sides)
+    return left, right
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = _number("scale", scale, "multiply the query by a traced scale instead")
+    if not math.isfinite(value):
+        raise ValueError(f"{_NAME}: scale is {value}, must be finite; None is 1 / sqrt(head dim)")
+    return value
+
+
+def _softcap(softcap: Any) -> float:
+    if softcap is None:
+        return 0.0
+    value = _number("logits_soft_cap", softcap, "make it a static argument")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number; None is no cap"
+        )
+    return value
+
+
+def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    wanted = (names,) if isinstance(names, str) else names
+    if not isinstance(wanted, tuple | list):
+        raise ValueError(
+            f"{_NAME}: implementation is {_shown(names)}, must be the name of a backend or a tuple of names; None"
+            " leaves the choice to jattn"
+        )
+    for name in wanted:
+        if name not in dispatch.known_names():
+            raise ValueError(
+                f"{_NAME}: implementation {name!r} is not a backend; known are {', '.join(dispatch.known_names())}"
+            )
+    return tuple(wanted)
+
+
+def _checked_options() -> Options:
+    """The options in force; a backend that ``sdpa_kernel`` names must exist by now."""
+    options = config.current_options()
+    for name in options.enabled or ():
+        if name not in dispatch.known_names():
+            raise ValueError(
+                f"jattn.sdpa_kernel: backends holds {name!r}, which is not a backend; known are"
+                f" {', '.join(dispatch.known_names())}"
+            )
+    return options

@@ -1,5 +1,5 @@
 // The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
-// is compiled for, the tile products, the softmax of a tile, and the whole passes. benchmarks/cpu_tiles.py compiles and
+// is compiled for (of the matrix unit: of its products), the tile products, the softmax of a tile, and the whole passes. benchmarks/cpu_tiles.py compiles and
 // runs it for every set. Each part is measured right after the peak, many times, on the thread's CPU clock; the least
 // time counts, so that a busy machine disturbs it little.
 #if defined(__AMX_BF16__)
@@ -63,6 +63,38 @@ double peak_gflops() {
   return 2.0 * kChains * kSteps * kWidth<float> / seconds * 1e-9;
 }
 
+#if defined(__AMX_BF16__)
+// Independent products of the matrix unit, of numbers like those of the operands: with zeros its clock is a third higher.
+double amx_peak_gflops() {
+  constexpr int kSteps = 400;
+  uint16_t numbers[2][kAmxRows * kAmxInner];
+  uint32_t state = 1;
+  for (auto& tile : numbers) {
+    for (uint16_t& number : tile) {
+      state = state * 1664525u + 1013904223u;
+      number = static_cast<uint16_t>((state >> 16 & 0x80ff) | 0x3f00);  // between 0.5 and 2, either sign
+    }
+  }
+  const AmxSession session;
+  asm volatile("" ::: "memory");
+  _tile_loadd(4, numbers[0], kAmxRowBytes);
+  _tile_loadd(6, numbers[1], kAmxRowBytes);
+  const double seconds = least_seconds(20, 10, [&] {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int step = 0; step < kSteps; ++step) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  });
+  return 4.0 * kSteps * 2 * kAmxRows * kAmxRows * kAmxInner / seconds * 1e-9;
+}
+#endif
+
 template <typename T>
 T* memory(int64_t count) {
   auto* data = static_cast<T*>(std::aligned_alloc(64, static_cast<size_t>((count * sizeof(T) + 63) / 64 * 64)));
@@ -89,8 +121,14 @@ T* random_floats(int64_t count) {
   return data;
 }
 
-void report(const char* part, int64_t head_dim, double flops, double seconds) {
+// `products` of bfloat16 make one of the part: 0 where vectors do it.
+void report(const char* part, int64_t head_dim, double flops, double seconds, int64_t products = 0) {
+#if defined(__AMX_BF16__)
+  const double peak = products > 0 ? amx_peak_gflops() / static_cast<double>(products) : peak_gflops();
+#else
+  static_cast<void>(products);
   const double peak = peak_gflops();
+#endif
   std::printf("%-28s D=%-4d %8.2f us %7.0f GFLOP/s", part, static_cast<int>(head_dim), seconds * 1e6,
               flops / seconds * 1e-9);
   std::printf("  %4.0f %% of %.0f\n", 100 * flops / seconds * 1e-9 / peak, peak);
@@ -124,7 +162,7 @@ void measure_softmax() {
 }
 
 template <typename Element, typename Forward, typename Backward>
-void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_causal) {
+void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_causal, int64_t products = 0) {
   constexpr int64_t kHeads = 2;
   const int64_t count = length * kHeads * head_dim;
   Problem problem;
@@ -156,10 +194,10 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   };
   const double forward_seconds =
       least_seconds(12, 1, [&] { run_forward<Element, Forward>(problem, forward_plan, results, scratch, runner); });
-  report(name("forward"), head_dim, flops, forward_seconds);
+  report(name("forward"), head_dim, flops, forward_seconds, products);
   const double backward_seconds =
       least_seconds(8, 1, [&] { run_backward<Element, Backward>(problem, backward_plan, buffers, scratch, runner); });
-  report(name("backward"), head_dim, 2.5 * flops, backward_seconds);
+  report(name("backward"), head_dim, 2.5 * flops, backward_seconds, products);
 }
 
 void measure() {
@@ -173,9 +211,13 @@ void measure() {
 #if defined(__AMX_BF16__)
       using BF16 = BFloat16;
       using F16 = Float16;
-      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim, is_causal);
-      measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal);
-      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal);
+      const auto pairs_of = [](const auto& pairs) { return static_cast<int64_t>(sizeof(pairs) / sizeof(PlanePair)); };
+      const int64_t of_f32 = pairs_of(kPlanePairs<3>), of_f16 = pairs_of(kPlanePairs<2>);
+      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim,
+                                                                                         is_causal, of_f32);
+      measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal, 1);
+      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal,
+                                                                                   of_f16);
 #else
       measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("f32", 1024, head_dim, is_causal);
 #endif

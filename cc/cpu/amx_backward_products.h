@@ -78,6 +78,7 @@ class AmxBackwardProducts {
   }
 
   static constexpr bool kInterleaves = false;
+  static constexpr bool kSplitsValues = false;  // into planes
 
   // Takes a packed tile.
   void set_queries(const float* queries, const float* douts, uint64_t) {

@@ -139,6 +139,13 @@ class BackwardPass {
     not_finite_[index] = Products::pack_queries(
         plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
         packed_queries_ + index * plan_.query_tile_len, packed_douts_ + index * plan_.dout_tile_len, workspace);
+    if constexpr (Products::kSplitsValues) {
+      // Their dS is infinite, which has no planes: they are added exactly.
+      for (int64_t i = 0; i < tile.count; ++i) {
+        const Acc delta = delta_[tile.first_lse + i];
+        not_finite_[index] |= static_cast<uint64_t>(delta - delta != 0) << i;
+      }
+    }
     clear(dq_sums_ + index * kTile * plan_.row_len, kTile * plan_.row_len);
     milestones_.count(prepared(group_of(tile)));
   }

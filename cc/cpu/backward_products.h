@@ -58,6 +58,7 @@ class BackwardProducts {
   }
 
   static constexpr bool kInterleaves = false;
+  static constexpr bool kSplitsValues = false;  // into planes
 
   // Takes a packed tile.
   void set_queries(const Acc* queries, const Acc* douts, uint64_t) {

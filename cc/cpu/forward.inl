@@ -151,11 +151,10 @@ class ForwardPass {
   void attend(int64_t index) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
-                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
-                        2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
-                        2 * Workspace::bytes<Acc>(plan_.value_tile_len) +
-                        Workspace::bytes<Acc>(kPanel * plan_.row_len_v));
+    Workspace workspace(
+        Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
+        Workspace::bytes<uint32_t>(kTile / 2 * kPanel) + 2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
+        2 * Workspace::bytes<Acc>(plan_.value_tile_len) + Workspace::bytes<Acc>(kPanel * plan_.row_len_v));
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};

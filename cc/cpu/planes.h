@@ -335,8 +335,7 @@ inline uint64_t pack_right_columns(int64_t count, const Row& row, int64_t row_si
         for (int64_t i = 0; i < kAmxRows; i += 2) {
           const auto low = planes_of<Element>(rows[i]), high = planes_of<Element>(rows[i + 1]);
           for (int64_t plane = 0; plane < kPlanes; ++plane) {
-            store_words(tile + plane * kBlockLen + i / 2 * kAmxInner,
-                        upper_pairs(low.plane[plane], high.plane[plane]));
+            store_words(tile + plane * kBlockLen + i / 2 * kAmxInner, upper_pairs(low.plane[plane], high.plane[plane]));
           }
         }
       };
@@ -397,8 +396,7 @@ template <int64_t kPlanes>
 inline void join_left_rows(const BFloat16* operand, int64_t row_len, float* to) {
   for (int64_t row = 0; row < kTile; ++row) {
     for (int64_t d = 0; d < row_len; d += kWidth<float>) {
-      const BFloat16* from =
-          block_of<kPlanes>(operand, row_len, row, d) + row % kAmxBlock * kAmxInner + d % kAmxInner;
+      const BFloat16* from = block_of<kPlanes>(operand, row_len, row, d) + row % kAmxBlock * kAmxInner + d % kAmxInner;
       Vec<float> sum{};
       for (int64_t plane = kPlanes; plane-- > 0;) sum += widen(from + plane * kBlockLen);
       store(to + row * row_len + d, sum);

@@ -91,7 +91,7 @@ class PlanesBackwardProducts {
     multiply_rows(queries, keys, dout_rows_, v_rows_, row_len_v_, dp);
   }
 
-  // The queries, or keys, in `excluded` are left out of the sum.
+  // The queries, or keys, in `excluded` are left out of the sum: both operands become 0 there.
   void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
     add_columns(queries, keys, p, excluded, dout_rows_, row_len_v_, dv_columns_);
   }
@@ -103,7 +103,8 @@ class PlanesBackwardProducts {
       for (int64_t key = 0; key < kTile; key += kAmxInner) {
         const auto piece = [&](int64_t first) {
           const int64_t rest = row < queries ? keys - first : 0;
-          return cut_planes<kPlanes>(load_present(ds + row * kTile + first, lanes_before(rest)));
+          const auto kept = static_cast<__mmask16>(lanes_before(rest) & ~(excluded >> first));
+          return cut_planes<kPlanes>(load_present(ds + row * kTile + first, kept));
         };
         const Planes<kPlanes> low = piece(key), high = piece(key + kAmxRows);
         store_left_row<kPlanes>(low, high, row, key, ds_left_);
@@ -120,6 +121,7 @@ class PlanesBackwardProducts {
   // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P and dS
   // are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
   static constexpr bool kInterleaves = true;
+  static constexpr bool kSplitsValues = true;  // into planes
   template <typename TakeTurn>
   bool add_plain_step(const float* lse, const float* delta, float scale, float* s, float* dp, float* dq,
                       const TakeTurn& take_turn) {
@@ -200,9 +202,11 @@ class PlanesBackwardProducts {
                    int64_t row_len, float* columns) const {
     for (int64_t row = 0; row < round_up(queries, kAmxInner); row += 2) {
       for (int64_t key = 0; key < kTile; key += kWidth<float>) {
-        const Vec<float> even = row < queries ? load(tile + row * kTile + key) : Vec<float>{};
-        const Vec<float> odd = row + 1 < queries ? load(tile + (row + 1) * kTile + key) : Vec<float>{};
-        store_right_pair<kPlanes>(cut_planes<kPlanes>(even), cut_planes<kPlanes>(odd), row, key, right_);
+        const auto piece = [&](int64_t query) {
+          const bool is_kept = query < queries && (excluded >> query & 1) == 0;
+          return cut_planes<kPlanes>(is_kept ? load(tile + query * kTile + key) : Vec<float>{});
+        };
+        store_right_pair<kPlanes>(piece(row), piece(row + 1), row, key, right_);
       }
     }
     const BFloat16* left = transposed(rows, row_len);
@@ -237,7 +241,7 @@ class PlanesBackwardProducts {
   float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
   BFloat16* finite_;
   BFloat16 *right_, *ds_right_, *ds_left_;  // P or dS; dS
-  float *exact_rows_, *exact_lanes_;  // for tiles that the vectors multiply: [kTile][row_len], [row_len][kTile]
+  float *exact_rows_, *exact_lanes_;        // for tiles that the vectors multiply: [kTile][row_len], [row_len][kTile]
 };
 
 }  // namespace

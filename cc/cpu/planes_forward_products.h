@@ -81,13 +81,11 @@ class PlanesForwardProducts {
     if (needs_vectors(operand) || !softmax.can_start()) return false;
     const auto work = [&](int64_t slice) __attribute__((always_inline)) {
       softmax.slice(slice, [&](int64_t key, int64_t lane, Vec<float> even, Vec<float> odd)
-                        __attribute__((always_inline)) {
-        take_probabilities(key, lane, even, odd);
-      });
+                               __attribute__((always_inline)) { take_probabilities(key, lane, even, odd); });
     };
-    multiply_planes<kPlanes, false>(
-        count, kPanel, row_len_, {operand, row_len_}, {queries_, row_len_}, {scores, kPanel},
-        BesideProduct<Softmax::kSlices, decltype(work)>(count, kPanel, row_len_, work));
+    multiply_planes<kPlanes, false>(count, kPanel, row_len_, {operand, row_len_}, {queries_, row_len_},
+                                    {scores, kPanel},
+                                    BesideProduct<Softmax::kSlices, decltype(work)>(count, kPanel, row_len_, work));
     return true;
   }
 
@@ -124,7 +122,7 @@ class PlanesForwardProducts {
   int64_t head_dim_, row_len_, row_len_v_;
   BFloat16* queries_;  // the right operand of the first product
   BFloat16* finite_values_;
-  BFloat16* p_;                  // the right operand of the second
+  BFloat16* p_;                 // the right operand of the second
   float *q_lanes_, *key_rows_;  // for tiles that the vectors multiply: [row_len][kPanel], [kTile][row_len]
 };
 

@@ -84,6 +84,7 @@ THREAD_CASES = (
     Case("few-queries", batch=1, q_len=3, kv_len=3000, num_heads=4, dropout_rate=0.2),
     Case("many-tiles", batch=1, q_len=400, kv_len=400, is_causal=True, dtype="bfloat16"),
     Case("chunks", batch=1, q_len=2000, kv_len=40, num_heads=1, num_kv_heads=1, bias_form="s"),
+    Case("plain", q_len=330, kv_len=330, is_causal=True),
     Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
 )
 

@@ -244,7 +244,8 @@ class ForwardPass {
     if constexpr (Products::kMostRunTiles > 0) {
       constexpr int64_t kOwnTiles = 2;
       const int64_t most_tiles = plan_.packs_first ? Products::kMostRunTiles : kOwnTiles;
-      const bool only_band = problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+      const bool only_band =
+          problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
       Step steps[Products::kMostRunTiles];
       while (bounds.first < bounds.end) {
         int64_t count = 0, in_run = 0;
@@ -262,8 +263,9 @@ class ForwardPass {
         if (in_run > 0) {
           const KeyRange& last = steps[in_run - 1].keys;
           const KeyRange keys{steps[0].keys.first, last.first + last.count - steps[0].keys.first};
-          if (!products.attend_run(panel.rows, keys, in_run, [&](int64_t i) { return steps[i].kv_tile; }, log2_unit(),
-                                   panel.softmax, panel.out)) {
+          if (!products.attend_run(
+                  panel.rows, keys, in_run, [&](int64_t i) { return steps[i].kv_tile; }, log2_unit(), panel.softmax,
+                  panel.out)) {
             in_run = 0;
           }
         }

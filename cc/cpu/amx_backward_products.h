@@ -121,8 +121,8 @@ class AmxBackwardProducts {
   // Whether find_p_and_ds and the three functions after it serve tiles of which only a band and lengths hide pairs.
   static constexpr bool kFusesSoftmax = kPlanes == 1;
 
-  // P = exp(scale * s - lse) and dS = scale * P * (dp - delta) where visible[query] has the bit of the key, else exactly
-  // 0, straight into the operands of the products.
+  // P = exp(scale * s - lse) and dS = scale * P * (dp - delta) where visible[query] has the bit of the key, else
+  // exactly 0, straight into the operands of the products.
   void find_p_and_ds(int64_t queries, const float* s, const float* dp, const float* lse, const float* delta,
                      float scale, const uint64_t* visible) {
     const TableExp2 exp2;

@@ -1,11 +1,11 @@
 // The forward pass over a run of whole tiles of keys on the matrix unit, bfloat16 alone, where nothing but a band hides
 // keys: the products of one part of the run overlap with the softmax of another.
 //
-// Facts that shaped it, measured on a Xeon of the fourth generation (docs/design/0006-cpu-kernel.md has the numbers):
-// - A product and vector instructions run side by side, if no instruction in program order waits for the product. A tile
-//   store does, so sums are stored one stripe late: two pairs of accumulators take turns.
+// Facts that shaped it, measured on a Xeon of the fourth generation (docs/design/0006-cpu-kernel.md):
+// - A product and vector instructions run side by side, if no instruction in program order waits for the product. A
+//   tile store does, so sums are stored one stripe late: two pairs of accumulators take turns.
 // - While tile instructions are in flight, multiplications, maxima and conversions have one port of the vector unit
-//   instead of two; additions, integers, logic and permutations keep theirs. Hence the exponential of this file.
+//   instead of two; additions, integers, logic and permutations keep theirs. Hence table_exp2.h.
 // - A panel's output is 16 to 32 KiB: it is loaded and stored once for a run of up to kRunTiles tiles.
 #pragma once
 

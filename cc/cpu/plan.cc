@@ -84,10 +84,11 @@ ForwardPlan plan_forward(const Problem& problem) {
   if (problem.dtype != DType::kBF16) return wide;
   constexpr int64_t kNarrowRows = 32;
   const ForwardPlan narrow = plan_panels(problem, kNarrowRows);
-  const bool goes_tile_by_tile = problem.softcap > 0 || problem.bias.data != nullptr ||
-                                 problem.alibi_slopes.data != nullptr || problem.dropout_keys.data != nullptr ||
-                                 problem.scale == 0;
-  ForwardPlan plan = goes_tile_by_tile ? narrow : wide;
+  const bool goes_in_runs = problem.softcap == 0 && problem.bias.data == nullptr && problem.mask.data == nullptr &&
+                            problem.alibi_slopes.data == nullptr && problem.dropout_keys.data == nullptr &&
+                            problem.scale != 0;
+  ForwardPlan plan = goes_in_runs ? wide : narrow;
+  plan.goes_in_runs = goes_in_runs;
   // Asked for before any of these options is known.
   plan.scratch_bytes = std::max(wide.scratch_bytes, narrow.scratch_bytes);
   return plan;

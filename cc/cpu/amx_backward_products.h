@@ -6,6 +6,8 @@
 #pragma once
 
 #include "cpu/amx_tiles.h"
+#include "cpu/scores.h"
+#include "cpu/table_exp2.h"
 #include "cpu/tasks.h"
 
 namespace jattn::cpu {
@@ -41,7 +43,7 @@ class AmxBackwardProducts {
            Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
            2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
            2 * Workspace::bytes<BFloat16>(kPlanes * kTile * max_of(plan.row_len, plan.row_len_v)) +
-           2 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
+           3 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
   }
 
   AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -60,6 +62,7 @@ class AmxBackwardProducts {
         finite_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
         finite_pairs_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
         pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)),
+        ds_pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)),
         ds_rows_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {}
 
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
@@ -118,6 +121,65 @@ class AmxBackwardProducts {
                                 {k_row_pairs, 2 * row_len_, kTile * row_len_}, {dq, row_len_});
   }
 
+  // Whether find_p_and_ds and the three functions after it serve tiles of which only a band and lengths hide pairs.
+  static constexpr bool kFusesSoftmax = kPlanes == 1;
+
+  // P = exp(scale * s - lse) and dS = scale * P * (dp - delta) where visible[query] has the bit of the key, else
+  // exactly 0, straight into the operands of the products.
+  void find_p_and_ds(int64_t queries, const float* s, const float* dp, const float* lse, const float* delta,
+                     float scale, const uint64_t* visible) {
+    const TableExp2 exp2;
+    const float log2_unit = scale * static_cast<float>(kLog2E);
+    for (int64_t row = 0; row < kTile; row += 2) {
+      // An odd last row has a partner that sees nothing; rows after it are 0.
+      if (row >= queries) {
+        clear(pairs_ + row * kTile, 2 * kTile);
+        clear(ds_pairs_ + row * kTile, 2 * kTile);
+        clear(ds_rows_ + row * kTile, 2 * kTile);
+        continue;
+      }
+      struct Row {
+        uint64_t visible;
+        float shift, delta;
+      };
+      const auto row_of = [&](int64_t i) {
+        if (i >= queries || visible[i] == 0) return Row{0, 0, 0};
+        return Row{visible[i], rounded(lse[i] * static_cast<float>(kLog2E)), delta[i]};
+      };
+      const Row of_even = row_of(row), of_odd = row_of(row + 1);
+      for (int64_t column = 0; column < kTile; column += kWidth<float>) {
+        struct Pair {
+          Vec<float> p, ds;
+        };
+        const auto differentiate = [&](int64_t i, const Row& of) {
+          constexpr float kLeast = -200;  // far below the smallest number; the table wants it finite
+          const int64_t at = i * kTile + column;
+          const auto seen = static_cast<__mmask16>(of.visible >> column);
+          const Vec<float> p = exp2(at_least(load(s + at) * log2_unit - of.shift, broadcast(kLeast)));
+          const Vec<float> ds = p * (load(dp + at) - of.delta) * scale;
+          return Pair{_mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(p)),
+                      _mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(ds))};
+        };
+        const Pair even = differentiate(row, of_even), odd = differentiate(row + 1, of_odd);
+        const Vec<uint32_t> ds = round_to_pairs(even.ds, odd.ds);
+        store(reinterpret_cast<uint32_t*>(pairs_ + row * kTile + 2 * column), round_to_pairs(even.p, odd.p));
+        store(reinterpret_cast<uint32_t*>(ds_pairs_ + row * kTile + 2 * column), ds);
+        store_16bit(ds_rows_ + row * kTile + column, ds & 0xffffu);
+        store_16bit(ds_rows_ + (row + 1) * kTile + column, ds >> 16);
+      }
+    }
+  }
+  void add_dv(int64_t queries, int64_t keys) {
+    add_pairs(queries, keys, pairs_, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_columns_);
+  }
+  void add_dk(int64_t queries, int64_t keys) {
+    add_pairs(queries, keys, ds_pairs_, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
+  }
+  void add_dq(int64_t queries, int64_t keys, float* dq) const {
+    amx_multiply<1, true>(queries, row_len_, keys, {ds_rows_, kTile, kTile * kTile},
+                          {k_row_pairs_, 2 * row_len_, kTile * row_len_}, {dq, row_len_});
+  }
+
   // dk and dv are complete after this; 0 from key `keys` on.
   void finish(int64_t keys) {
     add_transposed(dk_columns_, row_len_, keys, dk_);
@@ -128,6 +190,12 @@ class AmxBackwardProducts {
   float* dv() { return dv_; }  // [kTile][row_len_v]
 
  private:
+  static void add_pairs(int64_t queries, int64_t keys, const BFloat16* pairs, const BFloat16* left, int64_t row_len,
+                        float* columns) {
+    amx_multiply<1, true>(row_len, keys, queries, {left, kTile, kTile * row_len}, {pairs, 2 * kTile, kTile * kTile},
+                          {columns, kTile});
+  }
+
   // columns[d * kTile + key] += sum over queries of left[d][query] * tile[query][key]
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
                    int64_t row_len, float* columns) const {
@@ -162,7 +230,7 @@ class AmxBackwardProducts {
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
   float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
   BFloat16 *finite_, *finite_pairs_;
-  BFloat16 *pairs_, *ds_rows_;
+  BFloat16 *pairs_, *ds_pairs_, *ds_rows_;
 };
 
 }  // namespace

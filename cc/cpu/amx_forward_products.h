@@ -36,8 +36,8 @@ class AmxForwardProducts {
 
   static int64_t workspace_bytes(const ForwardPlan& plan) {
     return 2 * Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len) +
-           Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
-           Workspace::bytes<BFloat16>(kPairsLen) + Workspace::bytes<float>(kRingStripes * kStripeFloats);
+           Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) + Workspace::bytes<BFloat16>(kPairsLen) +
+           Workspace::bytes<float>(kRingStripes * kStripeFloats);
   }
 
   AmxForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
@@ -86,8 +86,9 @@ class AmxForwardProducts {
   template <typename Tile>
   bool attend_run(const QueryRows& rows, KeyRange keys, int64_t tiles, const Tile& tile, float log2_unit,
                   SoftmaxState<float, kPanel>& state, float* out) const {
-    RunOperands<kPanel> operands{q_pairs_, row_len_, row_len_v_, (rows.count + kHalfLanes - 1) / kHalfLanes, {}, {},
-                                 tiles,    ring_,    p_pairs_,   out};
+    RunOperands<kPanel> operands{q_pairs_, row_len_, row_len_v_, (rows.count + kHalfLanes - 1) / kHalfLanes,
+                                 {},       {},       tiles,      ring_,
+                                 p_pairs_, out};
     for (int64_t i = 0; i < tiles; ++i) {
       operands.keys[i] = reinterpret_cast<const BFloat16*>(tile(i).keys);
       operands.values[i] = reinterpret_cast<const BFloat16*>(tile(i).values);

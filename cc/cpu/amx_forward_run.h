@@ -1,16 +1,17 @@
 // The forward pass over a run of whole tiles of keys on the matrix unit, bfloat16 alone, where nothing but a band hides
 // keys: the products of one part of the run overlap with the softmax of another.
 //
-// Facts that shaped it, measured on a Xeon of the fourth generation (docs/design/0006-cpu-kernel.md has the numbers):
-// - A product and vector instructions run side by side, if no instruction in program order waits for the product. A tile
-//   store does, so sums are stored one stripe late: two pairs of accumulators take turns.
+// Facts that shaped it, measured on a Xeon of the fourth generation (docs/design/0006-cpu-kernel.md):
+// - A product and vector instructions run side by side, if no instruction in program order waits for the product. A
+//   tile store does, so sums are stored one stripe late: two pairs of accumulators take turns.
 // - While tile instructions are in flight, multiplications, maxima and conversions have one port of the vector unit
-//   instead of two; additions, integers, logic and permutations keep theirs. Hence the exponential of this file.
+//   instead of two; additions, integers, logic and permutations keep theirs. Hence table_exp2.h.
 // - A panel's output is 16 to 32 KiB: it is loaded and stored once for a run of up to kRunTiles tiles.
 #pragma once
 
 #include "cpu/amx_tiles.h"
 #include "cpu/online_softmax.h"
+#include "cpu/table_exp2.h"
 #include "cpu/visibility.h"
 
 namespace jattn::cpu {
@@ -18,95 +19,9 @@ namespace {
 
 constexpr int64_t kRunTiles = 4;
 constexpr int64_t kRunKeys = kRunTiles * kTile;
-constexpr int64_t kHalfLanes = 32;    // queries of one stripe: a pair of tile registers
-constexpr int64_t kStripeRows = 16;   // keys, or elements of the values, of one stripe
-constexpr int64_t kRingStripes = 4;   // scores of a stripe are read two stripes later
+constexpr int64_t kHalfLanes = 32;   // queries of one stripe: a pair of tile registers
+constexpr int64_t kRingStripes = 4;  // scores of a stripe are read two stripes later
 constexpr int64_t kStripeFloats = kStripeRows * kHalfLanes;
-
-// 2^(i / 32).
-alignas(64) constexpr float kPowersOfTwo[32] = {
-    1.0f,         1.02189715f,  1.04427378f, 1.0671404f,  1.09050773f, 1.11438674f, 1.13878863f, 1.16372486f,
-    1.18920712f,  1.21524736f,  1.24185781f, 1.26905096f, 1.29683955f, 1.32523664f, 1.35425555f, 1.38390988f,
-    1.41421356f,  1.44518081f,  1.47682615f, 1.50916443f, 1.54221083f, 1.57598085f, 1.61049033f, 1.64575548f,
-    1.68179283f,  1.7186193f,   1.75625216f, 1.79470908f, 1.83400809f, 1.87416763f, 1.91520656f, 1.95714412f};
-
-// 2^x within 2 ulp (the fit's error is 5.3e-8): the nearest 32nd from a table, the rest from a parabola. 5 of its 9
-// instructions need the port that tile instructions leave; exp2 takes 8 of 8. Infinity gives NaN.
-class TableExp2 {
- public:
-  TableExp2() : low_(load(kPowersOfTwo)), high_(load(kPowersOfTwo + kWidth<float>)) {}
-
-  inline __attribute__((always_inline)) Vec<float> operator()(Vec<float> x) const {
-    constexpr float kRoundTo32nds = 1.5f * (1 << 18);  // the low 5 bits of the sum number the table's entry
-    constexpr float kLinear = 0.693157344f, kSquare = 0.240228855f;
-    const Vec<float> shifted = x + kRoundTo32nds;
-    const Vec<float> nearest = shifted - kRoundTo32nds;
-    const Vec<float> rest = x - nearest;
-    const auto power = reinterpret_cast<Vec<float>>(
-        _mm512_permutex2var_ps(reinterpret_cast<__m512>(low_), reinterpret_cast<__m512i>(shifted),
-                               reinterpret_cast<__m512>(high_)));
-    const Vec<float> mantissa = (kSquare * rest + kLinear) * (power * rest) + power;
-    return _mm512_maskz_scalef_ps(kEveryLane, mantissa, nearest);
-  }
-
- private:
-  Vec<float> low_, high_;
-};
-
-// One step over the inner dimension of a stripe: a pair of sums += one left tile * two right tiles.
-template <bool kSecondPair>
-inline __attribute__((always_inline)) void multiply_stripe(const BFloat16* left, int64_t left_stride_bytes,
-                                                           const BFloat16* right, int64_t right_stride_bytes) {
-  _tile_loadd(4, left, left_stride_bytes);
-  _tile_loadd(5, right, right_stride_bytes);
-  if constexpr (kSecondPair) {
-    _tile_dpbf16ps(2, 4, 5);
-  } else {
-    _tile_dpbf16ps(0, 4, 5);
-  }
-  _tile_loadd(6, right + kAmxInner, right_stride_bytes);
-  if constexpr (kSecondPair) {
-    _tile_dpbf16ps(3, 4, 6);
-  } else {
-    _tile_dpbf16ps(1, 4, 6);
-  }
-}
-
-template <bool kSecondPair>
-inline __attribute__((always_inline)) void clear_stripe() {
-  if constexpr (kSecondPair) {
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-  }
-}
-
-template <bool kSecondPair>
-inline __attribute__((always_inline)) void load_stripe(const float* from, int64_t stride_bytes) {
-  if constexpr (kSecondPair) {
-    _tile_loadd(2, from, stride_bytes);
-    _tile_loadd(3, from + kAmxRows, stride_bytes);
-  } else {
-    _tile_loadd(0, from, stride_bytes);
-    _tile_loadd(1, from + kAmxRows, stride_bytes);
-  }
-}
-
-template <bool kSecondPair>
-inline __attribute__((always_inline)) void store_stripe(float* to, int64_t stride_bytes) {
-  if constexpr (kSecondPair) {
-    _tile_stored(2, to, stride_bytes);
-    _tile_stored(3, to + kAmxRows, stride_bytes);
-  } else {
-    _tile_stored(0, to, stride_bytes);
-    _tile_stored(1, to + kAmxRows, stride_bytes);
-  }
-}
-
-// GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
-inline void stored_for_tiles() { asm volatile("" ::: "memory"); }
 
 // The keys that each lane of a panel sees of a run, counted from its first: [first, end).
 template <int64_t kPanel>
@@ -120,7 +35,9 @@ struct RunBand {
   Bounds of_half[kPanel / kHalfLanes];
 
   RunBand(const QueryRows& rows, int64_t first_key, int64_t key_end) {
-    const auto within_run = [&](int64_t key) { return static_cast<int32_t>(min_of(max_of(key - first_key, 0), kRunKeys)); };
+    const auto within_run = [&](int64_t key) {
+      return static_cast<int32_t>(min_of(max_of(key - first_key, 0), kRunKeys));
+    };
     const int32_t run_end = within_run(key_end);
     for (int64_t lane = 0; lane < kPanel; ++lane) {
       first[lane] = 0;
@@ -164,32 +81,13 @@ class ForwardRun {
              SoftmaxState<float, kPanel>& state)
       : operands_(operands), band_(band), log2_unit_(log2_unit), state_(state) {}
 
-  // Adds the run to the state and to `out`. Returns false, with both as they were but for maxima of lanes that had
-  // none, where a score exceeds the maximum too far or is not a number.
+  // Adds the run to the state and to `out`. Returns false, with what has been accumulated as it was but for a new
+  // maximum, where a score is not finite or too large.
   bool attend() {
     stored_for_tiles();
     if (!find_first_maxima()) return false;
-    for (int64_t lane = 0; lane < kPanel; lane += kWidth<float>) {
-      const Vec<float> row_max = load(state_.row_max + lane);
-      constexpr float kMinusInfinity = -__builtin_inff();
-      const Vec<float> shift =
-          rounded(row_max == broadcast(kMinusInfinity) ? Vec<float>{} : row_max * log2_unit_);
-      if (!all_of(at_most(shift, -shift) > -kFusedLimit)) return false;
-      store(shift_ + lane, shift);
-      store(sum_ + lane, Vec<float>{});
-    }
-    switch (operands_.row_len / kAmxInner) {
-      case 2: find_probabilities<2>(); break;
-      case 4: find_probabilities<4>(); break;
-      default: find_probabilities<0>(); break;
-    }
-    // As in continue_softmax; infinity and NaN are not below the limit.
-    constexpr float kMostSum = kTile << kSlackLog2;
-    const int64_t lanes = operands_.halves * kHalfLanes;
-    for (int64_t lane = 0; lane < lanes; lane += kWidth<float>) {
-      if (!all_of(load(sum_ + lane) <= kMostSum)) return false;
-    }
-    for (int64_t lane = 0; lane < lanes; lane += kWidth<float>) {
+    if (!find_all_probabilities() && !(raise_maxima() && find_all_probabilities())) return false;
+    for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
       store(state_.row_sum + lane, load(state_.row_sum + lane) + load(sum_ + lane));
     }
     add_values();
@@ -212,6 +110,88 @@ class ForwardRun {
   }
   float* scores(int64_t index) const { return operands_.ring + index % kRingStripes * kStripeFloats; }
 
+  int64_t lanes() const { return operands_.halves * kHalfLanes; }
+
+  // What is subtracted from exponents; 0 for a lane that has seen nothing.
+  Vec<float> shift_of(Vec<float> row_max) const {
+    constexpr float kMinusInfinity = -__builtin_inff();
+    return rounded(row_max == broadcast(kMinusInfinity) ? Vec<float>{} : row_max * log2_unit_);
+  }
+
+  // P of the whole run and its sums; false where a maximum will not do.
+  bool find_all_probabilities() {
+    for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
+      const Vec<float> shift = shift_of(load(state_.row_max + lane));
+      if (!all_of(at_most(shift, -shift) > -kFusedLimit)) return false;
+      store(shift_ + lane, shift);
+      store(sum_ + lane, Vec<float>{});
+    }
+    switch (operands_.row_len / kAmxInner) {
+      case 2: find_probabilities<2>(); break;
+      case 4: find_probabilities<4>(); break;
+      default: find_probabilities<0>(); break;
+    }
+    // As in continue_softmax; infinity and NaN are not below the limit.
+    constexpr float kMostSum = kTile << kSlackLog2;
+    for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
+      if (!all_of(load(sum_ + lane) <= kMostSum)) return false;
+    }
+    return true;
+  }
+
+  // Scores of one stripe, at the start of the ring.
+  void score_alone(const Stripe& stripe) const {
+    clear_stripe<false>();
+    for (int64_t k = 0; k < operands_.row_len; k += kAmxInner) {
+      multiply_stripe<false>(stripe.keys + k, operands_.row_len * 2, stripe.queries + k * kPanel, kPairBytes);
+    }
+    store_stripe<false>(operands_.ring, kHalfLanes * 4);
+  }
+  // The largest of them and of `most` that lanes [lane, lane + kWidth) see. NaN is never the largest.
+  Vec<float> most_score(const Stripe& stripe, int64_t lane, Vec<float> most) const {
+    for (int64_t i = 0; i < kStripeRows; ++i) {
+      const auto score = reinterpret_cast<__m512>(load(operands_.ring + i * kHalfLanes + lane % kHalfLanes));
+      most = _mm512_mask_max_ps(reinterpret_cast<__m512>(most), band_.sees(stripe.key + i, lane), score,
+                                reinterpret_cast<__m512>(most));
+    }
+    return most;
+  }
+
+  // Maxima of all scores of the run where they exceed the present ones too far, and what has been accumulated rescaled.
+  // False, with nothing changed, where one is infinite.
+  bool raise_maxima() {
+    constexpr float kInfinity = __builtin_inff();
+    const float slack = kSlackLog2 / (log2_unit_ > 1e-30f ? log2_unit_ : 1e-30f);
+    alignas(64) float most[kPanel], rescale[kPanel];
+    memcpy(most, state_.row_max, sizeof(most));
+    for (int64_t index = 0; index < num_stripes(); ++index) {
+      const Stripe of = stripe(index);
+      score_alone(of);
+      for (int64_t lane = of.half * kHalfLanes; lane < (of.half + 1) * kHalfLanes; lane += kWidth<float>) {
+        store(most + lane, most_score(of, lane, load(most + lane)));
+      }
+    }
+    for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
+      if (!all_of(load(most + lane) < broadcast(kInfinity))) return false;
+    }
+    for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
+      const Vec<float> before = load(state_.row_max + lane), largest = load(most + lane);
+      const Vec<float> row_max = largest > before + slack ? largest : before;
+      const Vec<float> factor = exp2<float>(shift_of(before) - shift_of(row_max));
+      store(rescale + lane, factor);
+      store(state_.row_max + lane, row_max);
+      store(state_.row_sum + lane, load(state_.row_sum + lane) * factor);
+    }
+    for (int64_t d = 0; d < operands_.row_len_v; ++d) {
+      for (int64_t lane = 0; lane < lanes(); lane += kWidth<float>) {
+        float* const at = operands_.out + d * kPanel + lane;
+        store(at, load(at) * load(rescale + lane));
+      }
+    }
+    stored_for_tiles();
+    return true;
+  }
+
   // A lane that has no maximum yet takes that of the first 16 keys among which it sees any; sums tell whether it will
   // do. False if one of them is not finite.
   bool find_first_maxima() {
@@ -227,21 +207,11 @@ class ForwardRun {
       for (int64_t key = 0; (lacks(lane) | lacks(next_lane)) != 0; key += kStripeRows) {
         if (key >= operands_.tiles * kTile) return false;  // NaN
         const Stripe first = stripe(key / kStripeRows * operands_.halves + half);
-        clear_stripe<false>();
-        for (int64_t k = 0; k < operands_.row_len; k += kAmxInner) {
-          multiply_stripe<false>(first.keys + k, operands_.row_len * 2, first.queries + k * kPanel, kPairBytes);
-        }
-        store_stripe<false>(operands_.ring, kHalfLanes * 4);
-        for (int64_t v = 0; v < kHalfLanes; v += kWidth<float>) {
-          const __mmask16 wanted = lacks(lane + v);
-          Vec<float> maximum = broadcast(kMinusInfinity);
-          for (int64_t i = 0; i < kStripeRows; ++i) {
-            const auto score = reinterpret_cast<__m512>(load(operands_.ring + i * kHalfLanes + v));
-            const __mmask16 sees = wanted & band_.sees(key + i, lane + v);
-            maximum = _mm512_mask_max_ps(reinterpret_cast<__m512>(maximum), sees, score,
-                                         reinterpret_cast<__m512>(maximum));
-          }
-          _mm512_mask_storeu_ps(state_.row_max + lane + v, wanted, reinterpret_cast<__m512>(maximum));
+        score_alone(first);
+        for (const int64_t at : {lane, next_lane}) {
+          const __mmask16 wanted = lacks(at);
+          const Vec<float> most = most_score(first, at, broadcast(kMinusInfinity));
+          _mm512_mask_storeu_ps(state_.row_max + at, wanted, reinterpret_cast<__m512>(most));
         }
       }
     }

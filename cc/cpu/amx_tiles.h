@@ -67,11 +67,108 @@ struct AmxResult {
   }
 };
 
+// A stripe: 16 rows and 32 columns of a result, in a pair of tile registers. Two pairs take turns, so that a pair is
+// stored while the other is summed: a store that waits for a product holds up all tile instructions after it.
+constexpr int64_t kStripeRows = kAmxRows;
+
+// GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
+inline void stored_for_tiles() { asm volatile("" ::: "memory"); }
+
+// One step over the inner dimension of a stripe: a pair of sums += one left tile * two right tiles.
+template <bool kSecondPair>
+inline __attribute__((always_inline)) void multiply_stripe(const BFloat16* left, int64_t left_stride_bytes,
+                                                           const BFloat16* right, int64_t right_stride_bytes) {
+  _tile_loadd(4, left, left_stride_bytes);
+  _tile_loadd(5, right, right_stride_bytes);
+  if constexpr (kSecondPair) {
+    _tile_dpbf16ps(2, 4, 5);
+  } else {
+    _tile_dpbf16ps(0, 4, 5);
+  }
+  _tile_loadd(6, right + kAmxInner, right_stride_bytes);
+  if constexpr (kSecondPair) {
+    _tile_dpbf16ps(3, 4, 6);
+  } else {
+    _tile_dpbf16ps(1, 4, 6);
+  }
+}
+
+template <bool kSecondPair>
+inline __attribute__((always_inline)) void clear_stripe() {
+  if constexpr (kSecondPair) {
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+}
+
+template <bool kSecondPair>
+inline __attribute__((always_inline)) void load_stripe(const float* from, int64_t stride_bytes) {
+  if constexpr (kSecondPair) {
+    _tile_loadd(2, from, stride_bytes);
+    _tile_loadd(3, from + kAmxRows, stride_bytes);
+  } else {
+    _tile_loadd(0, from, stride_bytes);
+    _tile_loadd(1, from + kAmxRows, stride_bytes);
+  }
+}
+
+template <bool kSecondPair>
+inline __attribute__((always_inline)) void store_stripe(float* to, int64_t stride_bytes) {
+  if constexpr (kSecondPair) {
+    _tile_stored(2, to, stride_bytes);
+    _tile_stored(3, to + kAmxRows, stride_bytes);
+  } else {
+    _tile_stored(0, to, stride_bytes);
+    _tile_stored(1, to + kAmxRows, stride_bytes);
+  }
+}
+
+// amx_multiply of one plane, in stripes.
+template <bool kAccumulate>
+inline void multiply_stripes(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
+                             AmxResult result) {
+  stored_for_tiles();
+  const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
+  float* before = nullptr;
+  const auto add = [&](int64_t m, int64_t n, auto second_pair) {
+    float* const to = result.tile(m, n);
+    if constexpr (kAccumulate) {
+      load_stripe<second_pair()>(to, result_stride_bytes);
+    } else {
+      clear_stripe<second_pair()>();
+    }
+    const BFloat16 *left_tile = left.tile(0, m, 0), *right_tile = right.tile(0, 0, n);
+    for (int64_t k = 0; k < inner; k += kAmxInner) {
+      multiply_stripe<second_pair()>(left_tile, left.stride * 2, right_tile, right.stride * 2);
+      left_tile += kAmxInner;
+      right_tile += kAmxRows * right.stride;
+      if (k == (inner > kAmxInner ? kAmxInner : 0) && before != nullptr) {
+        store_stripe<!second_pair()>(before, result_stride_bytes);
+      }
+    }
+    before = to;
+  };
+  for (int64_t n = 0; n * kAmxRows < columns; n += kAmxBlock / kAmxRows) {
+    for (int64_t m = 0; m * kAmxRows < rows; m += kAmxBlock / kAmxRows) {
+      add(m, n, std::false_type());
+      add(m + 1, n, std::true_type());
+    }
+  }
+  store_stripe<true>(before, result_stride_bytes);
+}
+
 // result = left * right, or result += left * right. rows and columns are rounded up to kAmxBlock, inner to kAmxInner;
 // operands hold zeros there.
 template <int64_t kPlanes, bool kAccumulate>
 inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
                          AmxResult result) {
+  if constexpr (kPlanes == 1) {
+    multiply_stripes<kAccumulate>(rows, columns, inner, left, right, result);
+    return;
+  }
   // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
   asm volatile("" ::: "memory");
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));

@@ -293,6 +293,24 @@ class BackwardPass {
     products.multiply_queries(rows.count, keys.count, tiles.s);
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 
+    if constexpr (Products::kFusesSoftmax) {
+      const bool only_band =
+          problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+      if (!has_score_rule(problem_) && !dropout.is_active() && (bad_keys | bad_queries) == 0 &&
+          (covered == Coverage::kFull || only_band)) {
+        uint64_t visible[kTile];
+        visible_keys(rows, keys, lse, visible);
+        products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_, visible);
+        if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count);
+        if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count);
+        take_turn();
+        if (buffers_.dq != nullptr) {
+          products.add_dq(rows.count, keys.count, dq_sums_ + tile.index * kTile * plan_.row_len);
+        }
+        return;
+      }
+    }
+
     if (has_score_rule(problem_)) add_score_rule(key_tile, step, tiles);
     if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.dropout_bits);
 
@@ -352,6 +370,16 @@ class BackwardPass {
         add_row(k_row(key), problem_.head_dim, tiles.dp[query * kTile + key], dq + query * plan_.row_len);
       }
     });
+  }
+
+  // A bit for each key that lengths and band leave to a row.
+  static void visible_keys(const QueryRows& rows, KeyRange keys, const Acc* lse, uint64_t* visible) {
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const int64_t first = max_of(0, rows.first_key[row] - keys.first);
+      const int64_t end = min_of(keys.count, rows.end_key[row] - keys.first);
+      const bool is_empty = end <= first || lse[row] == -static_cast<Acc>(__builtin_inf());
+      visible[row] = is_empty ? 0 : (~uint64_t{0} >> (kTile - (end - first))) << first;
+    }
   }
 
   struct RowValues {

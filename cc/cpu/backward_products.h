@@ -15,6 +15,7 @@ template <typename Element>
 class BackwardProducts {
  public:
   using Acc = Accumulator<Element>;
+  static constexpr bool kFusesSoftmax = false;
 
   // Layout of packed tiles: rows of the accumulator type. Returns a bit for each row where either is not finite.
   template <typename QueryRow, typename DoutRow>

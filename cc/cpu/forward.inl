@@ -184,7 +184,7 @@ class ForwardPass {
 
     const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
     const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
-    if (Products::kMostRunTiles > 0 && !has_score_rule_ && !dropout.is_active()) {
+    if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
       tiles.scores = scores[0];
       attend_in_runs(task, sequence, {first_key, end_key}, own_tiles, workspace, dropout, tiles, products, panel);
       finish_or_save(task, dropout, panel, tiles.by_query);
@@ -263,7 +263,7 @@ class ForwardPass {
     if constexpr (Products::kMostRunTiles > 0) {
       constexpr int64_t kOwnTiles = 2;
       const int64_t most_tiles = plan_.packs_first ? Products::kMostRunTiles : kOwnTiles;
-      const bool only_band = problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+      const bool only_band = !sequence.has_position_band && sequence.q_segments == nullptr;
       Step steps[Products::kMostRunTiles];
       while (bounds.first < bounds.end) {
         int64_t count = 0, in_run = 0;
@@ -281,8 +281,9 @@ class ForwardPass {
         if (in_run > 0) {
           const KeyRange& last = steps[in_run - 1].keys;
           const KeyRange keys{steps[0].keys.first, last.first + last.count - steps[0].keys.first};
-          if (!products.attend_run(panel.rows, keys, in_run, [&](int64_t i) { return steps[i].kv_tile; }, log2_unit(),
-                                   panel.softmax, panel.out)) {
+          if (!products.attend_run(
+                  panel.rows, keys, in_run, [&](int64_t i) { return steps[i].kv_tile; }, log2_unit(), panel.softmax,
+                  panel.out)) {
             in_run = 0;
           }
         }

@@ -24,15 +24,6 @@ int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * u
 
 int64_t accumulator_bytes(const Problem& problem) { return problem.dtype == DType::kF64 ? 8 : 4; }
 
-int64_t panel_rows_of(const Problem& problem) {
-  constexpr int64_t kNarrowRows = 32;
-  const bool goes_tile_by_tile = problem.softcap > 0 || problem.bias.data != nullptr ||
-                                 problem.alibi_slopes.data != nullptr || problem.dropout_keys.data != nullptr ||
-                                 problem.scale == 0;
-  return problem.dtype == DType::kBF16 && goes_tile_by_tile ? kNarrowRows
-                                                            : kPanelRows[static_cast<int>(problem.dtype)];
-}
-
 // Hands out consecutive aligned ranges.
 struct Arena {
   int64_t size_bytes = 0;
@@ -43,14 +34,11 @@ struct Arena {
   }
 };
 
-}  // namespace
-
-ForwardPlan plan_forward(const Problem& problem) {
+ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   ForwardPlan plan{};
   const int64_t group = problem.num_kv_heads > 0 ? problem.group_size() : 0;
   const int64_t groups = problem.batch * problem.num_kv_heads;
 
-  const int64_t panel_rows = panel_rows_of(problem);
   plan.queries = std::min(problem.q_len, panel_rows);
   plan.heads = plan.queries > 0 ? std::clamp<int64_t>(panel_rows / plan.queries, 1, std::max<int64_t>(1, group)) : 1;
   plan.query_blocks = plan.queries > 0 ? ceil_div(problem.q_len, plan.queries) : 0;
@@ -90,6 +78,23 @@ ForwardPlan plan_forward(const Problem& problem) {
     plan.partial_sum_offset = arena.take(rows * unit_bytes);
   }
   plan.scratch_bytes = arena.size_bytes;
+  return plan;
+}
+
+}  // namespace
+
+ForwardPlan plan_forward(const Problem& problem) {
+  const ForwardPlan wide = plan_panels(problem, kPanelRows[static_cast<int>(problem.dtype)]);
+  if (problem.dtype != DType::kBF16) return wide;
+  constexpr int64_t kNarrowRows = 32;
+  const ForwardPlan narrow = plan_panels(problem, kNarrowRows);
+  const bool goes_in_runs = problem.softcap == 0 && problem.bias.data == nullptr && problem.mask.data == nullptr &&
+                            problem.alibi_slopes.data == nullptr && problem.dropout_keys.data == nullptr &&
+                            problem.scale != 0;
+  ForwardPlan plan = goes_in_runs ? wide : narrow;
+  plan.goes_in_runs = goes_in_runs;
+  // Asked for before any of these options is known.
+  plan.scratch_bytes = std::max(wide.scratch_bytes, narrow.scratch_bytes);
   return plan;
 }
 

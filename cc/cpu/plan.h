@@ -14,8 +14,8 @@ namespace jattn::cpu {
 // Keys that are processed together; in the backward pass queries too.
 inline constexpr int64_t kTile = 64;
 
-// Most queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache. On
-// the matrix unit 32 instead of 64 took a fifth less time, but in runs (amx_forward_run.h): plan_forward decides.
+// Most queries of one forward task, by DType: as many as leave all that a tile of keys needs in the first-level cache.
+// On the matrix unit 32 instead of 64 took a fifth less time, except in runs: plan_forward takes 32 elsewhere.
 inline constexpr int64_t kPanelRows[] = {32, 64, 64, 64};
 
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
@@ -29,6 +29,7 @@ struct ForwardPlan {
   int64_t num_splits, split_len;      // ranges of keys; each split_len is a multiple of kTile
   int64_t num_tasks;
   bool last_queries_first;  // they see the most keys
+  bool goes_in_runs;        // of tiles, where the products can (amx_forward_run.h)
 
   int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
 

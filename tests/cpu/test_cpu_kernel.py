@@ -1,5 +1,6 @@
 """The native CPU kernel: every instruction set that this machine can run, and any number of threads."""
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -77,6 +78,28 @@ def test_every_instruction_set_agrees_with_the_oracle(
                 compare.assert_close(case, operands, named, solution=solution)
             except AssertionError as error:
                 raise AssertionError(f"instruction set {name}: {error}") from error
+
+
+# What runs over several tiles of keys decide by themselves: the first maximum (rows that see none of the first keys), a
+# maximum that does not last, parts of tiles and panels, head dims of every number of steps.
+RUN_CASES = (
+    Case("window", q_len=300, kv_len=700, window=(70, 0), is_causal=True, lower_right=True),
+    Case("causal-96", q_len=333, kv_len=333, is_causal=True, head_dim=96, head_dim_v=160),
+    Case("lengths", q_len=130, kv_len=530, q_lengths=(130, 70), kv_lengths=(77, 500)),
+    Case("small-head", q_len=70, kv_len=640, head_dim=24, head_dim_v=40),
+)
+
+
+@pytest.mark.parametrize("growth", [0.0, 3.0, 40.0], ids=lambda growth: f"growth-{growth:g}")
+@pytest.mark.parametrize("case", RUN_CASES, ids=lambda case: case.name)
+def test_runs_of_tiles_agree_with_the_oracle(case: Case, growth: float) -> None:
+    """Scores whose magnitude grows along the keys: maxima are raised, or the tiles done one by one."""
+    case = dataclasses.replace(case, dtype="bfloat16")
+    operands = inputs.make(case)
+    factors = 1 + growth * np.linspace(0, 1, case.kv_len, dtype=np.float32)
+    k = operands.k.astype(np.float32) * factors[:, None, None]
+    operands = dataclasses.replace(operands, k=k.astype(operands.k.dtype))
+    compare.assert_close(case, operands, run.run(case, operands, "cpu").results)
 
 
 # Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, a shared bias, packed heads.

@@ -15,6 +15,7 @@ template <typename Element>
 class PlanesBackwardProducts {
  public:
   static constexpr int64_t kPlanes = kPlanesOf<Element>;
+  static constexpr bool kFusesSoftmax = false;
 
   // Layout of packed tiles: left operands of products over the elements of a row, then over rows. Returns a bit for each
   // row where either is not finite, or huge.

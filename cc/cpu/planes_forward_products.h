@@ -75,6 +75,7 @@ class PlanesForwardProducts {
   // The same, and at the same time the probabilities of the tile before, which is full and has no masks: those of
   // `softmax` as take_probabilities takes them. Returns whether both are done; otherwise neither need be.
   static constexpr bool kInterleaves = true;
+  static constexpr int64_t kMostRunTiles = 0;
   using Softmax = SlicedSoftmax<(kPlanes < 3), kPanel>;
   bool multiply_keys_beside(Softmax& softmax, int64_t count, const float* keys, float* scores) {
     const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);

@@ -11,6 +11,10 @@ extern __shared__ __align__(1024) unsigned char jattn_shared[];
 
 namespace jattn::ptx {
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
 // The address of jattn_shared as PTX writes it. NVRTC makes it of 64 bits and converts it wherever it is used, nvcc does not;
 // at the limit of the register file that was 8 bytes of spills. The operand makes the array known to the unit.
 __device__ __forceinline__ uint32_t shared_base() {

@@ -24,7 +24,8 @@ __device__ __forceinline__ void cast_grad(const CastGradParams& params) {
   constexpr int kMq = kPartRows / 16, kNq = kPartColumns / 8;
   using GradTile = sm80::Tile<kElement, kSliceD>;
 
-  const GradTile staging{ptx::shared_base()};
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const GradTile staging{ptx::shared_address(shared)};
   const int tiles = ceil_div(params.q_len, kTileQ);
   const int slice = blockIdx.x % kConfig.grad_slices;
   const int64_t flat_tile = blockIdx.x / kConfig.grad_slices;

@@ -33,7 +33,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   using KeyTile = Tile<kElement, kD>;
   using ValueTile = Tile<kElement, kDv>;
 
-  const KeyTile q_tile{ptx::shared_base()};
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const KeyTile q_tile{ptx::shared_address(shared)};
   const ValueTile dout_tile{q_tile.address + KeyTile::bytes(kTileQ)};
   const KeyTile k_tile{dout_tile.address + ValueTile::bytes(kTileQ)};
   const ValueTile v_tile{k_tile.address + KeyTile::bytes(kTileKv)};

@@ -14,7 +14,8 @@ namespace jattn::sm90 {
 template <Config C>
 __device__ __forceinline__ void backward_cast(const CastParams& params) {
   constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
-  const unsigned tile = ptx::shared_base();
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const unsigned tile = shared_address(shared);
   const int flat_head = blockIdx.x / params.tiles;
   const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
   const int entry = flat_head / params.num_heads;

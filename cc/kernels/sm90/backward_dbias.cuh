@@ -355,7 +355,7 @@ struct DbiasConsumer {
     sync_consumers();
     constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
     const int warp = threadIdx.x / 32 - kWarpgroupThreads / 32;
-    unsigned char* const shared = jattn_shared;
+    extern __shared__ __align__(1024) unsigned char shared[];
     float* column_sums = reinterpret_cast<float*>(shared);  // [kWarps][C.tile_kv]
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -397,9 +397,9 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(DbiasControl<C>) <= dbias_control_bytes(C));
 
-  unsigned char* const shared = jattn_shared;
+  extern __shared__ __align__(1024) unsigned char shared[];
   auto& control = *reinterpret_cast<DbiasControl<C>*>(shared + kLayout.control);
-  const unsigned tiles = ptx::shared_base();
+  const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
     for (int place = 0; place < C.stages; ++place) {

@@ -21,9 +21,9 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(BackwardControl<C, true>) <= backward_control_bytes(C, true));
 
-  unsigned char* const shared = jattn_shared;
+  extern __shared__ __align__(1024) unsigned char shared[];
   auto& control = *reinterpret_cast<BackwardControl<C, true>*>(shared + kLayout.control);
-  const unsigned tiles = ptx::shared_base();
+  const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
     init_control(control, kBackwardConsumers, 1, kBackwardConsumers * kWarpgroupThreads / 32);

@@ -8,9 +8,9 @@
 namespace jattn::cpu {
 
 const KernelTable kAmxKernels = {
-    {run_forward<Float16, PlanesForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts<BFloat16>>,
+    {run_forward<Float16, PlanesForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts>,
      run_forward<float, PlanesForwardProducts<float>>, nullptr},
-    {run_backward<Float16, PlanesBackwardProducts<Float16>>, run_backward<BFloat16, AmxBackwardProducts<BFloat16>>,
+    {run_backward<Float16, PlanesBackwardProducts<Float16>>, run_backward<BFloat16, AmxBackwardProducts>,
      run_backward<float, PlanesBackwardProducts<float>>, nullptr},
 };
 

@@ -1,5 +1,4 @@
-// The five products of the backward pass on the matrix unit, for bfloat16 and float16. P and dS are rounded to 8 and
-// 16 bits.
+// The five products of the backward pass on the matrix unit, for bfloat16. P and dS are rounded to 8 bits.
 //
 // dk and dv are summed transposed: their left operands, Q and dout transposed, are packed once for all tasks, and P and
 // dS need only be interleaved.
@@ -13,37 +12,33 @@
 namespace jattn::cpu {
 namespace {
 
-template <typename Element>
 class AmxBackwardProducts {
  public:
-  static constexpr int64_t kPlanes = kAmxPlanes<Element>;
-
-  // Layout of packed tiles: rows [planes][kTile][row_len], then transposed [planes][row_len][kTile]. Returns a bit for
-  // each row where either is not finite.
+  // Layout of packed tiles: rows [kTile][row_len], then transposed [row_len][kTile]. Returns a bit for each row where
+  // either is not finite.
   template <typename QueryRow, typename DoutRow>
   static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
                                const QueryRow& query_row, const DoutRow& dout_row, float* queries, float* douts,
                                Workspace workspace) {
-    BFloat16* pairs = workspace.take<BFloat16>(kPlanes * kTile * max_of(plan.row_len, plan.row_len_v));
+    BFloat16* pairs = workspace.take<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v));
     const auto pack = [&](const auto& row, int64_t row_size, int64_t row_len, float* to) {
       BFloat16* rows = reinterpret_cast<BFloat16*>(to);
-      const uint64_t not_finite = copy_rows<Element>(count, row, row_size, rows, row_len);
-      transpose_rows<kPlanes>(rows, row_len, pairs, rows + kPlanes * kTile * row_len);
+      const uint64_t not_finite = copy_rows(count, row, row_size, rows, row_len);
+      transpose_rows(rows, row_len, pairs, rows + kTile * row_len);
       return not_finite;
     };
     return pack(query_row, problem.head_dim, plan.row_len, queries) |
            pack(dout_row, problem.head_dim_v, plan.row_len_v, douts);
   }
   static int64_t pack_bytes(const BackwardPlan& plan) {
-    return Workspace::bytes<BFloat16>(kPlanes * kTile * max_of(plan.row_len, plan.row_len_v));
+    return Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v));
   }
 
   static int64_t workspace_bytes(const BackwardPlan& plan) {
-    return 3 * Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len) +
-           Workspace::bytes<BFloat16>(kPlanes * kTile * plan.row_len_v) +
+    return 3 * Workspace::bytes<BFloat16>(kTile * plan.row_len) + Workspace::bytes<BFloat16>(kTile * plan.row_len_v) +
            2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
-           2 * Workspace::bytes<BFloat16>(kPlanes * kTile * max_of(plan.row_len, plan.row_len_v)) +
-           3 * Workspace::bytes<BFloat16>(kPlanes * kTile * kTile);
+           2 * Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v)) +
+           3 * Workspace::bytes<BFloat16>(kTile * kTile);
   }
 
   AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -51,28 +46,28 @@ class AmxBackwardProducts {
         head_dim_v_(problem.head_dim_v),
         row_len_(plan.row_len),
         row_len_v_(plan.row_len_v),
-        k_rows_(workspace.take<BFloat16>(kPlanes * kTile * row_len_)),
-        k_row_pairs_(workspace.take<BFloat16>(kPlanes * kTile * row_len_)),
-        k_pairs_(workspace.take<BFloat16>(kPlanes * kTile * row_len_)),
-        v_pairs_(workspace.take<BFloat16>(kPlanes * kTile * row_len_v_)),
+        k_rows_(workspace.take<BFloat16>(kTile * row_len_)),
+        k_row_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
+        k_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
+        v_pairs_(workspace.take<BFloat16>(kTile * row_len_v_)),
         dk_columns_(workspace.take<float>(kTile * row_len_)),
         dk_(workspace.take<float>(kTile * row_len_)),
         dv_columns_(workspace.take<float>(kTile * row_len_v_)),
         dv_(workspace.take<float>(kTile * row_len_v_)),
-        finite_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
-        finite_pairs_(workspace.take<BFloat16>(kPlanes * kTile * max_of(row_len_, row_len_v_))),
-        pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)),
-        ds_pairs_(workspace.take<BFloat16>(kPlanes * kTile * kTile)),
-        ds_rows_(workspace.take<BFloat16>(kPlanes * kTile * kTile)) {}
+        finite_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
+        finite_pairs_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
+        pairs_(workspace.take<BFloat16>(kTile * kTile)),
+        ds_pairs_(workspace.take<BFloat16>(kTile * kTile)),
+        ds_rows_(workspace.take<BFloat16>(kTile * kTile)) {}
 
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
-    const uint64_t not_finite = copy_rows<Element>(count, key_row, head_dim_, k_rows_, row_len_);
-    interleave_rows<kPlanes>(k_rows_, row_len_, k_row_pairs_);
-    transpose_to_pairs<kPlanes>(k_rows_, kTile, row_len_, k_pairs_);
-    copy_rows<Element>(count, value_row, head_dim_v_, finite_, row_len_v_);
-    transpose_to_pairs<kPlanes>(finite_, kTile, row_len_v_, v_pairs_);
+    const uint64_t not_finite = copy_rows(count, key_row, head_dim_, k_rows_, row_len_);
+    interleave_rows(k_rows_, row_len_, k_row_pairs_);
+    transpose_to_pairs(k_rows_, kTile, row_len_, k_pairs_);
+    copy_rows(count, value_row, head_dim_v_, finite_, row_len_v_);
+    transpose_to_pairs(finite_, kTile, row_len_v_, v_pairs_);
     clear(dk_columns_, kTile * row_len_);
     clear(dk_, kTile * row_len_);
     clear(dv_columns_, kTile * row_len_v_);
@@ -91,38 +86,35 @@ class AmxBackwardProducts {
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
   void multiply_queries(int64_t queries, int64_t keys, float* s) const {
-    amx_multiply<kPlanes, false>(queries, keys, row_len_, {q_rows_, row_len_, kTile * row_len_},
-                                 {k_pairs_, 2 * kTile, kTile * row_len_}, {s, kTile});
+    amx_multiply<false>(queries, keys, row_len_, {q_rows_, row_len_}, {k_pairs_, 2 * kTile}, {s, kTile});
   }
   void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
-    amx_multiply<kPlanes, false>(queries, keys, row_len_v_, {dout_rows_, row_len_v_, kTile * row_len_v_},
-                                 {v_pairs_, 2 * kTile, kTile * row_len_v_}, {dp, kTile});
+    amx_multiply<false>(queries, keys, row_len_v_, {dout_rows_, row_len_v_}, {v_pairs_, 2 * kTile}, {dp, kTile});
   }
 
   // The queries, or keys, in `excluded` are left out of the sum.
   void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
-    add_columns(queries, keys, p, excluded, dout_rows_ + kPlanes * kTile * row_len_v_, row_len_v_, dv_columns_);
+    add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_columns_);
   }
   void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
-    add_columns(queries, keys, ds, excluded, q_rows_ + kPlanes * kTile * row_len_, row_len_, dk_columns_);
+    add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
   }
   void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
-    round_tile<kPlanes>(ds, queries, keys, ds_rows_);
+    round_tile(ds, queries, keys, ds_rows_);
     const BFloat16* k_row_pairs = k_row_pairs_;
     if (excluded != 0) {
-      memcpy(finite_, k_rows_, static_cast<size_t>(kPlanes * kTile * row_len_) * sizeof(BFloat16));
-      for (int64_t row = 0; row < kPlanes * kTile; ++row) {
-        if (excluded >> (row % kTile) & 1) clear(finite_ + row * row_len_, row_len_);
+      memcpy(finite_, k_rows_, static_cast<size_t>(kTile * row_len_) * sizeof(BFloat16));
+      for (int64_t row = 0; row < kTile; ++row) {
+        if (excluded >> row & 1) clear(finite_ + row * row_len_, row_len_);
       }
-      interleave_rows<kPlanes>(finite_, row_len_, finite_pairs_);
+      interleave_rows(finite_, row_len_, finite_pairs_);
       k_row_pairs = finite_pairs_;
     }
-    amx_multiply<kPlanes, true>(queries, row_len_, keys, {ds_rows_, kTile, kTile * kTile},
-                                {k_row_pairs, 2 * row_len_, kTile * row_len_}, {dq, row_len_});
+    amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile}, {k_row_pairs, 2 * row_len_}, {dq, row_len_});
   }
 
   // Whether find_p_and_ds and the three functions after it serve tiles of which only a band and lengths hide pairs.
-  static constexpr bool kFusesSoftmax = kPlanes == 1;
+  static constexpr bool kFusesSoftmax = true;
 
   // P = exp(scale * s - lse) and dS = scale * P * (dp - delta) where visible[query] has the bit of the key, else
   // exactly 0, straight into the operands of the products.
@@ -176,8 +168,7 @@ class AmxBackwardProducts {
     add_pairs(queries, keys, ds_pairs_, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
   }
   void add_dq(int64_t queries, int64_t keys, float* dq) const {
-    amx_multiply<1, true>(queries, row_len_, keys, {ds_rows_, kTile, kTile * kTile},
-                          {k_row_pairs_, 2 * row_len_, kTile * row_len_}, {dq, row_len_});
+    amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile}, {k_row_pairs_, 2 * row_len_}, {dq, row_len_});
   }
 
   // dk and dv are complete after this; 0 from key `keys` on.
@@ -192,20 +183,18 @@ class AmxBackwardProducts {
  private:
   static void add_pairs(int64_t queries, int64_t keys, const BFloat16* pairs, const BFloat16* left, int64_t row_len,
                         float* columns) {
-    amx_multiply<1, true>(row_len, keys, queries, {left, kTile, kTile * row_len}, {pairs, 2 * kTile, kTile * kTile},
-                          {columns, kTile});
+    amx_multiply<true>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
   }
 
   // columns[d * kTile + key] += sum over queries of left[d][query] * tile[query][key]
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
                    int64_t row_len, float* columns) const {
-    round_tile_to_pairs<kPlanes>(tile, queries, pairs_);
+    round_tile_to_pairs(tile, queries, pairs_);
     if (excluded != 0) {
-      copy_without_columns(left, kPlanes * row_len, excluded, finite_);
+      copy_without_columns(left, row_len, excluded, finite_);
       left = finite_;
     }
-    amx_multiply<kPlanes, true>(row_len, keys, queries, {left, kTile, kTile * row_len},
-                                {pairs_, 2 * kTile, kTile * kTile}, {columns, kTile});
+    amx_multiply<true>(row_len, keys, queries, {left, kTile}, {pairs_, 2 * kTile}, {columns, kTile});
   }
 
   // rows[key][d] += columns[d][key] for key < keys

@@ -1,8 +1,4 @@
-// The matrix unit (AMX): products of bfloat16 tiles with float32 sums, and the layouts that it reads.
-//
-// A float16 is the sum of two bfloat16, exactly: the upper 8 bits of its significand and the other 3. Operands then
-// have two planes, and a product is the sum over all pairs of planes, still much faster than float32 vectors. (Infinity
-// cannot be split so: next to a zero plane it gives NaN.)
+// The matrix unit (AMX): products of bfloat16 tiles with float32 sums, and the layouts that they read.
 //
 // One instruction computes C[16][16] += A[16][32] B[32][16]. A is read row by row. B is read in pairs: element
 // (2i, n) and (2i + 1, n) lie side by side, so that 16 rows of 16 pairs make a tile. (Intel SDM volume 1, chapter 18.)
@@ -42,19 +38,12 @@ class AmxSession {
   AmxSession& operator=(const AmxSession&) = delete;
 };
 
-// Planes of bfloat16 that a value is the sum of.
-template <typename Element>
-constexpr int64_t kAmxPlanes = 1;
-template <>
-constexpr int64_t kAmxPlanes<Float16> = 2;
-
 struct AmxOperand {
   const BFloat16* data;
   int64_t stride;  // elements, between tile rows
-  int64_t plane;   // elements, between planes
 
-  const BFloat16* tile(int64_t plane_index, int64_t row_tile, int64_t column_tile) const {
-    return data + plane_index * plane + row_tile * kAmxRows * stride + column_tile * (kAmxRowBytes / 2);
+  const BFloat16* tile(int64_t row_tile, int64_t column_tile) const {
+    return data + row_tile * kAmxRows * stride + column_tile * (kAmxRowBytes / 2);
   }
 };
 
@@ -126,10 +115,11 @@ inline __attribute__((always_inline)) void store_stripe(float* to, int64_t strid
   }
 }
 
-// amx_multiply of one plane, in stripes.
+// result = left * right, or result += left * right, in stripes. rows and columns are rounded up to kAmxBlock, inner to
+// kAmxInner; operands hold zeros there.
 template <bool kAccumulate>
-inline void multiply_stripes(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
-                             AmxResult result) {
+inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
+                         AmxResult result) {
   stored_for_tiles();
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
   float* before = nullptr;
@@ -140,7 +130,7 @@ inline void multiply_stripes(int64_t rows, int64_t columns, int64_t inner, AmxOp
     } else {
       clear_stripe<second_pair()>();
     }
-    const BFloat16 *left_tile = left.tile(0, m, 0), *right_tile = right.tile(0, 0, n);
+    const BFloat16 *left_tile = left.tile(m, 0), *right_tile = right.tile(0, n);
     for (int64_t k = 0; k < inner; k += kAmxInner) {
       multiply_stripe<second_pair()>(left_tile, left.stride * 2, right_tile, right.stride * 2);
       left_tile += kAmxInner;
@@ -160,103 +150,27 @@ inline void multiply_stripes(int64_t rows, int64_t columns, int64_t inner, AmxOp
   store_stripe<true>(before, result_stride_bytes);
 }
 
-// result = left * right, or result += left * right. rows and columns are rounded up to kAmxBlock, inner to kAmxInner;
-// operands hold zeros there.
-template <int64_t kPlanes, bool kAccumulate>
-inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
-                         AmxResult result) {
-  if constexpr (kPlanes == 1) {
-    multiply_stripes<kAccumulate>(rows, columns, inner, left, right, result);
-    return;
-  }
-  // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
-  asm volatile("" ::: "memory");
-  const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
-  const int64_t left_stride_bytes = left.stride * 2, right_stride_bytes = right.stride * 2;
-  const int64_t inner_tiles = (inner + kAmxInner - 1) / kAmxInner;
-  for (int64_t n = 0; n * kAmxRows < columns; n += kAmxBlock / kAmxRows) {
-    for (int64_t m = 0; m * kAmxRows < rows; m += kAmxBlock / kAmxRows) {
-      if constexpr (kAccumulate) {
-        _tile_loadd(0, result.tile(m, n), result_stride_bytes);
-        _tile_loadd(1, result.tile(m, n + 1), result_stride_bytes);
-        _tile_loadd(2, result.tile(m + 1, n), result_stride_bytes);
-        _tile_loadd(3, result.tile(m + 1, n + 1), result_stride_bytes);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      for (int64_t k = 0; k < inner_tiles; ++k) {
-        for (int64_t pair = 0; pair < kPlanes * kPlanes; ++pair) {
-          const int64_t p = pair / kPlanes, q = pair % kPlanes;
-          _tile_loadd(4, left.tile(p, m, k), left_stride_bytes);
-          _tile_loadd(6, right.tile(q, k, n), right_stride_bytes);
-          _tile_dpbf16ps(0, 4, 6);
-          _tile_loadd(7, right.tile(q, k, n + 1), right_stride_bytes);
-          _tile_dpbf16ps(1, 4, 7);
-          _tile_loadd(5, left.tile(p, m + 1, k), left_stride_bytes);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, result.tile(m, n), result_stride_bytes);
-      _tile_stored(1, result.tile(m, n + 1), result_stride_bytes);
-      _tile_stored(2, result.tile(m + 1, n), result_stride_bytes);
-      _tile_stored(3, result.tile(m + 1, n + 1), result_stride_bytes);
-    }
-  }
-}
-
 inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }
 
-// The part of a value that its first plane leaves out.
-inline Vec<float> remainder(Vec<float> value) {
-  const Vec<float> first = reinterpret_cast<Vec<float>>(as_words(value) & 0xffff0000u);
-  const Vec<float> rest = value - first;
-  return rest == rest ? rest : Vec<float>{};  // infinity and NaN lie in the first plane alone
-}
-
-// Copies row(i) for i < count into a tile of kTile rows of `row_len` elements per plane; everything else in it becomes
-// 0. Returns a bit for each row that is not finite.
-template <typename Element, typename Row>
+// Copies row(i) for i < count into a tile of kTile rows of `row_len` elements; everything else in it becomes 0. Returns a
+// bit for each row that is not finite.
+template <typename Row>
 inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloat16* to, int64_t row_len) {
+  constexpr int64_t kStep = 32;
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
   uint64_t not_finite = 0;
   for (int64_t i = 0; i < count; ++i) {
-    BFloat16* to_row = to + i * row_len;
-    bool is_bad = false;
-    if constexpr (kAmxPlanes<Element> == 1) {
-      constexpr int64_t kStep = 32;
-      const __m512i exponent = _mm512_set1_epi16(0x7f80);
-      __mmask32 bad = 0;
-      for (int64_t d = 0; d < row_len; d += kStep) {
-        const int64_t rest = row_size - d;
-        const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
-        const __m512i value = _mm512_maskz_loadu_epi16(present, row(i) + d);
-        bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
-        _mm512_storeu_si512(to_row + d, value);
-      }
-      is_bad = bad != 0;
-    } else {
-      constexpr int64_t kStep = 16;
-      const __m256i exponent = _mm256_set1_epi16(0x7c00);
-      __mmask16 bad = 0;
-      for (int64_t d = 0; d < row_len; d += kStep) {
-        const int64_t rest = row_size - d;
-        const __mmask16 present = rest >= kStep ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1;
-        const __m256i half = _mm256_maskz_loadu_epi16(present, row(i) + d);
-        bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(half, exponent), exponent);
-        const auto value = reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, half));
-        store_16bit(to_row + d, as_words(value) >> 16);
-        store_16bit(to_row + kTile * row_len + d, as_words(remainder(value)) >> 16);
-      }
-      is_bad = bad != 0;
+    __mmask32 bad = 0;
+    for (int64_t d = 0; d < row_len; d += kStep) {
+      const int64_t rest = row_size - d;
+      const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
+      const __m512i value = _mm512_maskz_loadu_epi16(present, row(i) + d);
+      bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
+      _mm512_storeu_si512(to + i * row_len + d, value);
     }
-    not_finite |= static_cast<uint64_t>(is_bad) << i;
+    not_finite |= static_cast<uint64_t>(bad != 0) << i;
   }
-  for (int64_t plane = 0; plane < kAmxPlanes<Element>; ++plane) {
-    clear(to + (plane * kTile + count) * row_len, (kTile - count) * row_len);
-  }
+  clear(to + count * row_len, (kTile - count) * row_len);
   return not_finite;
 }
 
@@ -268,21 +182,16 @@ inline void transpose_words(const void* from, int64_t from_stride_bytes, int64_t
             to_stride_bytes / kWordBytes);
 }
 
-// The functions below work on all planes of a tile of kTile rows of `row_len`.
+// The functions below work on tiles of kTile rows of `row_len`.
 
 // The transpose of the first `count` rows as pairs: to[d / 2][row][d % 2]. The right operand of a product over d.
-template <int64_t kPlanes>
 inline void transpose_to_pairs(const BFloat16* rows, int64_t count, int64_t row_len, BFloat16* to) {
-  for (int64_t plane = 0; plane < kPlanes; ++plane) {
-    transpose_words(rows + plane * kTile * row_len, row_len * 2, count, row_len / 2, to + plane * count * row_len,
-                    count * 4);
-  }
+  transpose_words(rows, row_len * 2, count, row_len / 2, to, count * 4);
 }
 
 // Pairs of consecutive rows: to[row / 2][d][row % 2]. The right operand of a product over rows.
-template <int64_t kPlanes>
 inline void interleave_rows(const BFloat16* rows, int64_t row_len, BFloat16* to) {
-  for (int64_t row = 0; row < kPlanes * kTile; row += 2) {
+  for (int64_t row = 0; row < kTile; row += 2) {
     for (int64_t d = 0; d < row_len; d += kWidth<float>) {
       const Vec<uint32_t> even = load_16bit(rows + row * row_len + d);
       const Vec<uint32_t> odd = load_16bit(rows + (row + 1) * row_len + d);
@@ -292,16 +201,12 @@ inline void interleave_rows(const BFloat16* rows, int64_t row_len, BFloat16* to)
 }
 
 // to[d][row]. The left operand of a product over rows. `pairs` is room for as many elements as `rows`.
-template <int64_t kPlanes>
 inline void transpose_rows(const BFloat16* rows, int64_t row_len, BFloat16* pairs, BFloat16* to) {
-  interleave_rows<kPlanes>(rows, row_len, pairs);
-  for (int64_t plane = 0; plane < kPlanes; ++plane) {
-    const int64_t at = plane * kTile * row_len;
-    transpose_words(pairs + at, row_len * 4, kTile / 2, row_len, to + at, kTile * 2);
-  }
+  interleave_rows(rows, row_len, pairs);
+  transpose_words(pairs, row_len * 4, kTile / 2, row_len, to, kTile * 2);
 }
 
-// Copies rows of kTile elements (all planes), with the columns in `excluded` set to 0.
+// Copies rows of kTile elements with the columns in `excluded` set to 0.
 inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t excluded, BFloat16* to) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t half = 0; half < 2; ++half) {
@@ -318,44 +223,25 @@ inline Vec<uint32_t> round_to_pairs(Vec<float> even, Vec<float> odd) {
   return (as_words(even) + kHalf) >> 16 | ((as_words(odd) + kHalf) & 0xffff0000u);
 }
 
-// The same into all planes of `to`, `plane` elements apart. Only the last plane is rounded.
-template <int64_t kPlanes>
-inline void store_pairs(Vec<float> even, Vec<float> odd, BFloat16* to, int64_t plane) {
-  if constexpr (kPlanes == 2) {
-    store(reinterpret_cast<uint32_t*>(to), as_words(even) >> 16 | (as_words(odd) & 0xffff0000u));
-    store_pairs<1>(remainder(even), remainder(odd), to + plane, plane);
-  } else {
-    store(reinterpret_cast<uint32_t*>(to), round_to_pairs(even, odd));
-  }
-}
-
 // A float tile [kTile][kTile] as pairs of consecutive rows; rows from `rows` on become 0.
-template <int64_t kPlanes>
 inline void round_tile_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
   for (int64_t row = 0; row < kTile; row += 2) {
     for (int64_t column = 0; column < kTile; column += kWidth<float>) {
       const Vec<float> even = row < rows ? load(tile + row * kTile + column) : Vec<float>{};
       const Vec<float> odd = row + 1 < rows ? load(tile + (row + 1) * kTile + column) : Vec<float>{};
-      store_pairs<kPlanes>(even, odd, to + row * kTile + 2 * column, kTile * kTile);
+      store(reinterpret_cast<uint32_t*>(to + row * kTile + 2 * column), round_to_pairs(even, odd));
     }
   }
 }
 
 // A float tile [kTile][kTile] as it is; rows from `rows` and columns from `columns` on become 0.
-template <int64_t kPlanes>
 inline void round_tile(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
   for (int64_t row = 0; row < kTile; ++row) {
     for (int64_t column = 0; column < kTile; column += kWidth<float>) {
       const int64_t present = row < rows ? columns - column : 0;
       const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
-      Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
-      BFloat16* at = to + row * kTile + column;
-      if constexpr (kPlanes == 2) {
-        store_16bit(at, as_words(value) >> 16);
-        value = remainder(value);
-        at += kTile * kTile;
-      }
-      store_16bit(at, (as_words(value) + 0x8000u) >> 16);
+      const Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
+      store_16bit(to + row * kTile + column, (as_words(value) + 0x8000u) >> 16);
     }
   }
 }

@@ -215,7 +215,7 @@ void measure() {
       const int64_t of_f32 = pairs_of(kPlanePairs<3>), of_f16 = pairs_of(kPlanePairs<2>);
       measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim,
                                                                                          is_causal, of_f32);
-      measure_passes<BF16, AmxForwardProducts<BF16>, AmxBackwardProducts<BF16>>("bf16", 1024, head_dim, is_causal, 1);
+      measure_passes<BF16, AmxForwardProducts, AmxBackwardProducts>("bf16", 1024, head_dim, is_causal, 1);
       measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal,
                                                                                    of_f16);
 #else

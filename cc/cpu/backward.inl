@@ -117,14 +117,28 @@ class BackwardPass {
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
+  // A row in the place of padding.
+  int64_t zeros_bytes() const { return Workspace::bytes<Element>(max_of(plan_.row_len, plan_.row_len_v)); }
+  const Element* take_zeros(Workspace& workspace) const {
+    const int64_t count = max_of(plan_.row_len, plan_.row_len_v);
+    Element* zeros = workspace.take<Element>(count);
+    clear(zeros, count);
+    return zeros;
+  }
+
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
   void prepare_queries(int64_t index) {
     const QueryTile tile = query_tile(index);
     const int64_t head_dim_v = problem_.head_dim_v;
-    const auto out_row = query_rows(buffers_.out, tile, head_dim_v);
-    const auto dout_row = query_rows(buffers_.dout, tile, head_dim_v);
+    const Sequence sequence(problem_, tile.batch);
+    const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(tile.first + i); };
+    Workspace workspace(Products::pack_bytes(plan_) + 2 * Workspace::bytes<Acc>(plan_.row_len_v) + zeros_bytes());
+    const Element* zeros = take_zeros(workspace);
+    const auto rows = [&](const void* array, int64_t row_size) {
+      return without_padding(query_rows(array, tile, row_size), is_padding, zeros);
+    };
+    const auto out_row = rows(buffers_.out, head_dim_v), dout_row = rows(buffers_.dout, head_dim_v);
     const Acc* dlse = static_cast<const Acc*>(buffers_.dlse);
-    Workspace workspace(Products::pack_bytes(plan_) + 2 * Workspace::bytes<Acc>(plan_.row_len_v));
     Acc* out = workspace.take<Acc>(plan_.row_len_v);
     Acc* dout = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t i = 0; i < tile.count; ++i) {
@@ -134,11 +148,11 @@ class BackwardPass {
       for (int64_t d = 0; d < head_dim_v; d += kWidth<Acc>) sums += load(out + d) * load(dout + d);
       Acc sum = 0;
       for (int lane = 0; lane < kWidth<Acc>; ++lane) sum += sums[lane];
-      delta_[tile.first_lse + i] = dlse == nullptr ? sum : sum - dlse[tile.first_lse + i];
+      delta_[tile.first_lse + i] = dlse == nullptr || is_padding(i) ? sum : sum - dlse[tile.first_lse + i];
     }
-    not_finite_[index] = Products::pack_queries(
-        plan_, problem_, tile.count, query_rows(problem_.q, tile, problem_.head_dim), dout_row,
-        packed_queries_ + index * plan_.query_tile_len, packed_douts_ + index * plan_.dout_tile_len, workspace);
+    not_finite_[index] = Products::pack_queries(plan_, problem_, tile.count, rows(problem_.q, problem_.head_dim),
+                                                dout_row, packed_queries_ + index * plan_.query_tile_len,
+                                                packed_douts_ + index * plan_.dout_tile_len, workspace);
     if constexpr (Products::kSplitsValues) {
       // Their dS is infinite, which has no planes: they are added exactly.
       for (int64_t i = 0; i < tile.count; ++i) {
@@ -220,7 +234,8 @@ class BackwardPass {
     }
 
     Workspace workspace(Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile));
+                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile) +
+                        zeros_bytes());
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     const Tiles tiles{take_tile(),
@@ -232,8 +247,13 @@ class BackwardPass {
                       workspace.take<uint16_t>(kTile * kTile)};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
 
-    key_tile.not_finite = products.set_keys_and_values(keys.count, kv_rows(problem_.k, task, problem_.head_dim),
-                                                       kv_rows(problem_.v, task, problem_.head_dim_v));
+    const Element* zeros = take_zeros(workspace);
+    const auto key_rows = [&](const void* array, int64_t row_size) {
+      return without_padding(
+          kv_rows(array, task, row_size), [&](int64_t i) { return sequence.is_key_padding(first_key + i); }, zeros);
+    };
+    key_tile.not_finite = products.set_keys_and_values(keys.count, key_rows(problem_.k, problem_.head_dim),
+                                                       key_rows(problem_.v, problem_.head_dim_v));
     const int64_t group = task.batch * problem_.num_kv_heads + task.kv_head;
     milestones_.wait(prepared(group), group_ * plan_.query_tiles);
     milestones_.wait(dbias_cleared(), dbias_.num_pieces());

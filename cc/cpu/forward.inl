@@ -106,7 +106,7 @@ class ForwardPass {
     const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
     const Sequence sequence(problem_, batch);
     if (tile * kTile < sequence.kv_length) {
-      Workspace workspace(Products::pack_bytes(plan_));
+      Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
       not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
     }
     milestones_.count(head);
@@ -118,12 +118,25 @@ class ForwardPass {
 
   KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to, Workspace workspace) const {
     const int64_t first = tile * kTile, count = min_of(kTile, sequence.kv_length - first);
-    Products::pack_keys(plan_, problem_, count, kv_rows(problem_.k, sequence.batch, kv_head, first, problem_.head_dim),
-                        to.keys);
-    to.not_finite = Products::pack_values(plan_, problem_, count,
-                                          kv_rows(problem_.v, sequence.batch, kv_head, first, problem_.head_dim_v),
-                                          to.values, workspace);
+    const Element* zeros = take_zeros(workspace);
+    const auto rows = [&](const void* array, int64_t row_size) {
+      return without_padding(
+          kv_rows(array, sequence.batch, kv_head, first, row_size),
+          [&sequence, first](int64_t i) { return sequence.is_key_padding(first + i); }, zeros);
+    };
+    Products::pack_keys(plan_, problem_, count, rows(problem_.k, problem_.head_dim), to.keys);
+    to.not_finite =
+        Products::pack_values(plan_, problem_, count, rows(problem_.v, problem_.head_dim_v), to.values, workspace);
     return to;
+  }
+
+  // A row in the place of padding.
+  int64_t zeros_bytes() const { return Workspace::bytes<Element>(max_of(plan_.row_len, plan_.row_len_v)); }
+  const Element* take_zeros(Workspace& workspace) const {
+    const int64_t count = max_of(plan_.row_len, plan_.row_len_v);
+    Element* zeros = workspace.take<Element>(count);
+    clear(zeros, count);
+    return zeros;
   }
 
   Task decode(int64_t index) const {
@@ -151,10 +164,11 @@ class ForwardPass {
   void attend(int64_t index) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
-    Workspace workspace(
-        Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-        Workspace::bytes<uint32_t>(kTile / 2 * kPanel) + 2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
-        2 * Workspace::bytes<Acc>(plan_.value_tile_len) + Workspace::bytes<Acc>(kPanel * plan_.row_len_v));
+    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
+                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
+                        2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
+                        2 * Workspace::bytes<Acc>(plan_.value_tile_len) +
+                        Workspace::bytes<Acc>(kPanel * plan_.row_len_v) + 2 * zeros_bytes());
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
@@ -175,10 +189,13 @@ class ForwardPass {
     panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
     if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
     const Dropout dropout(problem_, sequence);
-    products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1, [&](int64_t i) {
+    const auto q_row = [&](int64_t i) {
       return static_cast<const Element*>(problem_.q) +
              query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
-    });
+    };
+    const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(panel.rows.query[i]); };
+    products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1,
+                         without_padding(q_row, is_padding, take_zeros(workspace)));
 
     if (plan_.packs_first) milestones_.wait(task.batch * problem_.num_kv_heads + task.kv_head, plan_.kv_tiles);
 

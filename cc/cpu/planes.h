@@ -214,6 +214,20 @@ inline __mmask16 lanes_before(int64_t rest) {
   return static_cast<__mmask16>(rest >= 16 ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1);
 }
 
+// Takes what vectors have computed into a tile of results, rows of `stride`, where a bit of the row or of the column says
+// so. The others keep their bits: they must not depend on what another row holds, which they may not even see.
+inline void take_exact(int64_t rows, int64_t columns, uint64_t exact_rows, uint64_t exact_columns, const float* exact,
+                       float* result, int64_t stride) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint64_t taken = exact_rows >> row & 1 ? ~uint64_t{0} : exact_columns;
+    for (int64_t column = 0; taken != 0 && column < columns; column += kWidth<float>) {
+      const int64_t at = row * stride + column;
+      _mm512_mask_storeu_ps(result + at, static_cast<__mmask16>(taken >> column),
+                            reinterpret_cast<__m512>(load(exact + at)));
+    }
+  }
+}
+
 // The functions below pack row(i) for i < count of kTile rows of `row_size` elements, padded to `row_len`; everything
 // else becomes 0. They return a bit for each row that is not finite, or holds huge float32.
 

@@ -40,7 +40,7 @@ class PlanesBackwardProducts {
            2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, longest)) +
            3 * Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, kTile)) +
-           2 * Workspace::bytes<float>(kTile * longest);
+           2 * Workspace::bytes<float>(kTile * longest) + Workspace::bytes<float>(kTile * kTile);
   }
 
   PlanesBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -60,7 +60,8 @@ class PlanesBackwardProducts {
         ds_right_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
         ds_left_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
         exact_rows_(workspace.take<float>(kTile * max_of(row_len_, row_len_v_))),
-        exact_lanes_(workspace.take<float>(kTile * max_of(row_len_, row_len_v_))) {}
+        exact_lanes_(workspace.take<float>(kTile * max_of(row_len_, row_len_v_))),
+        exact_products_(workspace.take<float>(kTile * kTile)) {}
 
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key where either is not
   // finite, or huge.
@@ -73,13 +74,13 @@ class PlanesBackwardProducts {
     clear(dk_, kTile * row_len_);
     clear(dv_columns_, kTile * row_len_v_);
     clear(dv_, kTile * row_len_v_);
-    has_exact_keys_ = exact_keys != 0;
+    exact_keys_ = exact_keys;
     return exact_keys;
   }
 
   // Takes a packed tile and the bits that pack_queries returned.
   void set_queries(const float* queries, const float* douts, uint64_t exact_queries) {
-    has_exact_queries_ = exact_queries != 0;
+    exact_queries_ = exact_queries;
     q_rows_ = reinterpret_cast<const BFloat16*>(queries);
     dout_rows_ = reinterpret_cast<const BFloat16*>(douts);
   }
@@ -126,7 +127,7 @@ class PlanesBackwardProducts {
   template <typename TakeTurn>
   bool add_plain_step(const float* lse, const float* delta, float scale, float* s, float* dp, float* dq,
                       const TakeTurn& take_turn) {
-    if (has_exact_queries_ || has_exact_keys_) return false;
+    if ((exact_queries_ | exact_keys_) != 0) return false;
     // Of two queries and 32 keys each.
     constexpr int64_t kUnits = kTile / 2 * (kTile / kAmxBlock);
     const auto place_of = [](int64_t unit) { return std::pair(unit / 2 * 2, unit % 2 * kAmxBlock); };
@@ -184,13 +185,14 @@ class PlanesBackwardProducts {
   // result[query * kTile + key] = left . right over the elements of a row
   void multiply_rows(int64_t queries, int64_t keys, const BFloat16* left, const BFloat16* right, int64_t row_len,
                      float* result) const {
-    if (has_exact_queries_ || has_exact_keys_) {
+    multiply_planes<kPlanes, false>(queries, keys, row_len, {left, row_len}, {right, row_len}, {result, kTile});
+    if ((exact_queries_ | exact_keys_) != 0) {
+      const int64_t columns = round_up(keys, kWidth<float>);
       join_left_rows<kPlanes>(left, row_len, exact_rows_);
       join_right_rows<kPlanes>(right, kTile, row_len, exact_lanes_);
-      multiply<false, float>(queries, round_up(keys, kWidth<float>), row_len, {exact_rows_, row_len, 1},
-                             {exact_lanes_, kTile}, {result, kTile});
-    } else {
-      multiply_planes<kPlanes, false>(queries, keys, row_len, {left, row_len}, {right, row_len}, {result, kTile});
+      multiply<false, float>(queries, columns, row_len, {exact_rows_, row_len, 1}, {exact_lanes_, kTile},
+                             {exact_products_, kTile});
+      take_exact(queries, columns, exact_queries_, exact_keys_, exact_products_, result, kTile);
     }
   }
 
@@ -235,14 +237,15 @@ class PlanesBackwardProducts {
   }
 
   AmxSession session_;
-  bool has_exact_keys_ = false, has_exact_queries_ = false;
+  uint64_t exact_keys_ = 0, exact_queries_ = 0;  // a bit for each whose scores the vectors compute
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *k_rows_, *k_columns_, *v_rows_;  // right operands of products over elements of a row, over rows
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
   float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
   BFloat16* finite_;
   BFloat16 *right_, *ds_right_, *ds_left_;  // P or dS; dS
-  float *exact_rows_, *exact_lanes_;        // for tiles that the vectors multiply: [kTile][row_len], [row_len][kTile]
+  // For what the vectors multiply: [kTile][row_len], [row_len][kTile], [kTile][kTile].
+  float *exact_rows_, *exact_lanes_, *exact_products_;
 };
 
 }  // namespace

@@ -37,7 +37,8 @@ class PlanesForwardProducts {
     return Workspace::bytes<BFloat16>(operand_len<kPlanes>(kPanel, plan.row_len)) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(plan.row_len_v, kTile)) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kPanel, kTile)) +
-           Workspace::bytes<float>(kPanel * plan.row_len) + Workspace::bytes<float>(kTile * plan.row_len);
+           Workspace::bytes<float>(kPanel * plan.row_len) + Workspace::bytes<float>(kTile * plan.row_len) +
+           Workspace::bytes<float>(kTile * kPanel);
   }
 
   PlanesForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
@@ -48,12 +49,13 @@ class PlanesForwardProducts {
         finite_values_(workspace.take<BFloat16>(operand_len<kPlanes>(row_len_v_, kTile))),
         p_(workspace.take<BFloat16>(operand_len<kPlanes>(kPanel, kTile))),
         q_lanes_(workspace.take<float>(kPanel * row_len_)),
-        key_rows_(workspace.take<float>(kTile * row_len_)) {}
+        key_rows_(workspace.take<float>(kTile * row_len_)),
+        exact_scores_(workspace.take<float>(kTile * kPanel)) {}
 
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
   void set_queries(int64_t count, float sign, const Row& row) {
-    has_exact_queries_ = pack_right_rows<Element>(kPanel, count, row, head_dim_, row_len_, queries_) != 0;
+    exact_queries_ = pack_right_rows<Element>(kPanel, count, row, head_dim_, row_len_, queries_);
     if (sign < 0) {
       for (int64_t i = 0; i < operand_len<kPlanes>(kPanel, row_len_); ++i) queries_[i].bits ^= 0x8000;
     }
@@ -62,13 +64,14 @@ class PlanesForwardProducts {
   // scores[key * kPanel + lane] = k . q
   void multiply_keys(int64_t count, const float* keys, int64_t lanes, float* scores) const {
     const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);
-    if (needs_vectors(operand)) {
+    multiply_planes<kPlanes, false>(count, lanes, row_len_, {operand, row_len_}, {queries_, row_len_},
+                                    {scores, kPanel});
+    if ((exact_keys(operand) | exact_queries_) != 0) {
       join_left_rows<kPlanes>(operand, row_len_, key_rows_);
       join_right_rows<kPlanes>(queries_, kPanel, row_len_, q_lanes_);
-      multiply<false, float>(count, lanes, head_dim_, {key_rows_, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
-    } else {
-      multiply_planes<kPlanes, false>(count, lanes, row_len_, {operand, row_len_}, {queries_, row_len_},
-                                      {scores, kPanel});
+      multiply<false, float>(count, lanes, head_dim_, {key_rows_, row_len_, 1}, {q_lanes_, kPanel},
+                             {exact_scores_, kPanel});
+      take_exact(count, lanes, exact_keys(operand), exact_queries_, exact_scores_, scores, kPanel);
     }
   }
 
@@ -79,7 +82,7 @@ class PlanesForwardProducts {
   using Softmax = SlicedSoftmax<(kPlanes < 3), kPanel>;
   bool multiply_keys_beside(Softmax& softmax, int64_t count, const float* keys, float* scores) {
     const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);
-    if (needs_vectors(operand) || !softmax.can_start()) return false;
+    if ((exact_keys(operand) | exact_queries_) != 0 || !softmax.can_start()) return false;
     const auto work = [&](int64_t slice) __attribute__((always_inline)) {
       softmax.slice(slice, [&](int64_t key, int64_t lane, Vec<float> even, Vec<float> odd)
                                __attribute__((always_inline)) { take_probabilities(key, lane, even, odd); });
@@ -112,19 +115,21 @@ class PlanesForwardProducts {
   }
 
  private:
-  bool needs_vectors(const BFloat16* keys) const {
+  // Of a packed tile.
+  uint64_t exact_keys(const BFloat16* keys) const {
     uint64_t exact_rows;
     memcpy(&exact_rows, keys + operand_len<kPlanes>(kTile, row_len_), sizeof(exact_rows));
-    return exact_rows != 0 || has_exact_queries_;
+    return exact_rows;
   }
 
   AmxSession session_;
-  bool has_exact_queries_ = false;
+  uint64_t exact_queries_ = 0;  // a bit for each whose scores the vectors compute
   int64_t head_dim_, row_len_, row_len_v_;
   BFloat16* queries_;  // the right operand of the first product
   BFloat16* finite_values_;
-  BFloat16* p_;                 // the right operand of the second
-  float *q_lanes_, *key_rows_;  // for tiles that the vectors multiply: [row_len][kPanel], [kTile][row_len]
+  BFloat16* p_;  // the right operand of the second
+  // For what the vectors multiply: [row_len][kPanel], [kTile][row_len], [kTile][kPanel].
+  float *q_lanes_, *key_rows_, *exact_scores_;
 };
 
 }  // namespace

@@ -50,12 +50,26 @@ struct Sequence {
     end_key_offset = has_position_band ? kFar : diagonal + most_distance + 1;
   }
 
+  // Rows that take part in nothing, whatever they hold.
+  bool is_query_padding(int64_t query) const {
+    return query >= q_length || (q_segments != nullptr && q_segments[query] < 0);
+  }
+  bool is_key_padding(int64_t key) const {
+    return key >= kv_length || (kv_segments != nullptr && kv_segments[key] < 0);
+  }
+
   // Distances are differences of these.
   int64_t query_coordinate(int64_t query) const {
     return q_positions != nullptr ? q_positions[query] : query + diagonal;
   }
   int64_t key_coordinate(int64_t key) const { return kv_positions != nullptr ? kv_positions[key] : key; }
 };
+
+// row(i), but `zeros` where is_padding(i): what padding holds then decides nothing, not even how a tile is computed.
+template <typename Row, typename IsPadding, typename Element>
+inline auto without_padding(const Row& row, const IsPadding& is_padding, const Element* zeros) {
+  return [=](int64_t i) { return is_padding(i) ? zeros : row(i); };
+}
 
 // The ids of a tile, negative ones (padding) left out.
 struct SegmentRange {

@@ -359,7 +359,7 @@ def _all_reduced(marks: Array, shape: tuple[int, ...]) -> Array:
 
 def call_arguments(
     case: Case, operands: Operands
-) -> tuple[tuple[Array, Array, Array], dict[str, object]]:
+) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
     """Builds (query, key, value) and the keyword arguments of `jattn.dot_product_attention`; with a table of dropout
     keys those of `jattn.api.packed_attention`.
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import api, backends
+from jattn import api, backends, dispatch
+from jattn.arguments import Call
 from jattn.testing import compare, inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
@@ -45,10 +46,9 @@ def serves(case: Case, backend: str, device: jattn.Device) -> bool:
     """Whether the rules of a backend admit a case, forward and backward, on a device; needs no such device."""
     with jax.enable_x64(case.dtype == "float64"):
         (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
-        found = jattn.explain(
-            q, k, v, implementation=backend, device=device, needs_grad=True, timed=False, **keywords
-        )
-    return found.chosen == backend
+        call = Call.parse(q, k, v, implementation=backend, **keywords)
+        decision = dispatch.choose(call.spec, device, call.options, needs_grad=True)
+    return decision.backend is not None and decision.backend.name == backend
 
 
 def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:

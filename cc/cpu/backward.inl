@@ -1,5 +1,5 @@
-// The backward pass: one task owns a tile of keys, recomputes P and dS for every tile of queries that sees it, keeps
-// dk and dv to itself and adds to dq in an order that does not depend on the threads (Convoy).
+// The backward pass: one task owns some tiles of keys, recomputes P and dS for every tile of queries that sees them,
+// keeps dk and dv to itself and adds to dq in an order that does not depend on the threads (Convoy).
 #pragma once
 
 #include "cpu/backward_products.h"
@@ -33,10 +33,11 @@ class BackwardPass {
         scale_(static_cast<Acc>(problem.scale)) {}
 
   void run(const TaskRunner& runner) {
+    key_tiles_ = key_tiles_per_task(max_of(1, runner.num_threads));
     const int64_t query_tiles = problem_.batch * problem_.num_heads * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
     Tickets tickets;
-    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), plan_.num_tasks,
+    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), num_groups() * plan_.num_chunks * num_key_blocks(),
                               query_tiles, kv_blocks,           dbias_.num_pieces()};
     int64_t num_tickets = 0;
     for (const int64_t stage : stages) num_tickets += stage;
@@ -71,8 +72,22 @@ class BackwardPass {
 
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
 
-  // Milestones: for each (batch, kv_head) its query tiles prepared and its tasks done; pieces of dbias cleared; all
-  // tasks done.
+  static constexpr int64_t kMostKeyTiles = 4;
+
+  // Tiles of keys that a task owns: queries, dout and dq are fetched once for all of them, which is what a long pass
+  // waits for. The sums of dq are the same for any number; those of a dbias that heads share are not.
+  int64_t key_tiles_per_task(int64_t num_threads) const {
+    constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
+    constexpr int64_t kMostBytes = 1 << 20;  // of what is kept of the keys, beside a tile of queries in a cache
+    if (dbias_.needs_order()) return 1;
+    const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
+    const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
+    return max_of(1, min_of(kMostKeyTiles, min_of(by_tasks, by_bytes)));
+  }
+  int64_t num_key_blocks() const { return (plan_.kv_tiles + key_tiles_ - 1) / key_tiles_; }
+
+  // Milestones: for each (batch, kv_head) its query tiles prepared and its tiles of keys done, a chunk each; pieces of
+  // dbias cleared; all tiles of keys done.
   int64_t prepared(int64_t group) const { return group; }
   int64_t differentiated(int64_t group) const { return num_groups() + group; }
   int64_t dbias_cleared() const { return 2 * num_groups(); }
@@ -169,6 +184,7 @@ class BackwardPass {
     milestones_.count(dbias_cleared());
   }
 
+  // The first tile of keys of a task.
   Task decode(int64_t index) const {
     const auto next = [&](int64_t extent) {
       const int64_t digit = index % extent;
@@ -179,23 +195,28 @@ class BackwardPass {
     task.kv_head = next(problem_.num_kv_heads);
     task.batch = next(problem_.batch);
     task.chunk = next(plan_.num_chunks);
-    task.kv_tile = index;
+    task.kv_tile = index * key_tiles_;
     return task;
   }
 
   struct Tiles {
     Acc *s, *dp;  // become P, and dS including the scale
     Acc *bias, *slope, *visible;
-    Acc* column_sums;  // [group][kTile]
+    Acc* column_sums;  // [group][kTile], where a task owns one tile of keys
     uint16_t* dropout_bits;
   };
 
-  // The tile of keys that a task owns.
+  struct TileRange {
+    int64_t first, end;
+    bool contains(int64_t tile) const { return first <= tile && tile < end; }
+  };
+
+  // A tile of keys that a task owns.
   struct KeyTile {
     Task task;
-    Sequence sequence;
     KeyRange keys;
     uint64_t not_finite;
+    TileRange query_tiles;        // whose band may reach the keys
     Bits<Acc> coordinate[kTile];  // of the keys, where there are slopes
   };
 
@@ -206,37 +227,42 @@ class BackwardPass {
     Coverage covered;
   };
 
-  struct TileRange {
-    int64_t first, end;
-  };
-
-  // The tiles of queries in the chunk of a task whose band may reach its keys.
-  TileRange visible_query_tiles(const KeyTile& key_tile, TileRange chunk) const {
-    const KeyRange keys = key_tile.keys;
-    const Sequence& sequence = key_tile.sequence;
+  // The tiles of queries in a chunk whose band may reach some keys.
+  TileRange visible_query_tiles(const Sequence& sequence, KeyRange keys, TileRange chunk) const {
     const int64_t first_query = max_of(0, keys.first - sequence.end_key_offset + 1);
     const int64_t end_query = min_of(sequence.q_length, keys.first + keys.count - sequence.first_key_offset);
     if (keys.count <= 0 || end_query <= first_query) return {chunk.end, chunk.end};
     return {max_of(chunk.first, first_query / kTile), min_of(chunk.end, (end_query + kTile - 1) / kTile)};
   }
 
-  void differentiate(int64_t index) {
-    const Task task = decode(index);
-    const Sequence sequence(problem_, task.batch);
+  // Takes the keys and values of one tile.
+  void set_key_tile(const Sequence& sequence, const Task& task, TileRange chunk, const Element* zeros,
+                    Products& products, KeyTile& key_tile) const {
     const int64_t first_key = task.kv_tile * kTile;
-    KeyTile key_tile{task, sequence, {first_key, max_of(0, min_of(kTile, sequence.kv_length - first_key))}, 0, {}};
-    const KeyRange keys = key_tile.keys;
-    const Dropout dropout(problem_, sequence);
+    const KeyRange keys{first_key, max_of(0, min_of(kTile, sequence.kv_length - first_key))};
+    const auto key_rows = [&](const void* array, int64_t row_size) {
+      return without_padding(
+          kv_rows(array, task, row_size), [&](int64_t i) { return sequence.is_key_padding(first_key + i); }, zeros);
+    };
+    key_tile.task = task;
+    key_tile.keys = keys;
+    key_tile.not_finite = products.set_keys_and_values(keys.count, key_rows(problem_.k, problem_.head_dim),
+                                                       key_rows(problem_.v, problem_.head_dim_v));
+    key_tile.query_tiles = visible_query_tiles(sequence, keys, chunk);
     if (problem_.alibi_slopes.data != nullptr) {
       for (int64_t i = 0; i < keys.count; ++i) {
         key_tile.coordinate[i] = static_cast<Bits<Acc>>(sequence.key_coordinate(keys.first + i));
       }
     }
+  }
 
-    Workspace workspace(Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
+  void differentiate(int64_t index) {
+    const Task task = decode(index);
+    const Sequence sequence(problem_, task.batch);
+    const Dropout dropout(problem_, sequence);
+    Workspace workspace(kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
                         Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile) +
                         zeros_bytes());
-    Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     const Tiles tiles{take_tile(),
                       take_tile(),
@@ -246,55 +272,72 @@ class BackwardPass {
                       workspace.take<Acc>(group_ * kTile),
                       workspace.take<uint16_t>(kTile * kTile)};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
-
     const Element* zeros = take_zeros(workspace);
-    const auto key_rows = [&](const void* array, int64_t row_size) {
-      return without_padding(
-          kv_rows(array, task, row_size), [&](int64_t i) { return sequence.is_key_padding(first_key + i); }, zeros);
-    };
-    key_tile.not_finite = products.set_keys_and_values(keys.count, key_rows(problem_.k, problem_.head_dim),
-                                                       key_rows(problem_.v, problem_.head_dim_v));
+
+    const TileRange chunk{task.chunk * plan_.chunk_tiles,
+                          min_of(plan_.query_tiles, (task.chunk + 1) * plan_.chunk_tiles)};
+    const int64_t num_key_tiles = min_of(key_tiles_, plan_.kv_tiles - task.kv_tile);
+    Products products[] = {{problem_, plan_, workspace},
+                           {problem_, plan_, workspace},
+                           {problem_, plan_, workspace},
+                           {problem_, plan_, workspace}};
+    static_assert(sizeof(products) == kMostKeyTiles * sizeof(Products));
+    KeyTile key_tiles[kMostKeyTiles];
+    TileRange range{chunk.end, chunk.first};
+    for (int64_t i = 0; i < num_key_tiles; ++i) {
+      Task of_tile = task;
+      of_tile.kv_tile += i;
+      set_key_tile(sequence, of_tile, chunk, zeros, products[i], key_tiles[i]);
+      const TileRange& seen = key_tiles[i].query_tiles;
+      if (seen.first < seen.end) range = {min_of(range.first, seen.first), max_of(range.end, seen.end)};
+    }
     const int64_t group = task.batch * problem_.num_kv_heads + task.kv_head;
     milestones_.wait(prepared(group), group_ * plan_.query_tiles);
     milestones_.wait(dbias_cleared(), dbias_.num_pieces());
 
     // Last queries first: with a causal band the tasks then start at the same tile, one after the other. A step is one
     // tile of one head, counted from the end of the chunk.
-    const TileRange chunk{task.chunk * plan_.chunk_tiles,
-                          min_of(plan_.query_tiles, (task.chunk + 1) * plan_.chunk_tiles)};
-    const TileRange range = visible_query_tiles(key_tile, chunk);
     for (int64_t tile = range.end; tile-- > range.first;) {
       for (int64_t group_head = 0; group_head < group_; ++group_head) {
         Step step{QueryTile(problem_, plan_, task.batch, task.kv_head * group_ + group_head, tile), {}, {}};
         for (int64_t i = 0; i < step.tile.count; ++i) step.rows.add(sequence, step.tile.first + i, step.tile.head);
-        step.covered = coverage(problem_, sequence, step.rows, keys);
-        if (step.covered == Coverage::kNone) continue;
         const int64_t steps_before = (chunk.end - 1 - tile) * group_ + group_head;
-        convoy_.announce(index, steps_before);
         // All heads of another task may add to the same tile of dbias.
         const int64_t turn = dbias_.needs_order() ? (chunk.end - tile) * group_ : steps_before + 1;
-        add_step(key_tile, step, dropout, tiles, products, [&] { convoy_.wait(index, turn); });
+        for (int64_t i = 0; i < num_key_tiles; ++i) {
+          const KeyTile& key_tile = key_tiles[i];
+          if (!key_tile.query_tiles.contains(tile)) continue;
+          step.covered = coverage(problem_, sequence, step.rows, key_tile.keys);
+          if (step.covered == Coverage::kNone) continue;
+          convoy_.announce(index, steps_before);
+          add_step(sequence, key_tile, step, dropout, tiles, products[i], [&] { convoy_.wait(index, turn); });
+        }
       }
     }
     if (dbias_.sums_over_queries()) {
       convoy_.wait(index, Convoy::kAllSteps);
+      const KeyRange keys = key_tiles[0].keys;
       for (int64_t g = 0; g < group_ && keys.count > 0; ++g) {
         dbias_.add_column_sums(sequence, task.kv_head * group_ + g, keys, tiles.column_sums + g * kTile);
       }
     }
     convoy_.finish(index);
-    products.finish(keys.count);
-    write_dk_dv(task, products);
-    milestones_.count(differentiated(group));
-    milestones_.count(all_differentiated());
+    for (int64_t i = 0; i < num_key_tiles; ++i) {
+      products[i].finish(key_tiles[i].keys.count);
+      write_dk_dv(key_tiles[i].task, products[i]);
+      milestones_.count(differentiated(group));
+      milestones_.count(all_differentiated());
+    }
   }
 
   // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
   // anything that other tasks add to.
   template <typename TakeTurn>
-  void add_step(const KeyTile& key_tile, const Step& step, const Dropout& dropout, const Tiles& tiles,
-                Products& products, const TakeTurn& take_turn) {
-    const auto& [task, sequence, keys, bad_keys, key_coordinate] = key_tile;
+  void add_step(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Dropout& dropout,
+                const Tiles& tiles, Products& products, const TakeTurn& take_turn) {
+    const Task& task = key_tile.task;
+    const KeyRange& keys = key_tile.keys;
+    const uint64_t bad_keys = key_tile.not_finite;
     const auto& [tile, rows, covered] = step;
     const Acc* lse = lse_ + tile.first_lse;
     const uint64_t bad_queries = not_finite_[tile.index];
@@ -331,7 +374,7 @@ class BackwardPass {
       }
     }
 
-    if (has_score_rule(problem_)) add_score_rule(key_tile, step, tiles);
+    if (has_score_rule(problem_)) add_score_rule(sequence, key_tile, step, tiles);
     if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.dropout_bits);
 
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
@@ -375,7 +418,7 @@ class BackwardPass {
     // Rows with NaN or infinity, left out above, go only to those that see them.
     const auto q_row = query_rows(problem_.q, tile, problem_.head_dim);
     const auto dout_row = query_rows(buffers_.dout, tile, problem_.head_dim_v);
-    for_bits(bad_queries, [&, keys = keys](int64_t query) {
+    for_bits(bad_queries, [&](int64_t query) {
       for (int64_t key = 0; key < keys.count; ++key) {
         if (tiles.visible[query * kTile + key] == 0) continue;
         add_row(dout_row(query), problem_.head_dim_v, tiles.s[query * kTile + key],
@@ -406,8 +449,7 @@ class BackwardPass {
     const Acc *lse, *delta;
   };
 
-  void add_score_rule(const KeyTile& key_tile, const Step& step, const Tiles& tiles) const {
-    const Sequence& sequence = key_tile.sequence;
+  void add_score_rule(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Tiles& tiles) const {
     const QueryRows& rows = step.rows;
     const bool has_bias = problem_.bias.data != nullptr;
     if (has_bias) load_bias(problem_, sequence, rows, key_tile.keys, tiles.bias);
@@ -547,6 +589,7 @@ class BackwardPass {
   BiasGradient<Acc> dbias_;
   Milestones milestones_;
   Convoy convoy_;
+  int64_t key_tiles_ = 1;  // of a task
   int64_t group_;
   Acc scale_;
 };

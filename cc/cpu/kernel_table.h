@@ -11,6 +11,7 @@ namespace jattn::cpu {
 // Runs body(argument, i) for every i in [0, count) on several threads. Plain function pointers: a std::function called
 // from an instruction-set file would leave library templates in it that use those instructions.
 struct TaskRunner {
+  int64_t num_threads;
   void* context;
   void (*run)(void* context, int64_t count, void (*body)(const void* argument, int64_t i), const void* argument);
 };

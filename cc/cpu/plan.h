@@ -48,12 +48,13 @@ struct ForwardPlan {
   int64_t scratch_bytes;
 };
 
-// One backward task: one tile of keys of one key/value head against one chunk of the query tiles.
+// One backward task: one tile of keys of one key/value head, or several in sequence, against one chunk of the query
+// tiles.
 struct BackwardPlan {
   int64_t query_tiles, kv_tiles;
   int64_t num_chunks, chunk_tiles;  // ranges of query tiles
-  int64_t num_tasks;
-  int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
+  int64_t num_tasks;                // of one tile of keys each
+  int64_t row_len, row_len_v;       // head_dim and head_dim_v padded to kRowUnit
 
   bool writes_dbias_once;    // every element of dbias belongs to one score: no sum, no order
   bool sums_dbias_in_place;  // dbias itself has the accumulator type

@@ -89,10 +89,10 @@ BackwardKernel backward_kernel(DType dtype) {
   return kernel != nullptr ? kernel : target.other_kernels->backward[static_cast<int>(dtype)];
 }
 
-TaskRunner runner_of(const ParallelFor& parallel_for) {
-  return {const_cast<ParallelFor*>(&parallel_for),
+TaskRunner runner_of(const Threads& threads) {
+  return {threads.count, const_cast<Threads*>(&threads),
           [](void* context, int64_t count, void (*body)(const void*, int64_t), const void* argument) {
-            (*static_cast<const ParallelFor*>(context))(count, [=](int64_t i) { body(argument, i); });
+            static_cast<const Threads*>(context)->parallel_for(count, [=](int64_t i) { body(argument, i); });
           }};
 }
 
@@ -122,19 +122,19 @@ int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias) {
   return plan_backward(problem, wants_dbias).scratch_bytes;
 }
 
-void forward(const Problem& problem, const ForwardResults& results, void* scratch, const ParallelFor& parallel_for) {
+void forward(const Problem& problem, const ForwardResults& results, void* scratch, const Threads& threads) {
   const ForwardPlan plan = plan_forward(problem);
   if (plan.num_tasks == 0) return;
-  forward_kernel(problem.dtype)(problem, plan, results, scratch, runner_of(parallel_for));
+  forward_kernel(problem.dtype)(problem, plan, results, scratch, runner_of(threads));
 }
 
-void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const ParallelFor& parallel_for) {
+void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const Threads& threads) {
   if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
     clear_gradients(problem, buffers);
     return;
   }
   const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr);
-  backward_kernel(problem.dtype)(problem, plan, buffers, scratch, runner_of(parallel_for));
+  backward_kernel(problem.dtype)(problem, plan, buffers, scratch, runner_of(threads));
 }
 
 std::vector<std::string> instruction_sets() {

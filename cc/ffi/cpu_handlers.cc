@@ -49,8 +49,8 @@ class Loop {
   std::condition_variable all_done_;
 };
 
-cpu::ParallelFor parallel_for_on(ffi::ThreadPool pool) {
-  return [pool](int64_t count, const std::function<void(int64_t)>& body) mutable {
+cpu::Threads threads_of(ffi::ThreadPool pool) {
+  const auto parallel_for = [pool](int64_t count, const std::function<void(int64_t)>& body) mutable {
     if (count <= 0) return;
     auto loop = std::make_shared<Loop>(count, body);
     const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
@@ -58,6 +58,7 @@ cpu::ParallelFor parallel_for_on(ffi::ThreadPool pool) {
     loop->work();
     loop->wait();
   };
+  return {pool.num_threads(), parallel_for};
 }
 
 // XLA aligns every buffer to 64 bytes on CPU; the kernel's scratch layout relies on it.
@@ -79,7 +80,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
   if (ffi::Error error = check_scratch(scratch, cpu::forward_scratch_bytes(*problem)); error.failure()) return error;
-  cpu::forward(*problem, results, scratch.untyped_data(), parallel_for_on(pool));
+  cpu::forward(*problem, results, scratch.untyped_data(), threads_of(pool));
   return ffi::Error::Success();
 }
 
@@ -91,7 +92,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   if (problem.has_error()) return problem.error();
   const int64_t needed_bytes = cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr);
   if (ffi::Error error = check_scratch(scratch, needed_bytes); error.failure()) return error;
-  cpu::backward(*problem, buffers, scratch.untyped_data(), parallel_for_on(pool));
+  cpu::backward(*problem, buffers, scratch.untyped_data(), threads_of(pool));
   return ffi::Error::Success();
 }
 

@@ -102,12 +102,41 @@ def test_runs_of_tiles_agree_with_the_oracle(case: Case, growth: float) -> None:
     compare.assert_close(case, operands, run.run(case, operands, "cpu").results)
 
 
-# Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, a shared bias, packed heads.
+# Many tiles of keys for each thread of a small machine: a backward task then owns several.
+SEVERAL_TILES = Case("several-tiles", batch=1, q_len=200, kv_len=300, num_heads=8, num_kv_heads=8)
+SEVERAL_TILES_CASES = tuple(
+    dataclasses.replace(SEVERAL_TILES, name=name, **changes)
+    for name, changes in (
+        ("causal", {"is_causal": True, "lower_right": True, "dtype": "bfloat16"}),
+        ("window", {"window": (70, 20), "dtype": "float16"}),
+        ("lengths", {"q_lengths": (170,), "kv_lengths": (250,), "dtype": "bfloat16"}),
+        ("segments", {"q_len": 300, "segments": "random", "alibi_form": "n"}),
+        ("groups", {"num_heads": 16, "is_causal": True, "dropout_rate": 0.2, "softcap": 5.0}),
+        ("bias", {"bias_form": "bnts", "is_causal": True, "dtype": "bfloat16"}),
+        ("double", {"is_causal": True, "dtype": "float64"}),
+    )
+)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("case", SEVERAL_TILES_CASES, ids=str)
+def test_tasks_of_several_key_tiles_agree_with_the_oracle(
+    case: Case, instruction_set: str, best_set_afterwards: None
+) -> None:
+    assert _core.cpu_force_instruction_set(instruction_set)
+    operands, solution = compare.solved(case)
+    results = run.run(case, inputs.poison(case, operands), "cpu").results
+    compare.assert_close(case, operands, results, solution=solution)
+
+
+# Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, tasks of several tiles of keys or
+# of one, a shared bias, packed heads.
 THREAD_CASES = (
     Case("few-queries", batch=1, q_len=3, kv_len=3000, num_heads=4, dropout_rate=0.2),
     Case("many-tiles", batch=1, q_len=400, kv_len=400, is_causal=True, dtype="bfloat16"),
     Case("chunks", batch=1, q_len=2000, kv_len=40, num_heads=1, num_kv_heads=1, bias_form="s"),
     Case("plain", q_len=330, kv_len=330, is_causal=True),
+    Case("several-key-tiles", q_len=400, kv_len=300, num_heads=8, is_causal=True, dtype="bfloat16"),
     Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
 )
 

@@ -7,7 +7,7 @@
 #include "cpu/amx_tiles.h"
 #include "cpu/scores.h"
 #include "cpu/table_exp2.h"
-#include "cpu/tasks.h"
+#include "cpu/transposed_sum.h"
 
 namespace jattn::cpu {
 namespace {
@@ -36,7 +36,7 @@ class AmxBackwardProducts {
 
   static int64_t workspace_bytes(const BackwardPlan& plan) {
     return 3 * Workspace::bytes<BFloat16>(kTile * plan.row_len) + Workspace::bytes<BFloat16>(kTile * plan.row_len_v) +
-           2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
+           TransposedSum::bytes(plan.row_len) + TransposedSum::bytes(plan.row_len_v) +
            2 * Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v)) +
            3 * Workspace::bytes<BFloat16>(kTile * kTile);
   }
@@ -50,10 +50,8 @@ class AmxBackwardProducts {
         k_row_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
         k_pairs_(workspace.take<BFloat16>(kTile * row_len_)),
         v_pairs_(workspace.take<BFloat16>(kTile * row_len_v_)),
-        dk_columns_(workspace.take<float>(kTile * row_len_)),
-        dk_(workspace.take<float>(kTile * row_len_)),
-        dv_columns_(workspace.take<float>(kTile * row_len_v_)),
-        dv_(workspace.take<float>(kTile * row_len_v_)),
+        dk_(row_len_, workspace),
+        dv_(row_len_v_, workspace),
         finite_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
         finite_pairs_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
         pairs_(workspace.take<BFloat16>(kTile * kTile)),
@@ -68,10 +66,8 @@ class AmxBackwardProducts {
     transpose_to_pairs(k_rows_, kTile, row_len_, k_pairs_);
     copy_rows(count, value_row, head_dim_v_, finite_, row_len_v_);
     transpose_to_pairs(finite_, kTile, row_len_v_, v_pairs_);
-    clear(dk_columns_, kTile * row_len_);
-    clear(dk_, kTile * row_len_);
-    clear(dv_columns_, kTile * row_len_v_);
-    clear(dv_, kTile * row_len_v_);
+    dk_.reset();
+    dv_.reset();
     return not_finite;
   }
 
@@ -94,10 +90,10 @@ class AmxBackwardProducts {
 
   // The queries, or keys, in `excluded` are left out of the sum.
   void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
-    add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_columns_);
+    add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_);
   }
   void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
-    add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
+    add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_);
   }
   void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
     round_tile(ds, queries, keys, ds_rows_);
@@ -162,62 +158,58 @@ class AmxBackwardProducts {
     }
   }
   void add_dv(int64_t queries, int64_t keys) {
-    add_pairs(queries, keys, pairs_, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_columns_);
+    add_pairs(queries, keys, pairs_, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_);
   }
   void add_dk(int64_t queries, int64_t keys) {
-    add_pairs(queries, keys, ds_pairs_, q_rows_ + kTile * row_len_, row_len_, dk_columns_);
+    add_pairs(queries, keys, ds_pairs_, q_rows_ + kTile * row_len_, row_len_, dk_);
   }
-  void add_dq(int64_t queries, int64_t keys, float* dq) const {
-    amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile}, {k_row_pairs_, 2 * row_len_}, {dq, row_len_});
+  // For several tiles of keys at once, products[i] with keys[i] of them: dq is loaded and stored once.
+  template <int64_t kMost>
+  static void add_dq(int64_t queries, const AmxBackwardProducts* const (&products)[kMost], const int64_t (&keys)[kMost],
+                     int64_t count, float* dq) {
+    AmxTerm terms[kMost];
+    for (int64_t i = 0; i < count; ++i) {
+      const AmxBackwardProducts& of_tile = *products[i];
+      terms[i] = {keys[i], {of_tile.ds_rows_, kTile}, {of_tile.k_row_pairs_, 2 * of_tile.row_len_}};
+    }
+    const int64_t row_len = products[0]->row_len_;
+    amx_multiply<true>(queries, row_len, terms, count, {dq, row_len});
   }
 
   // dk and dv are complete after this; 0 from key `keys` on.
   void finish(int64_t keys) {
-    add_transposed(dk_columns_, row_len_, keys, dk_);
-    add_transposed(dv_columns_, row_len_v_, keys, dv_);
+    dk_.finish(keys);
+    dv_.finish(keys);
   }
 
-  float* dk() { return dk_; }  // [kTile][row_len]
-  float* dv() { return dv_; }  // [kTile][row_len_v]
+  // What is added row by row and, after `finish`, the sums: [kTile][row_len], [kTile][row_len_v].
+  float* dk() { return dk_.rows(); }
+  float* dv() { return dv_.rows(); }
 
  private:
   static void add_pairs(int64_t queries, int64_t keys, const BFloat16* pairs, const BFloat16* left, int64_t row_len,
-                        float* columns) {
-    amx_multiply<true>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
+                        TransposedSum& sum) {
+    sum.add_product([&](float* columns, auto accumulates) {
+      amx_multiply<accumulates()>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
+    });
   }
 
-  // columns[d * kTile + key] += sum over queries of left[d][query] * tile[query][key]
+  // sum[key][d] += sum over queries of left[d][query] * tile[query][key]
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
-                   int64_t row_len, float* columns) const {
+                   int64_t row_len, TransposedSum& sum) const {
     round_tile_to_pairs(tile, queries, pairs_);
     if (excluded != 0) {
       copy_without_columns(left, row_len, excluded, finite_);
       left = finite_;
     }
-    amx_multiply<true>(row_len, keys, queries, {left, kTile}, {pairs_, 2 * kTile}, {columns, kTile});
-  }
-
-  // rows[key][d] += columns[d][key] for key < keys
-  static void add_transposed(const float* columns, int64_t row_len, int64_t keys, float* rows) {
-    constexpr int64_t kStep = kWidth<float>;
-    for (int64_t d = 0; d < row_len; d += kStep) {
-      for (int64_t key = 0; key < keys; key += kStep) {
-        Vec<float> square[kStep];
-        for (int64_t i = 0; i < kStep; ++i) square[i] = load(columns + (d + i) * kTile + key);
-        transpose_square<float>(square);
-        for (int64_t i = 0; i < min_of(kStep, keys - key); ++i) {
-          float* to = rows + (key + i) * row_len + d;
-          store(to, load(to) + square[i]);
-        }
-      }
-    }
+    add_pairs(queries, keys, pairs_, left, row_len, sum);
   }
 
   AmxSession session_;
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, row pairs, and pairs of the transpose
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
-  float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
+  TransposedSum dk_, dv_;
   BFloat16 *finite_, *finite_pairs_;
   BFloat16 *pairs_, *ds_pairs_, *ds_rows_;
 };

@@ -115,11 +115,16 @@ inline __attribute__((always_inline)) void store_stripe(float* to, int64_t strid
   }
 }
 
-// result = left * right, or result += left * right, in stripes. rows and columns are rounded up to kAmxBlock, inner to
-// kAmxInner; operands hold zeros there.
+// One term of a sum of products. Operands hold zeros from `inner` on to the next multiple of kAmxInner.
+struct AmxTerm {
+  int64_t inner;
+  AmxOperand left, right;
+};
+
+// result = sum of left * right over the terms, or result += that, in stripes. rows and columns are rounded up to
+// kAmxBlock.
 template <bool kAccumulate>
-inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
-                         AmxResult result) {
+inline void amx_multiply(int64_t rows, int64_t columns, const AmxTerm* terms, int64_t num_terms, AmxResult result) {
   stored_for_tiles();
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
   float* before = nullptr;
@@ -130,13 +135,16 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
     } else {
       clear_stripe<second_pair()>();
     }
-    const BFloat16 *left_tile = left.tile(m, 0), *right_tile = right.tile(0, n);
-    for (int64_t k = 0; k < inner; k += kAmxInner) {
-      multiply_stripe<second_pair()>(left_tile, left.stride * 2, right_tile, right.stride * 2);
-      left_tile += kAmxInner;
-      right_tile += kAmxRows * right.stride;
-      if (k == (inner > kAmxInner ? kAmxInner : 0) && before != nullptr) {
-        store_stripe<!second_pair()>(before, result_stride_bytes);
+    for (int64_t term = 0; term < num_terms; ++term) {
+      const auto& [inner, left, right] = terms[term];
+      const BFloat16 *left_tile = left.tile(m, 0), *right_tile = right.tile(0, n);
+      for (int64_t k = 0; k < inner; k += kAmxInner) {
+        multiply_stripe<second_pair()>(left_tile, left.stride * 2, right_tile, right.stride * 2);
+        left_tile += kAmxInner;
+        right_tile += kAmxRows * right.stride;
+        if (term == 0 && k == (inner > kAmxInner ? kAmxInner : 0) && before != nullptr) {
+          store_stripe<!second_pair()>(before, result_stride_bytes);
+        }
       }
     }
     before = to;
@@ -148,6 +156,13 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
     }
   }
   store_stripe<true>(before, result_stride_bytes);
+}
+
+template <bool kAccumulate>
+inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperand left, AmxOperand right,
+                         AmxResult result) {
+  const AmxTerm term{inner, left, right};
+  amx_multiply<kAccumulate>(rows, columns, &term, 1, result);
 }
 
 inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }

@@ -147,22 +147,15 @@ class BackwardPass {
     const int64_t head_dim_v = problem_.head_dim_v;
     const Sequence sequence(problem_, tile.batch);
     const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(tile.first + i); };
-    Workspace workspace(Products::pack_bytes(plan_) + 2 * Workspace::bytes<Acc>(plan_.row_len_v) + zeros_bytes());
+    Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
     const Element* zeros = take_zeros(workspace);
     const auto rows = [&](const void* array, int64_t row_size) {
       return without_padding(query_rows(array, tile, row_size), is_padding, zeros);
     };
     const auto out_row = rows(buffers_.out, head_dim_v), dout_row = rows(buffers_.dout, head_dim_v);
     const Acc* dlse = static_cast<const Acc*>(buffers_.dlse);
-    Acc* out = workspace.take<Acc>(plan_.row_len_v);
-    Acc* dout = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t i = 0; i < tile.count; ++i) {
-      widen_row<Element>(out_row(i), head_dim_v, out, plan_.row_len_v);
-      widen_row<Element>(dout_row(i), head_dim_v, dout, plan_.row_len_v);
-      Vec<Acc> sums{};
-      for (int64_t d = 0; d < head_dim_v; d += kWidth<Acc>) sums += load(out + d) * load(dout + d);
-      Acc sum = 0;
-      for (int lane = 0; lane < kWidth<Acc>; ++lane) sum += sums[lane];
+      const Acc sum = dot_product<Element>(out_row(i), dout_row(i), head_dim_v);
       delta_[tile.first_lse + i] = dlse == nullptr || is_padding(i) ? sum : sum - dlse[tile.first_lse + i];
     }
     not_finite_[index] = Products::pack_queries(plan_, problem_, tile.count, rows(problem_.q, problem_.head_dim),
@@ -304,14 +297,17 @@ class BackwardPass {
         const int64_t steps_before = (chunk.end - 1 - tile) * group_ + group_head;
         // All heads of another task may add to the same tile of dbias.
         const int64_t turn = dbias_.needs_order() ? (chunk.end - tile) * group_ : steps_before + 1;
+        const auto take_turn = [&] { convoy_.wait(index, turn); };
+        WaitingDq waiting;
         for (int64_t i = 0; i < num_key_tiles; ++i) {
           const KeyTile& key_tile = key_tiles[i];
           if (!key_tile.query_tiles.contains(tile)) continue;
           step.covered = coverage(problem_, sequence, step.rows, key_tile.keys);
           if (step.covered == Coverage::kNone) continue;
           convoy_.announce(index, steps_before);
-          add_step(sequence, key_tile, step, dropout, tiles, products[i], [&] { convoy_.wait(index, turn); });
+          add_step(sequence, key_tile, step, dropout, tiles, products[i], waiting, take_turn);
         }
+        add_waiting(step, waiting, take_turn);
       }
     }
     if (dbias_.sums_over_queries()) {
@@ -330,11 +326,29 @@ class BackwardPass {
     }
   }
 
-  // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias. Calls `take_turn` before adding to
-  // anything that other tasks add to.
+  // Tiles of keys whose dS is still to be added to the dq of a step, in this order.
+  struct WaitingDq {
+    const Products* products[kMostKeyTiles];
+    int64_t keys[kMostKeyTiles];
+    int64_t count = 0;
+  };
+
+  template <typename TakeTurn>
+  void add_waiting(const Step& step, WaitingDq& waiting, const TakeTurn& take_turn) const {
+    if constexpr (Products::kFusesSoftmax) {
+      if (waiting.count == 0) return;
+      take_turn();
+      Products::add_dq(step.rows.count, waiting.products, waiting.keys, waiting.count,
+                       dq_sums_ + step.tile.index * kTile * plan_.row_len);
+      waiting.count = 0;
+    }
+  }
+
+  // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias, dq perhaps later (`waiting`). Calls
+  // `take_turn` before adding to anything that other tasks add to.
   template <typename TakeTurn>
   void add_step(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Dropout& dropout,
-                const Tiles& tiles, Products& products, const TakeTurn& take_turn) {
+                const Tiles& tiles, Products& products, WaitingDq& waiting, const TakeTurn& take_turn) {
     const Task& task = key_tile.task;
     const KeyRange& keys = key_tile.keys;
     const uint64_t bad_keys = key_tile.not_finite;
@@ -366,13 +380,14 @@ class BackwardPass {
         products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_, visible);
         if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count);
         if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count);
-        take_turn();
         if (buffers_.dq != nullptr) {
-          products.add_dq(rows.count, keys.count, dq_sums_ + tile.index * kTile * plan_.row_len);
+          waiting.products[waiting.count] = &products;
+          waiting.keys[waiting.count++] = keys.count;
         }
         return;
       }
     }
+    add_waiting(step, waiting, take_turn);
 
     if (has_score_rule(problem_)) add_score_rule(sequence, key_tile, step, tiles);
     if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.dropout_bits);

@@ -124,6 +124,23 @@ inline bool widen_row(const Element* from, int64_t count, Accumulator<Element>* 
   return any == 0;
 }
 
+// The sum of left[i] * right[i].
+template <typename Element>
+inline Accumulator<Element> dot_product(const Element* left, const Element* right, int64_t count) {
+  using Acc = Accumulator<Element>;
+  constexpr int64_t kStep = kWidth<Acc>;
+  Vec<Acc> sums{};
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) sums += widen(left + i) * widen(right + i);
+  if (i < count) {
+    Element tails[2][kStep] = {};
+    memcpy(tails[0], left + i, static_cast<size_t>(count - i) * sizeof(Element));
+    memcpy(tails[1], right + i, static_cast<size_t>(count - i) * sizeof(Element));
+    sums += widen(tails[0]) * widen(tails[1]);
+  }
+  return sum_of<Acc>(sums);
+}
+
 // Widens row(i) for i < count into rows of `padded` elements. Returns a bit for each row that is not finite.
 template <typename Element, typename Row>
 inline uint64_t widen_rows(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to, int64_t padded) {

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cpu/planes.h"
-#include "cpu/tasks.h"
+#include "cpu/transposed_sum.h"
 
 namespace jattn::cpu {
 namespace {
@@ -37,7 +37,7 @@ class PlanesBackwardProducts {
     const int64_t longest = max_of(plan.row_len, plan.row_len_v);
     return 2 * Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, plan.row_len)) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, plan.row_len_v)) +
-           2 * Workspace::bytes<float>(kTile * plan.row_len) + 2 * Workspace::bytes<float>(kTile * plan.row_len_v) +
+           TransposedSum::bytes(plan.row_len) + TransposedSum::bytes(plan.row_len_v) +
            Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, longest)) +
            3 * Workspace::bytes<BFloat16>(operand_len<kPlanes>(kTile, kTile)) +
            2 * Workspace::bytes<float>(kTile * longest) + Workspace::bytes<float>(kTile * kTile);
@@ -51,10 +51,8 @@ class PlanesBackwardProducts {
         k_rows_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, row_len_))),
         k_columns_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, row_len_))),
         v_rows_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, row_len_v_))),
-        dk_columns_(workspace.take<float>(kTile * row_len_)),
-        dk_(workspace.take<float>(kTile * row_len_)),
-        dv_columns_(workspace.take<float>(kTile * row_len_v_)),
-        dv_(workspace.take<float>(kTile * row_len_v_)),
+        dk_(row_len_, workspace),
+        dv_(row_len_v_, workspace),
         finite_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, max_of(row_len_, row_len_v_)))),
         right_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
         ds_right_(workspace.take<BFloat16>(operand_len<kPlanes>(kTile, kTile))),
@@ -70,10 +68,8 @@ class PlanesBackwardProducts {
     pack_right_columns<Element>(count, key_row, head_dim_, row_len_, k_columns_);
     const uint64_t exact_keys = pack_right_rows<Element>(kTile, count, key_row, head_dim_, row_len_, k_rows_) |
                                 pack_right_rows<Element>(kTile, count, value_row, head_dim_v_, row_len_v_, v_rows_);
-    clear(dk_columns_, kTile * row_len_);
-    clear(dk_, kTile * row_len_);
-    clear(dv_columns_, kTile * row_len_v_);
-    clear(dv_, kTile * row_len_v_);
+    dk_.reset();
+    dv_.reset();
     exact_keys_ = exact_keys;
     return exact_keys;
   }
@@ -95,10 +91,10 @@ class PlanesBackwardProducts {
 
   // The queries, or keys, in `excluded` are left out of the sum: both operands become 0 there.
   void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
-    add_columns(queries, keys, p, excluded, dout_rows_, row_len_v_, dv_columns_);
+    add_columns(queries, keys, p, excluded, dout_rows_, row_len_v_, dv_);
   }
   void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
-    add_columns(queries, keys, ds, excluded, q_rows_, row_len_, dk_columns_);
+    add_columns(queries, keys, ds, excluded, q_rows_, row_len_, dk_);
   }
   void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
     for (int64_t row = 0; row < kTile; ++row) {
@@ -162,11 +158,15 @@ class PlanesBackwardProducts {
       store_right_pair<kPlanes>(high[0], high[1], row, key + kAmxRows, ds_right_);
       for (int64_t i = 0; i < 2; ++i) store_left_row<kPlanes>(low[i], high[i], row + i, key, ds_left_);
     };
-    multiply_planes<kPlanes, true>(row_len_v_, kTile, kTile, {transposed(dout_rows_, row_len_v_), kTile},
-                                   {right_, kTile}, {dv_columns_, kTile},
-                                   BesideProduct<kUnits, decltype(form_ds)>(row_len_v_, kTile, kTile, form_ds));
-    multiply_planes<kPlanes, true>(row_len_, kTile, kTile, {transposed(q_rows_, row_len_), kTile}, {ds_right_, kTile},
-                                   {dk_columns_, kTile});
+    dv_.add_product([&](float* columns, auto accumulates) {
+      multiply_planes<kPlanes, accumulates()>(
+          row_len_v_, kTile, kTile, {transposed(dout_rows_, row_len_v_), kTile}, {right_, kTile}, {columns, kTile},
+          BesideProduct<kUnits, decltype(form_ds)>(row_len_v_, kTile, kTile, form_ds));
+    });
+    dk_.add_product([&](float* columns, auto accumulates) {
+      multiply_planes<kPlanes, accumulates()>(row_len_, kTile, kTile, {transposed(q_rows_, row_len_), kTile},
+                                              {ds_right_, kTile}, {columns, kTile});
+    });
     take_turn();
     multiply_planes<kPlanes, true>(kTile, row_len_, kTile, {ds_left_, kTile}, {k_columns_, kTile}, {dq, row_len_});
     return true;
@@ -174,12 +174,13 @@ class PlanesBackwardProducts {
 
   // dk and dv are complete after this; 0 from key `keys` on.
   void finish(int64_t keys) {
-    add_transposed(dk_columns_, row_len_, keys, dk_);
-    add_transposed(dv_columns_, row_len_v_, keys, dv_);
+    dk_.finish(keys);
+    dv_.finish(keys);
   }
 
-  float* dk() { return dk_; }  // [kTile][row_len]
-  float* dv() { return dv_; }  // [kTile][row_len_v]
+  // What is added row by row and, after `finish`, the sums: [kTile][row_len], [kTile][row_len_v].
+  float* dk() { return dk_.rows(); }
+  float* dv() { return dv_.rows(); }
 
  private:
   // result[query * kTile + key] = left . right over the elements of a row
@@ -200,9 +201,9 @@ class PlanesBackwardProducts {
     return rows + operand_len<kPlanes>(kTile, row_len);
   }
 
-  // columns[d * kTile + key] += sum over queries of rows[query][d] * tile[query][key].
+  // sum[key][d] += sum over queries of rows[query][d] * tile[query][key].
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* rows,
-                   int64_t row_len, float* columns) const {
+                   int64_t row_len, TransposedSum& sum) const {
     for (int64_t row = 0; row < round_up(queries, kAmxInner); row += 2) {
       for (int64_t key = 0; key < kTile; key += kWidth<float>) {
         const auto piece = [&](int64_t query) {
@@ -217,23 +218,9 @@ class PlanesBackwardProducts {
       copy_left_columns_without<kPlanes>(left, row_len, excluded, finite_);
       left = finite_;
     }
-    multiply_planes<kPlanes, true>(row_len, keys, queries, {left, kTile}, {right_, kTile}, {columns, kTile});
-  }
-
-  // rows[key][d] += columns[d][key] for key < keys
-  static void add_transposed(const float* columns, int64_t row_len, int64_t keys, float* rows) {
-    constexpr int64_t kStep = kWidth<float>;
-    for (int64_t d = 0; d < row_len; d += kStep) {
-      for (int64_t key = 0; key < keys; key += kStep) {
-        Vec<float> square[kStep];
-        for (int64_t i = 0; i < kStep; ++i) square[i] = load(columns + (d + i) * kTile + key);
-        transpose_square<float>(square);
-        for (int64_t i = 0; i < min_of(kStep, keys - key); ++i) {
-          float* to = rows + (key + i) * row_len + d;
-          store(to, load(to) + square[i]);
-        }
-      }
-    }
+    sum.add_product([&](float* columns, auto accumulates) {
+      multiply_planes<kPlanes, accumulates()>(row_len, keys, queries, {left, kTile}, {right_, kTile}, {columns, kTile});
+    });
   }
 
   AmxSession session_;
@@ -241,7 +228,7 @@ class PlanesBackwardProducts {
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *k_rows_, *k_columns_, *v_rows_;  // right operands of products over elements of a row, over rows
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
-  float *dk_columns_, *dk_, *dv_columns_, *dv_;  // sums of the products; what is added row by row, and the result
+  TransposedSum dk_, dv_;
   BFloat16* finite_;
   BFloat16 *right_, *ds_right_, *ds_left_;  // P or dS; dS
   // For what the vectors multiply: [kTile][row_len], [row_len][kTile], [kTile][kTile].

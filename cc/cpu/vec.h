@@ -267,6 +267,17 @@ inline void transpose_square(Vec<T> (&rows)[kWidth<T>]) {
   }
 }
 
+// Of all lanes, in pairs: a chain of additions would take as many latencies as there are lanes.
+template <typename T>
+inline T sum_of(Vec<T> lanes) {
+  T parts[kWidth<T>];
+  store(parts, lanes);
+  for (int half = kWidth<T> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  }
+  return parts[0];
+}
+
 // to[c * to_stride + r] = from[r * from_stride + c]. Both extents are multiples of kWidth.
 template <typename T>
 inline void transpose(const T* from, int64_t from_stride, int64_t rows, int64_t columns, T* to, int64_t to_stride) {

@@ -6,6 +6,7 @@ A record is chosen by the end of its name ("h200-bf16"), and the newest one is t
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -93,6 +94,10 @@ class Record:
         changed = " with changes" if content.get("modified") else ""
         return ", ".join([content["device"], self.date, f"commit {commit}{changed}", *shown])
 
+    def stamp(self) -> str:
+        """Name and digest of the file: what is drawn from it carries this."""
+        return f"{self.path.name} sha256 {hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]}"
+
 
 def newest(ending: str) -> Record:
     """Reads the newest record whose name, without the date, is ``ending``.
@@ -109,6 +114,11 @@ def newest(ending: str) -> Record:
 def has(ending: str) -> bool:
     """Whether there is a record of that name."""
     return any(RESULTS.glob(f"????-??-??-{ending}.json"))
+
+
+def first(endings: Sequence[str]) -> Record | None:
+    """Reads the newest record of the first of the names that has one."""
+    return next((newest(ending) for ending in endings if has(ending)), None)
 
 
 def read(path: Path) -> Record:

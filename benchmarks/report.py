@@ -119,8 +119,9 @@ def _device_name(device: jax.Device) -> str:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Returns the arguments as typed, less where the record is written: that says nothing of the run."""
-    left = list(arguments)
+    """Returns the command as typed, less where the record is written: that says nothing of the run."""
+    main = sys.modules["__main__"].__spec__
+    left = ["python", "-m", main.name, *arguments] if main is not None else list(arguments)
     if "--out" in left:
         at = left.index("--out")
         del left[at : at + 2]

@@ -1,7 +1,7 @@
 """The tables in README.md and docs, written from the recorded runs and from what the backends say of themselves.
 
   python -m benchmarks.tables            rewrites them
-  python -m benchmarks.tables --check    fails if one is not what it would write
+  python -m benchmarks.tables --check    fails if one is not what it would write, or a figure is of another record
 
 A table stands between two comments, ``<!-- table NAME -->`` and ``<!-- end table -->``; NAME is one of TABLES.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import backend_table, records
+from benchmarks import backend_table, plot, records
 from benchmarks.records import ROOT, Point, Record
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "features.md")
@@ -128,6 +129,47 @@ def speed_cpu(page: Path) -> str:
     return "\n\n".join([_format(header, rows), _caption(record, page, what)])
 
 
+def cpu_tiles(page: Path) -> str:
+    """The CPU kernel's products and passes as shares of the measured peak, by instruction set and type."""
+    if not records.has("cpu-tiles"):
+        return ""
+    record = records.newest("cpu-tiles")
+    groups: dict[tuple[str, str, int], dict[str, str]] = {}
+    peaks: dict[tuple[str, str], list[float]] = {}
+    for row in record.content["rows"]:
+        speed, peak = row["flops_per_second"], row["peak_flops_per_second"]
+        if speed is None:
+            continue
+        at = (row["instruction_set"], row["dtype"])
+        peaks.setdefault(at, []).append(peak)
+        name = row["part"] if row["mask"] is None else f"{row['part']}, {row['mask']}"
+        groups.setdefault((*at, row["head_dim"]), {})[name] = (
+            f"{speed / 1e9:.0f} ({speed / peak:.0%})"
+        )
+    rows = [
+        [
+            instructions,
+            dtype,
+            str(head_dim),
+            f"{statistics.median(peaks[instructions, dtype]) / 1e9:.0f}",
+            *(cells.get(part, "-") for part in _TILE_PARTS),
+        ]
+        for (instructions, dtype, head_dim), cells in groups.items()
+    ]
+    header = ["instructions", "type", "head dim", "peak", *_TILE_PARTS]
+    return "\n\n".join([_format(header, rows), _caption(record, page, record.content["what"])])
+
+
+_TILE_PARTS = (
+    "scores",
+    "values",
+    "forward, causal",
+    "forward, full",
+    "backward, causal",
+    "backward, full",
+)
+
+
 def speed_features(page: Path) -> str:
     """Speed of each feature beside the plain problem of the same shape."""
     if not records.has("h200-features"):
@@ -166,7 +208,7 @@ def speed_features(page: Path) -> str:
 
 
 def accuracy(page: Path) -> str:
-    """Root mean square error against float64, relative to the largest value wanted."""
+    """Root mean square error against float64, relative to the root mean square of the values wanted."""
     parts = []
     for ending in ("cpu-accuracy", "h200-accuracy"):
         if not records.has(ending):
@@ -248,6 +290,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-h200": speed_h200,
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
+    "cpu-tiles": cpu_tiles,
     "speed-features": speed_features,
     "accuracy": accuracy,
     "latency": latency,
@@ -293,10 +336,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in wrong:
         print(
             f"{page.relative_to(ROOT)}: a table is not what the code and benchmarks/results say; run"
-            " python -m benchmarks.tables",
+            " make tables",
             file=sys.stderr,
         )
-    return 1 if wrong else 0
+    stale = plot.stale() if options.check else []
+    for name in stale:
+        print(
+            f"docs/images/{name}.svg: not drawn from the present record; run make tables",
+            file=sys.stderr,
+        )
+    return 1 if wrong or stale else 0
 
 
 if __name__ == "__main__":

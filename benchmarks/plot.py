@@ -156,26 +156,35 @@ def _cpu_label(point: Point) -> str:
 
 def speed_features(record: Record) -> None:
     """Speed of each feature beside the plain problem, in FLOP/s of visible pairs."""
+    _features(record, "speed_features", "bfloat16, batch 4, length 4096, 16 heads of 128")
+
+
+def speed_features_cpu(record: Record) -> None:
+    """The same on a CPU."""
+    _features(record, "speed_features_cpu", "float32, batch 2, length 1024, 8 heads of 64")
+
+
+def _features(record: Record, file: str, what: str) -> None:
     points = [p for p in record.points if p.contender == "jattn" and p.tflops is not None]
     names = list(dict.fromkeys(p.name for p in points))
+    in_tera = max(p.tflops or 0.0 for p in points) >= 1
     figure, axis = plt.subplots(figsize=(0.75 * len(names) + 1.5, 3.4))
     for number, (pass_name, colour) in enumerate(
         (("forward", "#1664c0"), ("forward+backward", "#8ab6e6"))
     ):
-        values = {p.name: p.tflops for p in points if p.pass_name == pass_name}
+        values = {p.name: p.tflops or 0.0 for p in points if p.pass_name == pass_name}
         axis.bar(
             [i + (number - 0.5) * 0.4 for i in range(len(names))],
-            [values.get(name, 0.0) for name in names],
+            [values.get(name, 0.0) * (1 if in_tera else 1e3) for name in names],
             0.4,
             color=colour,
             label=pass_name,
         )
-    axis.set_xticks(
-        range(len(names)), [n.removeprefix("feature-") for n in names], rotation=30, fontsize=8
-    )
-    axis.set_ylabel("TFLOP/s of visible pairs")
+    shown = [name.split("feature-")[1] for name in names]
+    axis.set_xticks(range(len(names)), shown, rotation=30, fontsize=8)
+    axis.set_ylabel(f"{'T' if in_tera else 'G'}FLOP/s of visible pairs")
     axis.legend(fontsize=8)
-    _finish(figure, "speed_features", record, "bfloat16, batch 4, length 4096, 16 heads of 128")
+    _finish(figure, file, record, what)
 
 
 def memory(record: Record) -> None:
@@ -245,6 +254,7 @@ def accuracy(record: Record) -> None:
 FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Record], None]]] = {
     "speed_h200": (("h200-hopper", "h200-bf16"), speed_h200),
     "speed_features": (("h200-features",), speed_features),
+    "speed_features_cpu": (("cpu-features",), speed_features_cpu),
     "memory": (("h200-memory", "cpu-memory"), memory),
     "accuracy": (("h200-accuracy", "cpu-accuracy"), accuracy),
     "speed_cpu": (("cpu-two-cores",), speed_cpu),

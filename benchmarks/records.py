@@ -41,6 +41,14 @@ TITLES = {
 }
 
 
+_SHOWN_VERSIONS = {
+    "jax": "jax",
+    "nvidia-cudnn-cu13": "cuDNN",
+    "torch": "torch",
+    "dew-flash-attn-cu13": "FlashAttention-3 of dew-flash-attn",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What tables and plots need to know of a measured problem."""
@@ -87,7 +95,7 @@ class Record:
         versions = content.get("versions", {})
         shown = [
             f"{title} {versions[name]}"
-            for name, title in (("jax", "jax"), ("nvidia-cudnn-cu13", "cuDNN"), ("torch", "torch"))
+            for name, title in _SHOWN_VERSIONS.items()
             if name in versions
         ]
         commit = str(content.get("commit", "unknown"))[:7]

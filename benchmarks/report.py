@@ -115,7 +115,8 @@ def _device_name(device: jax.Device) -> str:
         return str(device.device_kind)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else device.device_kind}, {len(os.sched_getaffinity(0))} cores"
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else device.device_kind}, {cores} core{'s' * (cores > 1)}"
 
 
 def _command(arguments: Sequence[str]) -> str:

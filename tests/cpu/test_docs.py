@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +36,44 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             lines_before = text.count("\n", 0, match.start(2))
             code = compile("\n" * lines_before + match[2], str(page), "exec", dont_inherit=True)
             exec(code, module.__dict__)
+
+
+# The pairs of this page: a block of another library, and the next one, of ours, which gives the same.
+PAIRS = BLOCK.findall((DOCS / "coming_from.md").read_text())
+OTHERS = {
+    name: next(i for i, (_, text) in enumerate(PAIRS) if f"import {name}" in text)
+    for name in ("flash_attn_func", "torch.nn.functional", "create_block_mask", "splash_attention")
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("default")  # of the other library
+def test_pairs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "flash_attn_func":
+        pytest.skip("needs flash_attn and a GPU")
+    ours = types.ModuleType("ours").__dict__
+    exec(PAIRS[0][1], ours)
+    swapped = [np.asarray(ours[x]).swapaxes(1, 2) for x in ("query", "key", "value")]
+    if name == "splash_attention":
+        kernel = importlib.import_module(
+            "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+        )
+        made = functools.partial(kernel.make_splash_mha, interpret=True)
+        monkeypatch.setattr(kernel, "make_splash_mha", made)
+        arrays = [jnp.asarray(x) for x in swapped]
+    else:
+        torch = pytest.importorskip("torch", reason="needs torch")
+        arrays = [torch.tensor(x) for x in swapped]
+    theirs = dict(zip(("q", "k", "v"), arrays, strict=True))
+    (other, their_text), (own, our_text) = PAIRS[OTHERS[name] : OTHERS[name] + 2]
+    assert (other, own) == ("py", "python")
+    exec(their_text, theirs)
+    exec(our_text, ours)
+    got = np.asarray(ours["out"])
+    want = np.asarray(theirs["out"])
+    np.testing.assert_allclose(
+        got, want if want.shape == got.shape else want.swapaxes(1, 2), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))

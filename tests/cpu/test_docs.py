@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jattn
+import jattn.flax
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -98,8 +103,6 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    import jattn
-
     text = (DOCS / "api.md").read_text()
     public = [
         name
@@ -108,3 +111,41 @@ def test_every_public_name_is_in_the_reference() -> None:
     ]
     assert len(public) > 25
     assert [name for name in public if f"jattn.{name}\n" not in text] == []
+
+
+def described(thing: object) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The functions of a public name: itself, or the public methods of a class."""
+    if inspect.isfunction(thing):
+        yield thing.__name__, thing
+    elif inspect.isclass(thing):
+        for name, member in vars(thing).items():
+            function = getattr(member, "__func__", member)
+            if not name.startswith("_") and inspect.isfunction(function):
+                yield f"{thing.__name__}.{name}", function
+
+
+# Members of this protocol all take what its documentation page explains once.
+PROTOCOLS = {"Backend"}
+
+
+def test_docstrings_name_every_parameter() -> None:
+    public = {**vars(jattn), **vars(jattn.flax)}
+    missing = {
+        f"{name}({parameter})"
+        for key, thing in public.items()
+        if not key.startswith("_") and key not in PROTOCOLS
+        for name, function in described(thing)
+        for parameter in inspect.signature(function).parameters
+        if parameter not in ("self", "cls")
+        and not re.search(rf"\b{parameter}\b", inspect.getdoc(function) or "")
+    }
+    assert missing == set()
+
+
+def test_docstrings_begin_with_a_sentence() -> None:
+    public = {**vars(jattn), **vars(jattn.flax)}
+    for key, thing in public.items():
+        if not key.startswith("_") and (inspect.isfunction(thing) or inspect.isclass(thing)):
+            first = (inspect.getdoc(thing) or "").split("\n\n")[0]
+            assert first, key
+            assert first.rstrip()[-1] in ".;:", (key, first)

@@ -12,7 +12,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cc cmake -type f 2>/dev/null)
-CXX_FILES = $$(find cc tests -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
+CXX_FILES = $$(find cc tests benchmarks -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
 CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
 
 .DEFAULT_GOAL := help

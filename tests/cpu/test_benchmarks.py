@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import arrays, check, cpu, cpu_tiles, report, timing
+from benchmarks import arrays, check, cpu, cpu_tiles, latency, memory, report, timing
 from benchmarks.rivals import Rival, jax_contender
 from jattn import _core
 from jattn.testing.cases import Case
@@ -93,3 +93,26 @@ def test_records_say_how_they_were_made() -> None:
     facts = report.circumstances()
     assert {"time", "commit", "modified", "device", "versions", "command"} <= set(facts)
     assert "core" in str(facts["device"])
+
+
+@pytest.mark.parametrize("who", latency.WHO)
+def test_latency_has_a_figure_for_each_step(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "STEADY_CALLS", 2)
+    found = latency.child(who, "usual")
+    steps = ("trace and lower", "compile", "first call", "later calls")
+    passes = ("forward", "forward+backward")
+    assert {f"{step}, {name}" for step in steps for name in passes} <= set(found)
+    assert {"import jax", "import, after jax"} <= set(found)
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_memory_of_ours_grows_with_the_length_and_that_of_xla_with_its_square() -> None:
+    def growth(name: str) -> float:
+        small, large = (
+            memory.temporary_bytes(memory.attention_of(name), length, True)
+            for length in (256, 1024)
+        )
+        return large / small
+
+    assert growth("auto") == pytest.approx(4, rel=0.1)
+    assert growth("jax-xla") > 6  # 16 less what is linear

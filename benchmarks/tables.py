@@ -244,9 +244,14 @@ def speed_features(page: Path) -> str:
             parts += [
                 f"![Speed by feature](images/{figure}.svg)",
                 _features(record),
+                _spread([p for p in record.points if p.contender == "jattn"]).strip(),
                 _caption(record, page, what),
             ]
-    return "\n\n".join(["## Features", *parts] if parts else [])
+    words = (
+        "One problem with each feature alone. A ratio is the time of the plain problem over that with the"
+        " feature: above 1 where it hides pairs, whose tiles are left out."
+    )
+    return "\n\n".join(["## Features", words, *parts] if parts else [])
 
 
 def _features(record: Record) -> str:
@@ -267,7 +272,7 @@ def _features(record: Record) -> str:
                 cells += [f"{milliseconds:.3g}", f"{plain.median_us / point.median_us:.2f}"]
         backends = next(p.backends for (n, _), p in points.items() if n == name)
         rows.append([name, backends.split("/")[0], *cells])
-    header = ["feature", "backend", "forward ms", "plain / this", "both ms", "plain / this"]
+    header = ["feature", "backend", "forward ms", "ratio", "both ms", "ratio"]
     return _format(header, rows)
 
 

@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TODAY := $(shell date -u +%F)
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
 
@@ -12,11 +13,11 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cc cmake -type f 2>/dev/null)
-CXX_FILES = $$(find cc tests -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
+CXX_FILES = $$(find cc tests benchmarks -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
 CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format check test test-compile test-gpu ci demo docs tables bench bench-cpu clean
+.PHONY: help setup format check test test-compile test-gpu ci demo docs tables bench bench-cpu record-cpu clean
 
 help:  ## this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +101,18 @@ bench: $(VENV)/.installed-kernels  ## benchmarks/run.py, for example ARGS="--tag
 
 bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn, and PyTorch if it is installed: under five minutes
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# Written beside the checkout's records first, so that none of them changes the checkout that the next one names.
+record-cpu: $(VENV)/.installed  ## every record of a quiet CPU machine, then tables and figures: a quarter of an hour
+	mkdir -p out/records
+	$(BIN)/python -m benchmarks.latency --out out/records/$(TODAY)-cpu-latency.json
+	$(BIN)/python -m benchmarks.cpu_tiles --out out/records/$(TODAY)-cpu-tiles.json
+	$(BIN)/python -m benchmarks.run --tag cpu_features --out out/records/$(TODAY)-cpu-features.json
+	$(BIN)/python -m benchmarks.cpu --out out/records/$(TODAY)-cpu-two-cores.json
+	$(BIN)/python -m benchmarks.accuracy --out out/records/$(TODAY)-cpu-accuracy.json
+	$(BIN)/python -m benchmarks.memory --out out/records/$(TODAY)-cpu-memory.json
+	mv out/records/$(TODAY)-cpu-*.json benchmarks/results/
+	$(MAKE) tables
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -143,7 +143,9 @@ def summary() -> list[list[str]]:
     """One row for each backend, with what it does not run."""
     found = [["backend", "devices", "dtypes", "head dim", "does not run"]]
     for backend, device in _listed():
-        refused = [f for f in FEATURES if _answer(backend, device, f) == "no"]
+        answers = {f: _answer(backend, device, f) for f in FEATURES}
+        refused = [f for f in FEATURES if answers[f] == "no"]
+        refused += [f"gradients with {ARGUMENTS[f]}" for f in FEATURES if answers[f] == "forward"]
         found.append(
             [
                 f"`{backend.name}`",

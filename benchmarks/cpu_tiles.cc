@@ -1,7 +1,10 @@
 // The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
-// is compiled for (of the matrix unit: of its products), the tile products, the softmax of a tile, and the whole passes. benchmarks/cpu_tiles.py compiles and
-// runs it for every set. Each part is measured right after the peak, many times, on the thread's CPU clock; the least
-// time counts, so that a busy machine disturbs it little.
+// is compiled for (of the matrix unit: of its products), the tile products, the softmax of a tile, and the whole passes.
+// benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right before the peak, many times, on
+// the thread's CPU clock; the least time counts, so that a busy machine disturbs it little.
+//
+// Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak in
+// FLOP/s (of the type), products of bfloat16 that make one of the type (0: vectors).
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,7 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
-#include <vector>
+#include <type_traits>
 
 #include "cpu/backward.inl"
 #include "cpu/forward.inl"
@@ -121,32 +124,77 @@ T* random_floats(int64_t count) {
   return data;
 }
 
-// `products` of bfloat16 make one of the part: 0 where vectors do it.
-void report(const char* part, int64_t head_dim, double flops, double seconds, int64_t products = 0) {
+struct Part {
+  const char *name, *type;
+  int64_t head_dim;
+  const char* mask = "-";
+  int64_t keys = kTile;
+};
+
+// `products` of bfloat16 make one of the type: 0 where vectors do it.
+void report(const Part& part, double flops, double seconds, int64_t products = 0) {
 #if defined(__AMX_BF16__)
   const double peak = products > 0 ? amx_peak_gflops() / static_cast<double>(products) : peak_gflops();
 #else
-  static_cast<void>(products);
   const double peak = peak_gflops();
 #endif
-  std::printf("%-28s D=%-4d %8.2f us %7.0f GFLOP/s", part, static_cast<int>(head_dim), seconds * 1e6,
-              flops / seconds * 1e-9);
-  std::printf("  %4.0f %% of %.0f\n", 100 * flops / seconds * 1e-9 / peak, peak);
+  std::printf("%s %s %d %s %d %.9g %.9g %.6g %d\n", part.name, part.type, static_cast<int>(part.head_dim), part.mask,
+              static_cast<int>(part.keys), seconds, flops, peak * 1e9, static_cast<int>(products));
   std::fflush(stdout);
 }
 
+#if defined(__AMX_BF16__)
+template <size_t kCount>
+constexpr int64_t count_of(const PlanePair (&)[kCount]) {
+  return kCount;
+}
+
+// The products of the forward pass, 64 x 64 x D and D x 64 x 64, as it calls them for `Element`.
+template <typename Element>
+void measure_tiles(const char* type, int64_t head_dim) {
+  constexpr bool kIsOnePlane = std::is_same_v<Element, BFloat16>;
+  constexpr int64_t kPlanes = kIsOnePlane ? 1 : kPlanesOf<Element>;
+  const double flops = 2.0 * kTile * kTile * static_cast<double>(head_dim);
+  const BFloat16* rows = random_floats<BFloat16>(kPlanes * kTile * head_dim);
+  const BFloat16* lanes = random_floats<BFloat16>(kPlanes * kTile * max_of(head_dim, kTile));
+  float* result = memory<float>(kTile * max_of(head_dim, kTile));
+  const auto run = [&](const char* part, int64_t products, const auto& body) {
+    double seconds;
+    {
+      const AmxSession session;
+      seconds = least_seconds(30, 50, body);
+    }
+    report({part, type, head_dim}, flops, seconds, products);
+  };
+  if constexpr (kIsOnePlane) {
+    run("scores", 1,
+        [&] { amx_multiply<false>(kTile, kTile, head_dim, {rows, head_dim}, {lanes, 2 * kTile}, {result, kTile}); });
+    run("values", 1,
+        [&] { amx_multiply<true>(head_dim, kTile, kTile, {rows, kTile}, {lanes, 2 * kTile}, {result, kTile}); });
+  } else {
+    constexpr int64_t kProducts = count_of(kPlanePairs<kPlanes>);
+    run("scores", kProducts, [&] {
+      multiply_planes<kPlanes, false>(kTile, kTile, head_dim, {rows, head_dim}, {lanes, head_dim}, {result, kTile});
+    });
+    run("values", kProducts, [&] {
+      multiply_planes<kPlanes, true>(head_dim, kTile, kTile, {rows, kTile}, {lanes, kTile}, {result, kTile});
+    });
+  }
+}
+#else
 void measure_tiles(int64_t head_dim) {
   const double flops = 2.0 * kTile * kTile * static_cast<double>(head_dim);
   float *a = random_floats<float>(kTile * head_dim), *b = random_floats<float>(kTile * head_dim);
   float* c = memory<float>(kTile * max_of(head_dim, kTile));
   const auto run = [&](const char* part, const auto& body) {
-    report(part, head_dim, flops, least_seconds(30, 50, body));
+    report({part, "float32", head_dim}, flops, least_seconds(30, 50, body));
   };
   run("scores", [&] { multiply<false, float>(kTile, kTile, head_dim, {a, head_dim, 1}, {b, kTile}, {c, kTile}); });
   run("values", [&] { multiply<true, float>(head_dim, kTile, kTile, {a, 1, head_dim}, {b, kTile}, {c, kTile}); });
-  run("dk, dv", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, 1, kTile}, {b, head_dim}, {c, head_dim}); });
+  run("dk,dv", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, 1, kTile}, {b, head_dim}, {c, head_dim}); });
   run("dq", [&] { multiply<true, float>(kTile, head_dim, kTile, {a, kTile, 1}, {b, head_dim}, {c, head_dim}); });
 }
+#endif
 
 void measure_softmax() {
   constexpr int64_t kPanel = kPanelRows[static_cast<int>(DType::kF32)];
@@ -158,7 +206,7 @@ void measure_softmax() {
     update_softmax<false, false, true, float, kPanel>(keys, kPanel, 1.0f, scores, *state, [](auto&&...) {});
     for (int64_t i = 0; i < kTile * kPanel; i += kWidth<float>) store(scores + i, load(scores + i) - 0.5f);
   });
-  std::printf("%-28s        %8.2f us\n", "softmax", seconds * 1e6);
+  report({"softmax", "float32", 0}, 0, seconds);
 }
 
 template <typename Element, typename Forward, typename Backward>
@@ -187,40 +235,45 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
                           }};
   const double visible = static_cast<double>(length * length) / (is_causal ? 2 : 1);
   const double flops = 4.0 * kHeads * static_cast<double>(head_dim) * visible;
-  char part[64];
-  const auto name = [&](const char* pass) {
-    std::snprintf(part, sizeof(part), "%s %s %s %d", pass, type, is_causal ? "causal" : "full",
-                  static_cast<int>(length));
-    return part;
-  };
+  const auto part = [&](const char* pass) { return Part{pass, type, head_dim, is_causal ? "causal" : "full", length}; };
   const double forward_seconds =
       least_seconds(12, 1, [&] { run_forward<Element, Forward>(problem, forward_plan, results, scratch, runner); });
-  report(name("forward"), head_dim, flops, forward_seconds, products);
+  report(part("forward"), flops, forward_seconds, products);
   const double backward_seconds =
       least_seconds(8, 1, [&] { run_backward<Element, Backward>(problem, backward_plan, buffers, scratch, runner); });
-  report(name("backward"), head_dim, 2.5 * flops, backward_seconds, products);
+  report(part("backward"), 2.5 * flops, backward_seconds, products);
 }
 
 void measure() {
 #if defined(__AMX_BF16__)
   syscall(SYS_arch_prctl, 0x1023, 18);  // permission to use the tile registers (targets.cc)
 #endif
-  for (const int64_t head_dim : {64, 128}) measure_tiles(head_dim);
+#if defined(__AMX_BF16__)
+  constexpr int64_t kOfF32 = count_of(kPlanePairs<3>), kOfF16 = count_of(kPlanePairs<2>);
+#endif
+  for (const int64_t head_dim : {64, 128}) {
+#if defined(__AMX_BF16__)
+    measure_tiles<float>("float32", head_dim);
+    measure_tiles<BFloat16>("bfloat16", head_dim);
+    measure_tiles<Float16>("float16", head_dim);
+#else
+    measure_tiles(head_dim);
+#endif
+  }
   measure_softmax();
+  constexpr int64_t kLength = 1024;
   for (const int64_t head_dim : {64, 128}) {
     for (const bool is_causal : {true, false}) {
 #if defined(__AMX_BF16__)
       using BF16 = BFloat16;
       using F16 = Float16;
-      const auto pairs_of = [](const auto& pairs) { return static_cast<int64_t>(sizeof(pairs) / sizeof(PlanePair)); };
-      const int64_t of_f32 = pairs_of(kPlanePairs<3>), of_f16 = pairs_of(kPlanePairs<2>);
-      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("f32", 1024, head_dim,
-                                                                                         is_causal, of_f32);
-      measure_passes<BF16, AmxForwardProducts, AmxBackwardProducts>("bf16", 1024, head_dim, is_causal, 1);
-      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("f16", 1024, head_dim, is_causal,
-                                                                                   of_f16);
+      measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("float32", kLength, head_dim,
+                                                                                         is_causal, kOfF32);
+      measure_passes<BF16, AmxForwardProducts, AmxBackwardProducts>("bfloat16", kLength, head_dim, is_causal, 1);
+      measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("float16", kLength, head_dim,
+                                                                                   is_causal, kOfF16);
 #else
-      measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("f32", 1024, head_dim, is_causal);
+      measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("float32", kLength, head_dim, is_causal);
 #endif
     }
   }

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
+    facts = report.circumstances()  # before, as the checkout may change meanwhile
     rows: list[dict[str, Any]] = []
     work = [(n, length) for n in options.implementations for length in options.lengths]
     for name, length in tqdm(work, unit="program", file=sys.stderr):
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            **report.circumstances(),
+            **facts,
             "what": "Batch 1, 8 heads of 64, causal",
             "rows": rows,
         }

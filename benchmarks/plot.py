@@ -1,11 +1,13 @@
 """Figures of README and docs, drawn from the recorded runs: ``python -m benchmarks.plot``.
 
-A figure whose record is missing is left out. Every figure names device, date and commit. The same records give the same
-bytes, so that a figure changes only when its record does.
+A figure whose record is missing is left out. Every figure names device, date and commit, and carries the digest of its
+record, which the check of the tables compares. The same records give the same bytes, so that a figure changes only when
+its record does.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,14 +56,17 @@ def _colour(title: str) -> str:
 def _finish(figure: Any, name: str, record: Record, what: str) -> None:
     figure.text(0.01, 0.01, f"{what}\n{record.caption()}", fontsize=6, color="#66727f")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    _save(figure, name, record)
+
+
+def _save(figure: Any, name: str, record: Record) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None, "Source": record.stamp()})
     plt.close(figure)
 
 
-def speed_h200() -> None:
+def speed_h200(record: Record) -> None:
     """TFLOP/s by length: a panel for each head dim, mask and pass, with a matrix product as the ceiling."""
-    record = records.newest("h200-hopper" if records.has("h200-hopper") else "h200-bf16")
     points = [p for p in record.points if p.problem is not None and p.tflops is not None]
     points = [p for p in points if p.problem and p.problem.head_dim in (64, 128, 256)]
     panels = sorted({(p.problem.head_dim, p.problem.mask) for p in points if p.problem})
@@ -112,13 +117,11 @@ def speed_h200() -> None:
     figure.subplots_adjust(top=0.86)
     figure.text(0.01, 0.005, f"bfloat16. {record.caption()}", fontsize=7, color="#66727f")
     figure.tight_layout(rect=(0, 0.03, 1, 0.94))
-    figure.savefig(FOLDER / "speed_h200.svg", metadata={"Date": None})
-    plt.close(figure)
+    _save(figure, "speed_h200", record)
 
 
-def speed_cpu() -> None:
-    """Times as fast as the slowest contender: bars for each type, length and pass."""
-    record = records.newest("cpu-two-cores")
+def speed_cpu(record: Record) -> None:
+    """Times as fast as torch (as the slowest, where it is not there): bars for each type, length and pass."""
     titles = records.contenders(record.points)
     groups: dict[str, dict[str, float]] = {}
     for point in record.points:
@@ -130,7 +133,7 @@ def speed_cpu() -> None:
     for number, title in enumerate(titles):
         for place, times in enumerate(groups.values()):
             if title in times:
-                value = max(times.values()) / times[title]
+                value = times.get("torch", max(times.values())) / times[title]
                 bar = axis.bar(
                     place + (number - (len(titles) - 1) / 2) * width,
                     value,
@@ -138,9 +141,10 @@ def speed_cpu() -> None:
                     color=_colour(title),
                     label=title if place == 0 else None,
                 )
-                axis.bar_label(bar, [f"{value:.1f}"], fontsize=7)
+                axis.bar_label(bar, [f"{value:.2g}"], fontsize=7)
     axis.set_xticks(range(len(groups)), list(groups), fontsize=7)
-    axis.set_ylabel("times as fast as the slowest")
+    base = "torch" if "torch" in titles else "the slowest"
+    axis.set_ylabel(f"times as fast as {base}")
     axis.legend(fontsize=8)
     _finish(figure, "speed_cpu", record, "causal, batch 1, 8 heads of 64")
 
@@ -151,34 +155,41 @@ def _cpu_label(point: Point) -> str:
     return f"{point.problem.dtype}\n{point.problem.length}\n{kind}"
 
 
-def speed_features() -> None:
+def speed_features(record: Record) -> None:
     """Speed of each feature beside the plain problem, in FLOP/s of visible pairs."""
-    record = records.newest("h200-features")
+    _features(record, "speed_features", "bfloat16, batch 4, length 4096, 16 heads of 128")
+
+
+def speed_features_cpu(record: Record) -> None:
+    """The same on a CPU."""
+    _features(record, "speed_features_cpu", "float32, batch 2, length 1024, 8 heads of 64")
+
+
+def _features(record: Record, file: str, what: str) -> None:
     points = [p for p in record.points if p.contender == "jattn" and p.tflops is not None]
     names = list(dict.fromkeys(p.name for p in points))
+    in_tera = max(p.tflops or 0.0 for p in points) >= 1
     figure, axis = plt.subplots(figsize=(0.75 * len(names) + 1.5, 3.4))
     for number, (pass_name, colour) in enumerate(
         (("forward", "#1664c0"), ("forward+backward", "#8ab6e6"))
     ):
-        values = {p.name: p.tflops for p in points if p.pass_name == pass_name}
+        values = {p.name: p.tflops or 0.0 for p in points if p.pass_name == pass_name}
         axis.bar(
             [i + (number - 0.5) * 0.4 for i in range(len(names))],
-            [values.get(name, 0.0) for name in names],
+            [values.get(name, 0.0) * (1 if in_tera else 1e3) for name in names],
             0.4,
             color=colour,
             label=pass_name,
         )
-    axis.set_xticks(
-        range(len(names)), [n.removeprefix("feature-") for n in names], rotation=30, fontsize=8
-    )
-    axis.set_ylabel("TFLOP/s of visible pairs")
+    shown = [name.split("feature-")[1] for name in names]
+    axis.set_xticks(range(len(names)), shown, rotation=30, fontsize=8)
+    axis.set_ylabel(f"{'T' if in_tera else 'G'}FLOP/s of visible pairs")
     axis.legend(fontsize=8)
-    _finish(figure, "speed_features", record, "bfloat16, batch 4, length 4096, 16 heads of 128")
+    _finish(figure, file, record, what)
 
 
-def memory() -> None:
+def memory(record: Record) -> None:
     """Memory of a call by length."""
-    record = records.newest("h200-memory" if records.has("h200-memory") else "cpu-memory")
     rows = [row for row in record.content["rows"] if "temp_bytes" in row]
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.2), sharey=True)
     for axis, pass_name in zip(axes, ("forward", "forward+backward"), strict=True):
@@ -208,9 +219,8 @@ def memory() -> None:
     _finish(figure, "memory", record, record.content["what"])
 
 
-def accuracy() -> None:
+def accuracy(record: Record) -> None:
     """Errors of out and dq by contender, for each type and kind of inputs, over those of the textbook formulas."""
-    record = records.newest("h200-accuracy" if records.has("h200-accuracy") else "cpu-accuracy")
     rows = [row for row in record.content["rows"] if "rms" in row]
     kinds = list(dict.fromkeys((row["dtype"], row["inputs"]) for row in rows))
     textbook = {
@@ -241,23 +251,43 @@ def accuracy() -> None:
     _finish(figure, "accuracy", record, "Root mean square error over that of textbook formulas")
 
 
-FIGURES: dict[str, tuple[tuple[str, ...], Callable[[], None]]] = {
+# The records that a figure may be drawn from, in order of preference, and what draws it.
+FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Record], None]]] = {
     "speed_h200": (("h200-hopper", "h200-bf16"), speed_h200),
     "speed_features": (("h200-features",), speed_features),
+    "speed_features_cpu": (("cpu-features",), speed_features_cpu),
     "memory": (("h200-memory", "cpu-memory"), memory),
     "accuracy": (("h200-accuracy", "cpu-accuracy"), accuracy),
     "speed_cpu": (("cpu-two-cores",), speed_cpu),
 }
 
 
+def stale() -> list[str]:
+    """The figures that are not drawn from their present record."""
+    found = []
+    for name, (endings, _) in FIGURES.items():
+        record = records.first(endings)
+        path = FOLDER / f"{name}.svg"
+        if record is not None and not (path.exists() and record.stamp() in path.read_text()):
+            found.append(name)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws the named figures, or all that have a record."""
-    wanted = list(arguments if arguments is not None else sys.argv[1:]) or list(FIGURES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"{', '.join(FIGURES)} (all)")
+    wanted = parser.parse_args(arguments).figures or list(FIGURES)
+    if unknown := set(wanted) - set(FIGURES):
+        parser.error(f"no figure is called {', '.join(sorted(unknown))}")
     with mpl.rc_context(STYLE):
         for name in wanted:
             endings, draw = FIGURES[name]
-            if any(records.has(ending) for ending in endings):
-                draw()
+            record = records.first(endings)
+            if record is not None:
+                draw(record)
                 print(f"drew {(FOLDER / name).relative_to(ROOT)}.svg")
             else:
                 print(f"left out {name}: no record {' or '.join(endings)}")

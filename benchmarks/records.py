@@ -6,6 +6,7 @@ A record is chosen by the end of its name ("h200-bf16"), and the newest one is t
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,14 @@ TITLES = {
     "jax.nn": "jax.nn",
     "torch-cpu": "torch",
     "torch": "torch",
+}
+
+
+_SHOWN_VERSIONS = {
+    "jax": "jax",
+    "nvidia-cudnn-cu13": "cuDNN",
+    "torch": "torch",
+    "dew-flash-attn-cu13": "FlashAttention-3 of dew-flash-attn",
 }
 
 
@@ -86,12 +95,16 @@ class Record:
         versions = content.get("versions", {})
         shown = [
             f"{title} {versions[name]}"
-            for name, title in (("jax", "jax"), ("nvidia-cudnn-cu13", "cuDNN"), ("torch", "torch"))
+            for name, title in _SHOWN_VERSIONS.items()
             if name in versions
         ]
         commit = str(content.get("commit", "unknown"))[:7]
         changed = " with changes" if content.get("modified") else ""
         return ", ".join([content["device"], self.date, f"commit {commit}{changed}", *shown])
+
+    def stamp(self) -> str:
+        """Name and digest of the file: what is drawn from it carries this."""
+        return f"{self.path.name} sha256 {hashlib.sha256(self.path.read_bytes()).hexdigest()[:16]}"
 
 
 def newest(ending: str) -> Record:
@@ -109,6 +122,11 @@ def newest(ending: str) -> Record:
 def has(ending: str) -> bool:
     """Whether there is a record of that name."""
     return any(RESULTS.glob(f"????-??-??-{ending}.json"))
+
+
+def first(endings: Sequence[str]) -> Record | None:
+    """Reads the newest record of the first of the names that has one."""
+    return next((newest(ending) for ending in endings if has(ending)), None)
 
 
 def read(path: Path) -> Record:

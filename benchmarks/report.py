@@ -115,12 +115,14 @@ def _device_name(device: jax.Device) -> str:
         return str(device.device_kind)
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else device.device_kind}, {len(os.sched_getaffinity(0))} cores"
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else device.device_kind}, {cores} core{'s' * (cores > 1)}"
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Returns the arguments as typed, less where the record is written: that says nothing of the run."""
-    left = list(arguments)
+    """Returns the command as typed, less where the record is written: that says nothing of the run."""
+    main = sys.modules["__main__"].__spec__
+    left = ["python", "-m", main.name, *arguments] if main is not None else list(arguments)
     if "--out" in left:
         at = left.index("--out")
         del left[at : at + 2]

@@ -1,7 +1,7 @@
 """The tables in README.md and docs, written from the recorded runs and from what the backends say of themselves.
 
   python -m benchmarks.tables            rewrites them
-  python -m benchmarks.tables --check    fails if one is not what it would write
+  python -m benchmarks.tables --check    fails if one is not what it would write, or a figure is of another record
 
 A table stands between two comments, ``<!-- table NAME -->`` and ``<!-- end table -->``; NAME is one of TABLES.
 """
@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import backend_table, records
+from benchmarks import backend_table, plot, records
 from benchmarks.records import ROOT, Point, Record
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "features.md")
 README_LENGTHS = (2048, 8192)
+FEATURE_RECORDS = (
+    ("h200-features", "speed_features", "bfloat16, batch 4, length 4096, 16 heads of 128"),
+    ("cpu-features", "speed_features_cpu", "float32, batch 2, length 1024, 8 heads of 64"),
+)
 _BLOCK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -58,8 +63,37 @@ def _grid(points: Sequence[Point]) -> dict[tuple[int, str, int, str], list[Point
     return dict(sorted(groups.items()))
 
 
+def _ratios(groups: Iterable[dict[str, float]], titles: Sequence[str], *, largest: bool) -> str:
+    """How jattn stands to each of the others over problems that both have: geometric mean, least, most."""
+    rows = list(groups)
+    parts = []
+    for title in titles:
+        pairs = [(row["jattn"], row[title]) for row in rows if {"jattn", title} <= set(row)]
+        if title != "jattn" and pairs:
+            found = [ours / other if largest else other / ours for ours, other in pairs]
+            mean = statistics.geometric_mean(found)
+            parts.append(f"{title} {mean:.2f} ({min(found):.2f} to {max(found):.2f})")
+    return "; ".join(parts)
+
+
+def _spread(points: Sequence[Point]) -> str:
+    """How far the rounds behind the shown medians lie apart."""
+    spreads = [point.spread for point in points if point.spread is not None]
+    if not spreads:
+        return ""
+    middle, most = statistics.median(spreads), max(spreads)
+    return f" Slowest less fastest round over the median: {middle:.1%} (median), {most:.0%} (most)."
+
+
+def _gpu_record() -> Record:
+    record = records.first(("h200-hopper", "h200-bf16"))
+    if record is None:
+        raise LookupError("benchmarks/results has no record *-h200-hopper.json")
+    return record
+
+
 def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
-    record = records.newest("h200-hopper" if records.has("h200-hopper") else "h200-bf16")
+    record = _gpu_record()
     points = [p for p in record.points if p.problem is not None and p.tflops is not None]
     points = [p for p in points if lengths is None or (p.problem and p.problem.length in lengths)]
     titles = [
@@ -67,16 +101,19 @@ def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
         for title in records.contenders(points)
         if sum(point.contender == title for point in points) > len(_grid(points)) // 2
     ]
-    rows = []
+    rows, groups = [], []
     for (head_dim, mask, length, pass_name), group in _grid(points).items():
         values = {p.contender: p.tflops for p in group if p.tflops and p.contender in titles}
         cells = _cells(values, titles, 0, largest=True)
         rows.append([str(head_dim), mask, str(length), pass_name, *cells])
-    what = "bfloat16, TFLOP/s"
+        groups.append(values)
+    ratios = _ratios(groups, titles, largest=True)
     return "\n\n".join(
         [
             _format(["head dim", "mask", "length", "pass", *titles], rows),
-            _caption(record, page, what),
+            f"Speed of `jattn` over others, geometric mean (least to most) of the rows: {ratios}."
+            + _spread([p for p in points if p.contender in titles]),
+            _caption(record, page, "bfloat16, TFLOP/s"),
         ]
     )
 
@@ -84,6 +121,26 @@ def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
 def speed_h200(page: Path) -> str:
     """The grid of head dims, masks and lengths; the README shows two lengths."""
     return _gpu_table(page, README_LENGTHS if page.name == "README.md" else None)
+
+
+def speed_h200_others(page: Path) -> str:
+    """What the same run has beside the grid: grouped heads, documents, windows, few queries."""
+    record = _gpu_record()
+    points = [p for p in record.points if p.problem is None and p.tflops is not None]
+    if not points:
+        return ""
+    titles = records.contenders(points)
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for point in sorted(points, key=lambda p: p.name):
+        if point.tflops is not None:
+            values = groups.setdefault((point.name, point.pass_name), {})
+            values[point.contender] = point.tflops
+    rows = [
+        [*at, *_cells(values, titles, 0, largest=True)] for at, values in sorted(groups.items())
+    ]
+    what = 'bfloat16, TFLOP/s, "-": cannot run it, or gave wrong numbers'
+    table = _format(["problem", "pass", *titles], rows)
+    return "\n\n".join([table, _spread(points).strip(), _caption(record, page, what)])
 
 
 def speed_h200_f32(page: Path) -> str:
@@ -116,57 +173,111 @@ def speed_cpu(page: Path) -> str:
             key = (at.dtype, at.head_dim, at.mask, at.length, point.pass_name)
             groups.setdefault(key, {})[point.contender] = point.median_us / 1e3
     order = ("float32", "bfloat16", "float16")
-    rows = []
+    rows, by_type = [], dict[str, list[dict[str, float]]]()
     for key, values in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0])):
         dtype, head_dim, mask, length, pass_name = key
+        by_type.setdefault(dtype, []).append(values)
         rival = min((values[t] for t in titles if t != "jattn" and t in values), default=0.0)
         times = f"{rival / values['jattn']:.1f}" if "jattn" in values and rival else "-"
         cells = _cells(values, titles, 1, largest=False)
         rows.append([dtype, str(head_dim), mask, str(length), pass_name, *cells, times])
     header = ["type", "head dim", "mask", "length", "pass", *titles, "times the best other"]
-    what = "Batch 1, 8 heads, milliseconds"
-    return "\n\n".join([_format(header, rows), _caption(record, page, what)])
-
-
-def speed_features(page: Path) -> str:
-    """Speed of each feature beside the plain problem of the same shape."""
-    if not records.has("h200-features"):
-        return ""
-    record = records.newest("h200-features")
-    plain = {
-        p.pass_name: p.median_us
-        for p in record.points
-        if (p.name, p.contender) == ("feature-plain", "jattn")
-    }
-    groups: dict[tuple[str, str], Point] = {
-        (p.name, p.pass_name): p for p in record.points if p.contender == "jattn"
-    }
-    rows = []
-    for name in dict.fromkeys(name for name, _ in groups):
-        cells = []
-        for pass_name in ("forward", "forward+backward"):
-            point = groups.get((name, pass_name))
-            if point is None:
-                cells += ["-", "-"]
-            else:
-                cells += [
-                    f"{point.median_us / 1e3:.3f}",
-                    f"{plain[pass_name] / point.median_us:.2f}",
-                ]
-        backends = next(p.backends for (n, _), p in groups.items() if n == name)
-        rows.append([name.removeprefix("feature-"), backends.split("/")[0], *cells])
-    header = ["feature", "backend", "forward ms", "of plain", "both ms", "of plain"]
+    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
     return "\n\n".join(
         [
-            "## Features\n\n![Speed by feature](images/speed_features.svg)",
             _format(header, rows),
-            _caption(record, page, "bfloat16, batch 4, length 4096, 16 heads of 128"),
+            "Times as fast as others, geometric mean (least to most) of the rows. "
+            + " ".join(ratios)
+            + _spread(points),
+            _caption(record, page, 'Batch 1, 8 heads, milliseconds, "-": not timed'),
         ]
     )
 
 
+def cpu_tiles(page: Path) -> str:
+    """The CPU kernel's products and passes as shares of the measured peak, by instruction set and type."""
+    if not records.has("cpu-tiles"):
+        return ""
+    record = records.newest("cpu-tiles")
+    groups: dict[tuple[str, str, int], dict[str, str]] = {}
+    peaks: dict[tuple[str, str], list[float]] = {}
+    for row in record.content["rows"]:
+        speed, peak = row["flops_per_second"], row["peak_flops_per_second"]
+        if speed is None:
+            continue
+        at = (row["instruction_set"], row["dtype"])
+        peaks.setdefault(at, []).append(peak)
+        name = row["part"] if row["mask"] is None else f"{row['part']}, {row['mask']}"
+        groups.setdefault((*at, row["head_dim"]), {})[name] = (
+            f"{speed / 1e9:.0f} ({speed / peak:.0%})"
+        )
+    rows = [
+        [
+            instructions,
+            dtype,
+            str(head_dim),
+            f"{statistics.median(peaks[instructions, dtype]) / 1e9:.0f}",
+            *(cells.get(part, "-") for part in _TILE_PARTS),
+        ]
+        for (instructions, dtype, head_dim), cells in groups.items()
+    ]
+    header = ["instructions", "type", "head dim", "peak", *_TILE_PARTS]
+    return "\n\n".join([_format(header, rows), _caption(record, page, record.content["what"])])
+
+
+_TILE_PARTS = (
+    "scores",
+    "values",
+    "forward, causal",
+    "forward, full",
+    "backward, causal",
+    "backward, full",
+)
+
+
+def speed_features(page: Path) -> str:
+    """Speed of each feature beside the plain problem of the same shape, on the GPU and on the CPU."""
+    parts = []
+    for ending, figure, what in FEATURE_RECORDS:
+        if records.has(ending):
+            record = records.newest(ending)
+            parts += [
+                f"![Speed by feature](images/{figure}.svg)",
+                _features(record),
+                _spread([p for p in record.points if p.contender == "jattn"]).strip(),
+                _caption(record, page, what),
+            ]
+    words = (
+        "One problem with each feature alone. A ratio is the time of the plain problem over that with the"
+        " feature: above 1 where it hides pairs, whose tiles are left out."
+    )
+    return "\n\n".join(["## Features", words, *parts] if parts else [])
+
+
+def _features(record: Record) -> str:
+    points = {
+        (p.name.split("feature-")[1], p.pass_name): p
+        for p in record.points
+        if p.contender == "jattn"
+    }
+    rows = []
+    for name in dict.fromkeys(name for name, _ in points):
+        cells = []
+        for pass_name in ("forward", "forward+backward"):
+            point, plain = points.get((name, pass_name)), points.get(("plain", pass_name))
+            if point is None or plain is None:
+                cells += ["-", "-"]
+            else:
+                milliseconds = point.median_us / 1e3
+                cells += [f"{milliseconds:.3g}", f"{plain.median_us / point.median_us:.2f}"]
+        backends = next(p.backends for (n, _), p in points.items() if n == name)
+        rows.append([name, backends.split("/")[0], *cells])
+    header = ["feature", "backend", "forward ms", "ratio", "both ms", "ratio"]
+    return _format(header, rows)
+
+
 def accuracy(page: Path) -> str:
-    """Root mean square error against float64, relative to the largest value wanted."""
+    """Root mean square error against float64, relative to the root mean square of the values wanted."""
     parts = []
     for ending in ("cpu-accuracy", "h200-accuracy"):
         if not records.has(ending):
@@ -185,7 +296,12 @@ def accuracy(page: Path) -> str:
         table = _format(["inputs", "type", "who", *_TENSORS], rows)
         parts += [
             table,
-            _caption(record, page, "Root mean square error over that of the values wanted"),
+            _caption(
+                record,
+                page,
+                f"Length {record.content['length']}: root mean square error over that of the values"
+                " wanted",
+            ),
         ]
     return "\n\n".join(parts)
 
@@ -246,8 +362,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "backends": lambda _: _format(backend_table.rows()[0], backend_table.rows()[1:]),
     "backends-summary": lambda _: _format(backend_table.summary()[0], backend_table.summary()[1:]),
     "speed-h200": speed_h200,
+    "speed-h200-others": speed_h200_others,
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
+    "cpu-tiles": cpu_tiles,
     "speed-features": speed_features,
     "accuracy": accuracy,
     "latency": latency,
@@ -293,10 +411,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in wrong:
         print(
             f"{page.relative_to(ROOT)}: a table is not what the code and benchmarks/results say; run"
-            " python -m benchmarks.tables",
+            " make tables",
             file=sys.stderr,
         )
-    return 1 if wrong else 0
+    stale = plot.stale() if options.check else []
+    for name in stale:
+        print(
+            f"docs/images/{name}.svg: not drawn from the present record; run make tables",
+            file=sys.stderr,
+        )
+    return 1 if wrong or stale else 0
 
 
 if __name__ == "__main__":

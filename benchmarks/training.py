@@ -133,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
 
+    facts = report.circumstances()  # before, as the checkout may change meanwhile
     demo = load_demo()
     data = demo.pack(demo.read_documents(4_000_000), options.seq_len)
     rows: list[Row] = []
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.out is not None:
         content = {
-            **report.circumstances(),
+            **facts,
             "what": f"{options.layers} layers of width {options.width}, {options.batch} rows of"
             f" {options.seq_len} bytes, {'bfloat16' if on_gpu else 'float32'}, milliseconds a training step",
             "rows": [dataclasses.asdict(row) for row in rows],

@@ -178,7 +178,8 @@ def dot_product_attention(
       ValueError: shapes, dtypes or options do not fit together; raised while tracing.
       jattn.NoBackendError: no enabled backend can run the problem; its ``reasons`` say why.
 
-    Source: "Attention is all you need", arXiv:1706.03762; tiling by online softmax as in arXiv:2205.14135.
+    Source: "Attention is all you need", arXiv:1706.03762; tiling by online softmax as in arXiv:2205.14135; grouped
+    heads arXiv:2305.13245; slopes arXiv:2108.12409; sinks arXiv:2309.17453; caps of scores arXiv:2408.00118.
     """
     call = Call.parse(
         query,

@@ -34,7 +34,7 @@ from jattn.spec import Operands, Spec
 
 OUT_NAME, LSE_NAME = "jattn_out", "jattn_lse"
 
-#: Saves attention's results and recomputes everything else: for ``jax.checkpoint(policy=...)``.
+# Saves attention's results and recomputes everything else: for jax.checkpoint(policy=...).
 checkpoint_policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 
 forward_p = Primitive("jattn_forward")

@@ -123,7 +123,13 @@ def deterministic(mode: Determinism = "strict") -> Iterator[None]:
 
 @contextlib.contextmanager
 def strict_fallback(enabled: bool = True) -> Iterator[None]:
-    """Makes it an error, inside the ``with`` block, when "xla" or "reference" would stand in for a fused backend."""
+    """Makes it an error, inside the ``with`` block, when "xla" or "reference" would stand in for a fused backend.
+
+    Such a call raises ``jattn.NoBackendError``, with the reasons of the fused ones, while it is traced.
+
+    Args:
+      enabled: False allows it again in an inner block.
+    """
     with use_options(dataclasses.replace(current_options(), strict_fallback=enabled)):
         yield
 
@@ -132,6 +138,9 @@ def strict_fallback(enabled: bool = True) -> Iterator[None]:
 def target_device(device: Device) -> Iterator[None]:
     """Chooses backends for ``device`` inside the ``with`` block, whatever machine this is (lowering for
     elsewhere).
+
+    Args:
+      device: for example ``jattn.Device("cuda", arch=(9, 0))``.
 
     Raises:
       TypeError: not a ``jattn.Device``.
@@ -146,6 +155,9 @@ def set_enabled(enabled: bool) -> None:
     again.
 
     Threads that are inside ``sdpa_kernel`` or another context of this module keep that context's options.
+
+    Args:
+      enabled: False leaves "xla" and "reference" alone, as the environment variable ``JATTN_DISABLE=1`` does.
     """
     _context.set_global(dataclasses.replace(current_options(), fused=enabled))
 

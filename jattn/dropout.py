@@ -208,6 +208,8 @@ def dropout_mask(
 
     Raises:
       ValueError: a wrong shape or type, or a known p outside [0, 1).
+
+    Source: Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405.
     """
     if not isinstance(p, jax.core.Tracer) and not 0 <= float(p) < 1:  # type: ignore[arg-type]
         raise ValueError(f"jattn.dropout_mask: p is {p}, must be at least 0 and below 1")

@@ -120,7 +120,11 @@ class CallSite:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionExplanation:
-    """Every call site of attention in a function, in the order in which they run; equal ones are joined."""
+    """Every call site of attention in a function, in the order in which they run; equal ones are joined.
+
+    Attributes:
+      sites: one ``CallSite`` for each pass of each call.
+    """
 
     sites: tuple[CallSite, ...]
 
@@ -259,7 +263,10 @@ def explain(
 def select_backend(
     *arguments: Any, needs_grad: bool = False, device: Device | None = None, **options: Any
 ) -> str:
-    """Returns the name of the backend that would run a call; arguments as for ``explain``.
+    """Returns the name of the backend that would run a call.
+
+    Args:
+      *arguments: as for ``explain`` of a call, as ``needs_grad``, ``device`` and the options are.
 
     Raises:
       NoBackendError: none would.

@@ -90,15 +90,22 @@ class CausalBias:
 
 
 def causal_upper_left(q_len: int, kv_len: int) -> CausalBias:
-    """Returns the causal mask whose diagonal starts at the first query and the first key."""
+    """Returns the causal mask whose diagonal starts at the first query and the first key, for ``mask``.
+
+    Args:
+      q_len, kv_len: T and S; query t sees keys j <= t.
+    """
     return CausalBias("upper_left", q_len, kv_len)
 
 
 def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
-    """Returns the causal mask whose diagonal ends at the last query and the last key.
+    """Returns the causal mask whose diagonal ends at the last query and the last key, for ``mask``.
 
     With ``q_len > kv_len`` the first queries see no key: their output is 0, their lse -inf. A ``UserWarning`` says
     so.
+
+    Args:
+      q_len, kv_len: T and S; query t sees keys j <= t + S - T.
     """
     if q_len > kv_len:
         warnings.warn(

@@ -60,7 +60,11 @@ class RaggedArray:
         return self.max_length if self.max_length == self.min_length else None
 
     def with_values(self, values: jax.Array) -> RaggedArray:
-        """Returns other rows in the same sequences."""
+        """Returns other rows in the same sequences.
+
+        Args:
+          values: (total, ...), as many rows as these.
+        """
         return dataclasses.replace(self, values=values)
 
     # ---- Where the rows are
@@ -199,6 +203,12 @@ class RaggedArray:
         The rows of a sequence must be neighbours and the sequences in rising order; ids outside [0, num_sequences)
         mark padding, which may stand between and behind sequences. Checked where the ids are not traced.
 
+        Args:
+          values: (total, ...).
+          ids: (total,) integers.
+          num_sequences: B, static; a sequence that no row belongs to is empty.
+          max_length: static bound of the lengths; None: total.
+
         Raises:
           ValueError: a sequence is in pieces, or the ids do not rise.
         """
@@ -254,7 +264,7 @@ class RaggedArray:
     # ---- Checks
 
     def check_static(self, name: str) -> None:
-        """Checks what is known while tracing.
+        """Checks what is known while tracing; errors call the array ``name``.
 
         Raises:
           ValueError: offsets or lengths have the wrong dtype or shape.
@@ -279,6 +289,8 @@ class RaggedArray:
 
     def checked(self, name: str = "jattn.RaggedArray") -> RaggedArray:
         """Returns itself after a check of the values of offsets and lengths too, where they are not traced.
+
+        Errors call it ``name``.
 
         Raises:
           ValueError: offsets decrease or leave the rows, or lengths leave their room or the static bounds.

@@ -33,7 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--case", nargs="+", default=[], help="names of cases")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        default=[],
+        help="names of cases; prints errors of these that pass, too",
+    )
     parser.add_argument("--tag", nargs="+", default=[], help="all cases with one of these tags")
     parser.add_argument("--backend", nargs="+", default=["flash", "mem_efficient"])
     parser.add_argument("--seconds", type=float, help="begin no case after this time")
@@ -49,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 counts["left out for time"] += 1
                 continue
             try:
-                verify(case, backend)
+                report = verify(case, backend)
             except jattn.NoBackendError as error:
                 outcome = "refused"
                 text = "; ".join(f"{reason.code} {reason.argument}" for reason in error.reasons)
             except Exception as error:  # a wrong case must not hide the ones after it
                 outcome, text = "failed", f"{type(error).__name__}: {error}"
             else:
-                outcome, text = "passed", ""
+                outcome, text = "passed", f"\n{report}" if options.case else ""
             counts[outcome] += 1
             print(f"{outcome:<8} {backend:<14} {case.name} {text}".rstrip(), flush=True)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))

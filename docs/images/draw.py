@@ -148,10 +148,10 @@ def pipeline() -> Picture:
                 f"QK {step}\nPV {step - 1}" if step else f"QK {step}",
                 9,
             )
-        picture.box(x + unit, rows["warpgroup 0"], unit - 3, 30, AMBER, f"softmax {step}", 10)
+        picture.box(x + unit, rows["warpgroup 0"], unit - 3, 30, AMBER, f"softmax {step}", 9)
         if step < 4:
             picture.box(
-                x + 2 * unit, rows["warpgroup 1"], unit - 3, 30, AMBER, f"softmax {step}", 10
+                x + 2 * unit, rows["warpgroup 1"], unit - 3, 30, AMBER, f"softmax {step}", 9
             )
     picture.arrow(left, 258, left + 10.5 * unit, 258)
     picture.text(

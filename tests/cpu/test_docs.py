@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import re
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import jattn
+import jattn.flax
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,6 +43,44 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(code, module.__dict__)
 
 
+# The pairs of this page: a block of another library, and the next one, of ours, which gives the same.
+PAIRS = BLOCK.findall((DOCS / "coming_from.md").read_text())
+OTHERS = {
+    name: next(i for i, (_, text) in enumerate(PAIRS) if f"import {name}" in text)
+    for name in ("flash_attn_func", "torch.nn.functional", "create_block_mask", "splash_attention")
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("default")  # of the other library
+def test_pairs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "flash_attn_func":
+        pytest.skip("needs flash_attn and a GPU")
+    ours: dict[str, object] = {}
+    exec(PAIRS[0][1], ours)
+    swapped = [np.asarray(ours[x]).swapaxes(1, 2) for x in ("query", "key", "value")]
+    if name == "splash_attention":
+        kernel = importlib.import_module(
+            "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+        )
+        made = functools.partial(kernel.make_splash_mha, interpret=True)
+        monkeypatch.setattr(kernel, "make_splash_mha", made)
+        arrays = [jnp.asarray(x) for x in swapped]
+    else:
+        torch = pytest.importorskip("torch", reason="needs torch")
+        arrays = [torch.tensor(x) for x in swapped]
+    theirs = dict(zip(("q", "k", "v"), arrays, strict=True))
+    (other, their_text), (own, our_text) = PAIRS[OTHERS[name] : OTHERS[name] + 2]
+    assert (other, own) == ("py", "python")
+    exec(their_text, theirs)
+    exec(our_text, ours)
+    got = np.asarray(ours["out"])
+    want = np.asarray(theirs["out"])
+    np.testing.assert_allclose(
+        got, want if want.shape == got.shape else want.swapaxes(1, 2), atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_other_libraries_stand_apart(page: Path) -> None:
     assert not [text for text in blocks(page, "py") if "jattn" in text]
@@ -56,8 +103,6 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    import jattn
-
     text = (DOCS / "api.md").read_text()
     public = [
         name
@@ -66,3 +111,41 @@ def test_every_public_name_is_in_the_reference() -> None:
     ]
     assert len(public) > 25
     assert [name for name in public if f"jattn.{name}\n" not in text] == []
+
+
+def described(thing: object) -> Iterator[tuple[str, Callable[..., object]]]:
+    """The functions of a public name: itself, or the public methods of a class."""
+    if inspect.isfunction(thing):
+        yield thing.__name__, thing
+    elif inspect.isclass(thing):
+        for name, member in vars(thing).items():
+            function = getattr(member, "__func__", member)
+            if not name.startswith("_") and inspect.isfunction(function):
+                yield f"{thing.__name__}.{name}", function
+
+
+# Members of this protocol all take what its documentation page explains once.
+PROTOCOLS = {"Backend"}
+
+
+def test_docstrings_name_every_parameter() -> None:
+    public = {**vars(jattn), **vars(jattn.flax)}
+    missing = {
+        f"{name}({parameter})"
+        for key, thing in public.items()
+        if not key.startswith("_") and key not in PROTOCOLS
+        for name, function in described(thing)
+        for parameter in inspect.signature(function).parameters
+        if parameter not in ("self", "cls")
+        and not re.search(rf"\b{parameter}\b", inspect.getdoc(function) or "")
+    }
+    assert missing == set()
+
+
+def test_docstrings_begin_with_a_sentence() -> None:
+    public = {**vars(jattn), **vars(jattn.flax)}
+    for key, thing in public.items():
+        if not key.startswith("_") and (inspect.isfunction(thing) or inspect.isclass(thing)):
+            first = (inspect.getdoc(thing) or "").split("\n\n")[0]
+            assert first, key
+            assert first.rstrip()[-1] in ".;:", (key, first)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks import backend_table, records, tables
+from benchmarks import backend_table, cpu_tiles, plot, records, tables
 from jattn.spec import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,49 @@ def test_a_changed_number_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tables.main(["--check"]) == 1
     assert tables.main([]) == 0
     assert tables.main(["--check"]) == 0
+
+
+def test_a_figure_of_another_record_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot.stale() == []
+    record = records.newest("cpu-two-cores")
+    changed = tmp_path / record.path.name
+    changed.write_text(record.path.read_text().replace('"rows": [', '"rows":  ['))
+    for other in records.RESULTS.glob("*.json"):
+        if other.name != record.path.name:
+            shutil.copy(other, tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert plot.stale() == ["speed_cpu"]
+    monkeypatch.setattr(tables, "PAGES", ())
+    assert tables.main(["--check"]) == 1
+    assert "speed_cpu.svg" in capsys.readouterr().err
+
+
+def test_the_record_of_tiles_becomes_a_row_for_each_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "scores float32 64 - 64 2e-06 5.24e+05 3.5e+11 6",
+        "softmax float32 0 - 64 6e-07 0 4e+11 0",
+        "forward float32 64 causal 1024 2e-3 2.6e+08 3.5e+11 6",
+    )
+    rows = [cpu_tiles.parse("amx", line) for line in lines]
+    assert rows[1].share is None
+    content = {
+        "time": "2026-01-01T00:00:00Z",
+        "device": "a machine",
+        "commit": "abcdef012",
+        "what": "What it is",
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    path = tmp_path / "2026-01-01-cpu-tiles.json"
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "_caption", lambda *_: "caption")
+    table = tables.cpu_tiles(ROOT / "docs" / "benchmarks.md")
+    row = table.splitlines()[2]
+    assert row == "| amx | float32 | 64 | 350 | 262 (75%) | - | 130 (37%) | - | - | - |"
 
 
 def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""The benchmarks' own claims: who is wrong is not timed, flags are those of the build, records say what made them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import arrays, check, cpu, cpu_tiles, latency, memory, report, timing
+from benchmarks.rivals import Rival, jax_contender
+from jattn import _core
+from jattn.testing.cases import Case
+
+CASE = next(cpu.grid([64], ["float32"]))
+
+
+def rival(error: float) -> Rival:
+    """jax.nn's attention, with something added to its first result."""
+
+    def build(case: Case, operands: arrays.Arrays, backward: bool) -> timing.Contender:
+        def attention(q: Any, k: Any, v: Any) -> jax.Array:
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=case.is_causal)
+            return out.at[0, 0, 0, 0].add(error)
+
+        return jax_contender("torch-flash", operands, attention, backward)
+
+    return Rival("torch-flash", build)
+
+
+@pytest.mark.parametrize(("error", "is_timed"), [(0.0, True), (1e-3, False), (np.nan, False)])
+def test_a_wrong_rival_is_not_timed(
+    error: float, is_timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cpu.RIVALS, "torch-flash", rival(error))
+    monkeypatch.setattr(cpu, "rivals_of", lambda _: ("torch-flash",))
+    operands = arrays.make(CASE)
+    expected = check.Expected(CASE, operands)
+    rows = {row.contender: row for row in cpu.measure(CASE, "forward", operands, expected, 1)}
+    assert rows[cpu.OURS].median_us is not None
+    assert (rows["torch-flash"].median_us is not None) == is_timed
+    assert ("WRONG" in rows["torch-flash"].note) != is_timed
+    assert not any(row.failed for row in rows.values())
+
+
+def test_a_solution_serves_all_contenders_of_a_problem() -> None:
+    operands = arrays.make(CASE)
+    ours, _ = cpu.jattn_contender(CASE, operands, True, "cpu")
+    results = ours.results(ours.enqueue())
+    assert check.Expected(CASE, operands, [(0, 7)]).judge(results).passed
+    wrong = results | {"dk": np.asarray(results["dk"]) * 1.01}
+    verdict = check.Expected(CASE, operands).judge(wrong)
+    assert not verdict.passed
+    assert [name for name, ratio in verdict.ratios.items() if ratio > 1] == ["dk"]
+
+
+def test_a_call_that_fills_a_round_runs_once_a_round() -> None:
+    ran: list[str] = []
+
+    def contender(name: str, seconds: float) -> timing.Contender:
+        def enqueue() -> None:
+            ran.append(name)
+            timing.time.sleep(seconds)
+
+        return timing.Contender(name, enqueue, lambda _: None, lambda _: {})
+
+    found = timing.compare([contender("slow", 0.02), contender("fast", 1e-4)], 3, 0.01)
+    assert found["slow"].calls_per_round == 1
+    assert found["fast"].calls_per_round > 1
+    assert ran.count("slow") == 2 + 3  # two to find the number of calls
+
+
+@pytest.mark.parametrize("name", _core.cpu_instruction_sets())
+def test_flags_of_a_set_are_those_of_the_build(name: str) -> None:
+    flags = cpu_tiles.flags_of(name)
+    assert not any("$" in flag for flag in flags)
+    needed = {"amx": "-mamx-bf16", "avx512": "-mavx512f", "avx2": "-mavx2", "baseline": ""}
+    assert needed[name] in [*flags, ""]
+
+
+def test_a_line_of_the_tiles_reads_back() -> None:
+    row = cpu_tiles.parse("amx", "forward bfloat16 128 full 1024 2e-3 4e9 2.5e12 1")
+    assert (row.part, row.head_dim, row.mask, row.products) == ("forward", 128, "full", 1)
+    assert row.flops_per_second == pytest.approx(2e12)
+    assert row.share == pytest.approx(0.8)
+    assert "80% of 2500" in str(row)
+    assert dataclasses.asdict(row)["keys"] == 1024
+
+
+def test_records_say_how_they_were_made() -> None:
+    facts = report.circumstances()
+    assert {"time", "commit", "modified", "device", "versions", "command"} <= set(facts)
+    assert "core" in str(facts["device"])
+
+
+@pytest.mark.parametrize("who", latency.WHO)
+def test_latency_has_a_figure_for_each_step(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "STEADY_CALLS", 2)
+    found = latency.child(who, "usual")
+    steps = ("trace and lower", "compile", "first call", "later calls")
+    passes = ("forward", "forward+backward")
+    assert {f"{step}, {name}" for step in steps for name in passes} <= set(found)
+    assert {"import jax", "import, after jax"} <= set(found)
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_memory_of_ours_grows_with_the_length_and_that_of_xla_with_its_square() -> None:
+    def growth(name: str) -> float:
+        small, large = (
+            memory.temporary_bytes(memory.attention_of(name), length, True)
+            for length in (256, 1024)
+        )
+        return large / small
+
+    assert growth("auto") == pytest.approx(4, rel=0.1)
+    assert growth("jax-xla") > 6  # 16 less what is linear

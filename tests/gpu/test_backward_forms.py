@@ -13,7 +13,7 @@ from jattn.testing import compare
 from jattn.testing.cases import Case
 from jattn.testing.run import run, verify
 
-D192 = UNEQUAL.but("192", head_dim=192, head_dim_v=192)
+D192 = BASE.but("192", head_dim=192, head_dim_v=192)
 WITH_DQ_WARPGROUP = [
     case
     for base in (BASE, WIDE, D192, UNEQUAL)

@@ -254,7 +254,9 @@ class RaggedArray:
                     "jattn.RaggedArray.from_mask: mask is traced, so its values cannot be checked: pass check=False,"
                     " or pack outside of jit"
                 )
-            if not bool(is_left_aligned(mask)):
+            with jax.ensure_compile_time_eval():  # a known mask, even where the call is traced
+                aligned = bool(is_left_aligned(mask))
+            if not aligned:
                 raise ValueError(
                     "jattn.RaggedArray.from_mask: mask is not left-aligned, each row must be True and then False:"
                     " pass it as mask= of jattn.dot_product_attention"

@@ -222,9 +222,11 @@ def _integers(name: str, values: Any) -> jax.Array:
 
 def _borders(name: str, values: Any) -> jax.Array:
     borders = _integers(name, values)
-    if borders.size and not isinstance(borders, jax.core.Tracer) and borders.ravel()[0] != 0:
+    # By numpy: what jax.numpy makes of a known array is traced where the call is.
+    if not isinstance(borders, jax.core.Tracer) and np.asarray(borders).ravel()[:1].any():
+        found = np.asarray(borders).tolist()
         raise ValueError(
-            f"jattn.flash_mha_varlen: {name} is {borders.tolist()}, must be cumulative lengths from 0: of lengths, pass"
+            f"jattn.flash_mha_varlen: {name} is {found}, must be cumulative lengths from 0: of lengths, pass"
             " numpy.concatenate([[0], numpy.cumsum(lengths)])"
         )
     return borders

@@ -199,47 +199,40 @@ int64_t tile_ranges_bytes(const Problem& problem, const Config& config) {
 void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
                         ProblemParams& params, CUstream stream) {
   const Tiles tiles = tiles_of(problem, config);
+  const TilesOfSides sides{
+      .extent = {params.q_len, params.kv_len},
+      .tile = {config.tile_q, config.tile_kv},
+      .tiles = {tiles.queries, tiles.keys},
+      .batch = params.batch,
+  };
+  const int64_t q_tiles = problem.batch * tiles.queries;
   unsigned char* free = static_cast<unsigned char*>(scratch);
   if (config.segments) {
     const Kernel& kernel = require_family(plan, "segment_ranges");
-    SegmentRangesParams ranges{};
-    ranges.segments[0] = problem.q_segments;
-    ranges.segments[1] = problem.kv_segments;
-    ranges.length[0] = params.q_len;
-    ranges.length[1] = params.kv_len;
-    ranges.tile[0] = config.tile_q;
-    ranges.tile[1] = config.tile_kv;
-    ranges.tiles[0] = tiles.queries;
-    ranges.tiles[1] = tiles.keys;
-    ranges.batch = params.batch;
-    ranges.ranges[0] = reinterpret_cast<SegmentRange*>(free);
-    ranges.ranges[1] = ranges.ranges[0] + problem.batch * tiles.queries;
-    params.q_ranges = ranges.ranges[0];
-    params.kv_ranges = ranges.ranges[1];
-    launch_by_tiles(kernel, segment_ranges_threads(kernel.config()), problem, tiles, &ranges, stream);
+    auto* ranges = reinterpret_cast<SegmentRange*>(free);
+    params.q_ranges = ranges;
+    params.kv_ranges = ranges + q_tiles;
+    const SegmentRangesParams pass{
+        .segments = {problem.q_segments, problem.kv_segments},
+        .ranges = {ranges, ranges + q_tiles},
+        .sides = sides,
+    };
+    launch_by_tiles(kernel, segment_ranges_threads(kernel.config()), problem, tiles, &pass, stream);
     free += ranges_bytes<SegmentRange>(problem, config);
   }
   if (has_position_band(config)) {
     const Kernel& kernel = require_family(plan, "position_ranges");
-    PositionRangesParams ranges{};
-    ranges.positions[0] = problem.q_positions;
-    ranges.positions[1] = problem.kv_positions;
-    ranges.segments[0] = problem.q_segments;
-    ranges.segments[1] = problem.kv_segments;
-    ranges.lengths[0] = problem.q_lengths;
-    ranges.lengths[1] = problem.kv_lengths;
-    ranges.extent[0] = params.q_len;
-    ranges.extent[1] = params.kv_len;
-    ranges.tile[0] = config.tile_q;
-    ranges.tile[1] = config.tile_kv;
-    ranges.tiles[0] = tiles.queries;
-    ranges.tiles[1] = tiles.keys;
-    ranges.batch = params.batch;
-    ranges.ranges[0] = reinterpret_cast<PositionRange*>(free);
-    ranges.ranges[1] = ranges.ranges[0] + problem.batch * tiles.queries;
-    params.q_position_ranges = ranges.ranges[0];
-    params.kv_position_ranges = ranges.ranges[1];
-    launch_by_tiles(kernel, position_ranges_threads(kernel.config()), problem, tiles, &ranges, stream);
+    auto* ranges = reinterpret_cast<PositionRange*>(free);
+    params.q_position_ranges = ranges;
+    params.kv_position_ranges = ranges + q_tiles;
+    const PositionRangesParams pass{
+        .positions = {problem.q_positions, problem.kv_positions},
+        .segments = {problem.q_segments, problem.kv_segments},
+        .lengths = {problem.q_lengths, problem.kv_lengths},
+        .ranges = {ranges, ranges + q_tiles},
+        .sides = sides,
+    };
+    launch_by_tiles(kernel, position_ranges_threads(kernel.config()), problem, tiles, &pass, stream);
   }
 }
 

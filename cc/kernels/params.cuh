@@ -47,11 +47,11 @@ struct ProblemParams {
   const int32_t* kv_lengths;                // [B] or null
   const int32_t* q_segments;                // [B, T] or null
   const int32_t* kv_segments;               // [B, S] or null
-  const SegmentRange* q_ranges;             // [B, ceil(T / tile_q)], scratch filled by passes/segment_ranges.cuh
+  const SegmentRange* q_ranges;             // [B, ceil(T / tile_q)], scratch filled by passes/tile_ranges.cuh
   const SegmentRange* kv_ranges;            // [B, ceil(S / tile_kv)], likewise
   const int32_t* q_positions;               // [B, T] or null; within [-2^29, 2^29]
   const int32_t* kv_positions;              // [B, S] or null
-  const PositionRange* q_position_ranges;   // [B, ceil(T / tile_q)], by passes/position_ranges.cuh; only with a band
+  const PositionRange* q_position_ranges;   // [B, ceil(T / tile_q)], likewise; only with a band
   const PositionRange* kv_position_ranges;  // [B, ceil(S / tile_kv)], likewise
   PerHeadFloat sinks;                       // read only if Config::sinks; natural units
   PerHeadFloat alibi_slopes;                // likewise Config::alibi
@@ -115,26 +115,26 @@ struct BackwardParams {
   PackedMask mask;  // rows are the axis that a CTA owns; read only if Config::mask
 };
 
-// passes/segment_ranges.cuh
-struct SegmentRangesParams {
-  const int32_t* segments[2];  // q_segments [B, T], kv_segments [B, S]
-  SegmentRange* ranges[2];     // [B, tiles[i]]
-  int32_t length[2];
-  int32_t tile[2];
-  int32_t tiles[2];
+// passes/tile_ranges.cuh: the tiles of both sides, queries and keys.
+struct TilesOfSides {
+  int32_t extent[2];  // T, S
+  int32_t tile[2];    // rows of a tile
+  int32_t tiles[2];   // of a batch entry
   int32_t batch;
 };
 
-// passes/position_ranges.cuh
+struct SegmentRangesParams {
+  const int32_t* segments[2];  // q_segments [B, T], kv_segments [B, S]
+  SegmentRange* ranges[2];     // [B, sides.tiles[i]]
+  TilesOfSides sides;
+};
+
 struct PositionRangesParams {
   const int32_t* positions[2];  // q_positions [B, T], kv_positions [B, S]
   const int32_t* segments[2];   // likewise, or null
   const int32_t* lengths[2];    // [B], or null
-  PositionRange* ranges[2];     // [B, tiles[i]]
-  int32_t extent[2];
-  int32_t tile[2];
-  int32_t tiles[2];
-  int32_t batch;
+  PositionRange* ranges[2];     // [B, sides.tiles[i]]
+  TilesOfSides sides;
 };
 
 // What the pairs of a tile have in common, as far as they exist.

@@ -960,6 +960,25 @@ def test_R005_R062_R064_cumulative_lengths(cross: bool, window: tuple[int, int])
         np.testing.assert_allclose(out[a:b], want, rtol=1e-5, atol=1e-5)
 
 
+def test_known_borders_and_masks_in_traced_calls() -> None:
+    """What is known is checked by its values, also where the call around it is traced."""
+    x = normal(1, 7, 2, 8)
+    borders, bad = jnp.asarray([0, 3, 7], jnp.int32), jnp.asarray([3, 7], jnp.int32)
+    traced = jax.jit(lambda x: jattn.flash_mha_varlen(x, x, x, borders))(x)
+    np.testing.assert_allclose(
+        traced, jattn.flash_mha_varlen(x, x, x, borders), rtol=1e-6, atol=1e-6
+    )
+    with pytest.raises(ValueError, match="must be cumulative lengths from 0"):
+        jax.jit(lambda x: jattn.flash_mha_varlen(x, x, x, bad))(x)
+    mask = jnp.asarray([[True, True, False], [True, False, False]])
+    holes = ~mask
+    padded = normal(2, 2, 3, 8)
+    packed = jax.jit(lambda x: jattn.RaggedArray.from_mask(x, mask).values)(padded)
+    np.testing.assert_array_equal(packed[:3], [padded[0, 0], padded[0, 1], padded[1, 0]])
+    with pytest.raises(ValueError, match="left-aligned"):
+        jax.jit(lambda x: jattn.RaggedArray.from_mask(x, holes).values)(padded)
+
+
 def test_cumulative_lengths_with_used_keys() -> None:
     q, k = normal(1, 5, 2, 8), normal(2, 16, 2, 8)
     used = jnp.asarray([3, 6], jnp.int32)

@@ -364,7 +364,8 @@ struct KeyConsumer {
     constexpr bool kLateDp = C.head_dim > 64 || C.head_dim_v > 64;
     constexpr bool kLateDk = C.loop_order == 1;
     constexpr bool kEarlyDv = kLateDp || kLateDk;
-    int before = -1;  // stage whose q and dout the running products read
+    constexpr bool kKeepsWeights = kRoundsWeights && C.dropout;  // p is 0 for a dropped pair, whose ds needs its weight
+    int before = -1;                                             // stage whose q and dout the running products read
     const auto release = [&](int stage) {
       release_by_warpgroup(&control.first_empty[stage]);
       if constexpr (kEarlyDv) release_by_warpgroup(&control.second_empty[stage]);
@@ -396,13 +397,23 @@ struct KeyConsumer {
         before = ring.index;
       }
       finish_scores(s, p, flags, drops, fetched);
+      Fragments weights;
+      if constexpr (kKeepsWeights) pack_weights<C>(weights, s);
       if constexpr (kLateDp) wait_dout();
       if constexpr (kEarlyDv) start_dv(dv, p);
+      if constexpr (kKeepsWeights) {  // dp takes the registers of p
+        wait_products<0>();
+        pin_registers(dv);
+        pin_registers(weights);
+      }
       if constexpr (kLateDp) start_dp(dp);
       wait_products<kEarlyDv && !kLateDp ? 1 : 0>();
       pin_registers(dp);
       if constexpr (kLateDp) pin_registers(dv);
-      if constexpr (kRoundsWeights) {
+      if constexpr (kKeepsWeights) {
+        pin_registers(weights);
+        finish_gradients<C.tile_q / 2>(ds, weights, dp);
+      } else if constexpr (kRoundsWeights) {
         pin_registers(p);  // not unpacked before dp is there: too many registers
         finish_gradients<C.tile_q / 2>(ds, p, dp);
       } else {

@@ -229,12 +229,11 @@ struct KeyProducer {
     bool empty_rows = has_empty_rows(step);
     while (step.tile >= 0) {
       const Step next = following(step);
-      const bool next_empty_rows = has_empty_rows(next);  // read one step before it is needed
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
       if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
       load_queries(item, step, flags, empty_rows);
       step = next;
-      empty_rows = next_empty_rows;
+      empty_rows = has_empty_rows(next);  // comes while the next stage is waited for
     }
   }
 };

@@ -240,6 +240,13 @@ __device__ __forceinline__ float score_gradient(float weight, float dp, float de
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
+// Weights rounded to the element type, with their marks.
+template <Config C, int kCount>
+__device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], const float (&weights)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) packed[i] = ElementTraits<C.element>::pack(weights[2 * i], weights[2 * i + 1]);
+}
+
 // ds = weights (dp - delta), packed as the operand of dk = ds q.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const float (&weights)[kCount],

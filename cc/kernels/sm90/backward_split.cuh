@@ -86,8 +86,7 @@ struct SplitConsumer {
                                                                   tiles + kLayout.bias, bias_ring, row, column);
     if constexpr (C.softcap || C.dropout) {
       Fragments weights;
-#pragma unroll
-      for (int i = 0; i < C.tile_q / 4; ++i) weights[i] = ElementTraits<C.element>::pack(s[2 * i], s[2 * i + 1]);
+      pack_weights<C>(weights, s);
       give(weights);
     } else {
       give(p);

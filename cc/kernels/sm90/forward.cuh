@@ -17,7 +17,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(C.tile_q == 128 || C.tile_q == 192);
   static_assert(C.head_dim % kStepDepth == 0 && C.head_dim_v % kStepDepth == 0 && C.tile_kv % kStepDepth == 0);
   static_assert(C.head_dim <= 256 && C.head_dim_v <= 256 && C.tile_kv <= 256);
-  static_assert(!C.mask || C.tile_kv <= 128);  // a word holds the bits of 32 pairs
+  static_assert(!C.mask || C.tile_kv <= 128);                          // a word holds the bits of 32 pairs
+  static_assert(C.tile_kv % 32 == 0 || !(C.positions || C.row_bias));  // lanes of the producer carry whole columns
   static_assert(!C.bias || !C.staged_bias || C.bias_element == C.element);
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it

@@ -53,7 +53,7 @@ class FlashBackend:
         """Returns out and lse."""
         padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
         heads = key_splits.heads_of_items(padded_spec)
-        plan = flash_tiles.plan_forward(padded_spec, spec.batch, heads)
+        plan = flash_tiles.plan_forward(padded_spec, heads=heads)
         attributes = plan_attributes(self.name, plan.kernels)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
         return out[..., : spec.head_dim_v], lse
@@ -76,8 +76,6 @@ class FlashBackend:
         )
         plan = flash_backward_tiles.plan_backward(
             padded_spec,
-            spec.batch,
-            spec.num_heads,
             wants=wants.flags(),
             deterministic=determinism == "strict",
         )

@@ -57,11 +57,11 @@ class MemEfficientBackend:
         assert device.arch is not None
         everything = (True, True, True, spec.bias is not None)
         try:
-            cuda_tiles.plan_forward(spec, 1, device.arch)
+            cuda_tiles.plan_forward(spec, device.arch)
             if needs_grad:
                 for deterministic in (False, True):
                     cuda_tiles.plan_backward(
-                        spec, 1, device.arch, wants=everything, deterministic=deterministic
+                        spec, device.arch, wants=everything, deterministic=deterministic
                     )
         except ValueError as error:
             return (
@@ -81,7 +81,7 @@ class MemEfficientBackend:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
         assert device.arch is not None
-        plan = cuda_tiles.plan_forward(spec, spec.batch, device.arch)
+        plan = cuda_tiles.plan_forward(spec, device.arch)
         return ffi.forward(
             spec, operands, plan_attributes(self.name, plan.kernels), (plan.scratch_bytes,)
         )
@@ -99,7 +99,6 @@ class MemEfficientBackend:
         assert device.arch is not None
         plan = cuda_tiles.plan_backward(
             spec,
-            spec.batch,
             device.arch,
             wants=wants.flags(),
             deterministic=determinism == "strict",

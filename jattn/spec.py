@@ -123,14 +123,23 @@ class Spec:
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
-    def for_operands(self, operands: Operands[Any]) -> Spec:
-        """Returns this problem with the extents of ``operands`` (a batch was folded, or the call was cut in
-        pieces).
-        """
+    @staticmethod
+    def of(
+        operands: Operands[Any],
+        *,
+        scale: float,
+        softcap: float,
+        band: Band,
+        dropout_rows: bool = False,
+    ) -> Spec:
+        """Returns the problem of ``operands``, arrays or their types; the arguments are what those do not say."""
         batch, q_len, num_heads, head_dim = operands.q.shape
         _, kv_len, num_kv_heads, head_dim_v = operands.v.shape
-        return dataclasses.replace(
-            self,
+        dropout = None
+        if operands.dropout_keys is not None and operands.dropout_rate is not None:
+            keys = tuple(operands.dropout_keys.shape[:2])
+            dropout = Dropout(keys, operands.dropout_rate.shape[0], dropout_rows)
+        return Spec(
             batch=batch,
             q_len=q_len,
             kv_len=kv_len,
@@ -138,23 +147,34 @@ class Spec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
+            dtype=str(operands.q.dtype),
+            scale=scale,
+            softcap=softcap,
+            band=band,
             bias=None if operands.bias is None else tuple(operands.bias.shape),
+            bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
             mask=None if operands.mask is None else tuple(operands.mask.shape),
+            q_lengths=operands.q_lengths is not None,
+            kv_lengths=operands.kv_lengths is not None,
+            segments=operands.q_segments is not None,
+            positions=operands.q_positions is not None,
             sinks=None if operands.sinks is None else tuple(operands.sinks.shape[:2]),
             alibi_slopes=(
                 None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape[:2])
             ),
-            dropout=(
-                None
-                if self.dropout is None
-                or operands.dropout_keys is None
-                or operands.dropout_rate is None
-                else dataclasses.replace(
-                    self.dropout,
-                    keys=tuple(operands.dropout_keys.shape[:2]),
-                    rate=operands.dropout_rate.shape[0],
-                )
-            ),
+            dropout=dropout,
+        )
+
+    def for_operands(self, operands: Operands[Any]) -> Spec:
+        """Returns this problem with the extents of ``operands`` (a batch was folded, or the call was cut in
+        pieces).
+        """
+        return Spec.of(
+            operands,
+            scale=self.scale,
+            softcap=self.softcap,
+            band=self.band,
+            dropout_rows=self.dropout is not None and self.dropout.rows,
         )
 
     def without_sinks(self) -> Spec:

@@ -84,24 +84,12 @@ def bounds(
         np.abs(_finite(solution.dx)),
     )
     acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
-    acc_d, acc_dv = unit.acc(case.head_dim), unit.acc(case.head_dim_v)
+    acc_dv = unit.acc(case.head_dim_v)
 
     # Rounding 1 / (1 - r) and multiplying by it.
     drop = 2 * unit.u_acc if case.dropout_rate else 0.0
 
-    # delta_s of the analysis: by how much a row's scores may be off.
-    products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
-    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
-    largest_bias = np.where(
-        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
-    )
-    magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
-    if case.softcap is not None:
-        # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
-        magnitude = magnitude + case.softcap
-    if operands.sinks is not None:
-        magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
-    s_error = (2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude
+    s_error = _score_error(case, operands, solution, unit)
     rho = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc + unit.u_in
 
     p = _finite(p)
@@ -167,6 +155,25 @@ def bounds(
         terms = (ds_error + (acc_s + acc_t + 2.0**-23) * abs_ds) * np.abs(solution.distance)
         found["dalibi_slopes"] = per_head_sum(terms, solution.dalibi_slopes.shape)
     return {name: bound + UNDERFLOW for name, bound in found.items()}
+
+
+def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units) -> Array:
+    """delta_s of the analysis, (B, N, T, 1): by how much a row's scores may be off."""
+    abs_q, abs_k = np.abs(_finite(solution.q)), np.abs(_finite(solution.k))
+    visible, scale = solution.visible, abs(case.scale_value)
+    products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
+    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
+    largest_bias = np.where(
+        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
+    )
+    magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
+    if case.softcap is not None:
+        # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
+        magnitude = magnitude + case.softcap
+    if operands.sinks is not None:
+        magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
+    acc_d = unit.acc(case.head_dim)
+    return np.asarray((2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude)
 
 
 def _lse_rounding(lse: Array, lse_dtype: str) -> Array:

@@ -582,12 +582,12 @@ def _ragged_batch(
     """Rows that are whole attention problems: one dense call, in which padding rows have length 0."""
     q, k, v = (arguments[name] for name in ("query", "key", "value"))
     lead = q.values.shape[:-3]
-    real = (q.segment_ids() >= 0) & (k.segment_ids() >= 0) if k.values.shape[0] == lead[0] else None
-    if real is None:
+    if k.values.shape[0] != lead[0]:
         raise ValueError(
             f"{_NAME}: query, key and value must have the same rows, got {lead[0]}, {k.values.shape[0]} and"
             f" {v.values.shape[0]}"
         )
+    real = (q.segment_ids() >= 0) & (k.segment_ids() >= 0)
     real = jnp.broadcast_to(real.reshape(-1, *(1,) * (len(lead) - 1)), lead)
     out, lse = cast(
         "tuple[jax.Array, jax.Array]",

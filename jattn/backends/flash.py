@@ -9,8 +9,15 @@ import jax.numpy as jnp
 
 from jattn import ffi
 from jattn.backends import flash_backward_tiles, flash_tiles, key_splits
-from jattn.backends.base import Backend, Residuals, Wants, symbolic_extents, wrong_dtype
-from jattn.backends.mem_efficient import cuda_kernels_missing, plan_attributes, wide_heads
+from jattn.backends.base import (
+    Backend,
+    Residuals,
+    Wants,
+    symbolic_extents,
+    wide_heads,
+    wrong_dtype,
+)
+from jattn.backends.mem_efficient import cuda_kernels_missing
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -54,7 +61,7 @@ class FlashBackend:
         padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
         heads = key_splits.heads_of_items(padded_spec)
         plan = flash_tiles.plan_forward(padded_spec, heads=heads)
-        attributes = plan_attributes(self.name, plan.kernels)
+        attributes = plan.attributes(self.name)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
         return out[..., : spec.head_dim_v], lse
 
@@ -79,7 +86,7 @@ class FlashBackend:
             wants=wants.flags(),
             deterministic=determinism == "strict",
         )
-        attributes = plan_attributes(self.name, plan.kernels)
+        attributes = plan.attributes(self.name)
         grads = ffi.backward(
             padded_spec, padded, padded_residuals, wants, attributes, (plan.scratch_bytes,)
         )

@@ -29,6 +29,10 @@ class Plan:
     kernels: str
     scratch_bytes: int
 
+    def attributes(self, backend: str) -> dict[str, str]:
+        """The attribute ``plan`` of the call; it names the backend for messages."""
+        return {"backend": backend, "kernels": self.kernels}
+
 
 def is_number(extent: object) -> bool:
     """Whether an extent is known; a batch may be symbolic while exporting."""

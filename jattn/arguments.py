@@ -66,10 +66,17 @@ class Call:
         dropout_table: Any = None,
         compute_dtype: DTypeLike | None = None,
     ) -> Call:
+        """Checks the arguments of ``jattn.dot_product_attention``, which says what they mean.
+
+        ``dropout_table``: see ``jattn.api.packed_attention``.
+
+        Raises:
+          ValueError: the first one found that is wrong or does not fit the others.
+        """
         q, k, v, bias = _float_arrays(query, key, value, bias, compute_dtype)
         _check_qkv(q, k, v)
         extents = _Extents(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
-        q, k, v = (x.reshape(extents.batch, *x.shape[-3:]) for x in (q, k, v))
+        q, k, v = map(extents.fold, (q, k, v))
         band = _band(mask, is_causal, local_window_size, causal_alignment, extents)
         dense_mask = (
             None if mask is None or isinstance(mask, CausalBias) else as_array("mask", mask)
@@ -96,10 +103,10 @@ class Call:
             q=q,
             k=k,
             v=v,
-            bias=_check_bias(bias, str(q.dtype), extents),
+            bias=_check_bias(bias, q.dtype, extents),
             mask=_check_mask(dense_mask, extents),
-            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, extents.lead),
-            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, extents.lead),
+            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, extents),
+            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, extents),
             q_segments=q_segments,
             kv_segments=kv_segments,
             q_positions=q_positions,
@@ -136,6 +143,13 @@ class _Extents(NamedTuple):
     def scores(self) -> tuple[int, ...]:
         """The shape of the scores."""
         return (*self.lead, self.num_heads, self.q_len, self.kv_len)
+
+    def fold(self, x: jax.Array) -> jax.Array:
+        """(*lead, ...) -> (batch, ...)."""
+        # Outside of jit even a reshape that changes nothing takes 8 us.
+        if len(self.lead) == 1:
+            return x
+        return x.reshape(self.batch, *x.shape[len(self.lead) :])
 
 
 def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
@@ -267,8 +281,7 @@ def _fold_scores(name: str, x: jax.Array, extents: _Extents) -> jax.Array:
     lead_shape = shape[: len(lead)]
     if all(size == 1 for size in lead_shape):
         return x.reshape(1, *shape[len(lead) :])
-    full = jnp.broadcast_to(x, (*lead, *shape[len(lead) :]))
-    return full.reshape(extents.batch, *shape[len(lead) :])
+    return extents.fold(jnp.broadcast_to(x, (*lead, *shape[len(lead) :])))
 
 
 def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[int, ...]) -> str:
@@ -281,7 +294,7 @@ def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[in
     return ""
 
 
-def _check_bias(bias: jax.Array | None, dtype: str, extents: _Extents) -> jax.Array | None:
+def _check_bias(bias: jax.Array | None, dtype: Any, extents: _Extents) -> jax.Array | None:
     if bias is None:
         return None
     if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -289,7 +302,7 @@ def _check_bias(bias: jax.Array | None, dtype: str, extents: _Extents) -> jax.Ar
         raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
     # Backends read two types; a third one is cast, as adding it to the scores would.
     wide = jnp.promote_types(dtype, "float32")
-    if bias.dtype not in (jnp.dtype(dtype), wide):
+    if bias.dtype not in (dtype, wide):
         bias = bias.astype(wide)
     return _fold_scores("bias", bias, extents)
 
@@ -305,7 +318,7 @@ def _check_mask(mask: jax.Array | None, extents: _Extents) -> jax.Array | None:
     return _fold_scores("mask", mask, extents)
 
 
-def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) -> jax.Array | None:
+def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax.Array | None:
     """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
     if values is None:
         return None
@@ -314,6 +327,7 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
         raise ValueError(
             f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
         )
+    lead = extents.lead
     expected = (*lead, *length)
     if not lead and not length and x.shape == (1,):
         x = x.reshape(())
@@ -324,7 +338,7 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
         raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
     if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
         x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
-    return x.astype(jnp.int32).reshape(math.prod(lead), *length)
+    return extents.fold(x.astype(jnp.int32))
 
 
 def _segments(
@@ -341,7 +355,7 @@ def _segments(
                 f"{_NAME}: segment_ids needs as many queries as keys, got {extents.q_len} and {extents.kv_len}: pass"
                 " query_segment_ids and key_value_segment_ids"
             )
-        ids = _index_array("segment_ids", both, extents.lead, extents.q_len)
+        ids = _index_array("segment_ids", both, extents, extents.q_len)
         return ids, ids
     if (of_queries is None) != (of_keys is None):
         missing = "query_segment_ids" if of_queries is None else "key_value_segment_ids"
@@ -350,8 +364,8 @@ def _segments(
             " where they are the same"
         )
     return (
-        _index_array("query_segment_ids", of_queries, extents.lead, extents.q_len),
-        _index_array("key_value_segment_ids", of_keys, extents.lead, extents.kv_len),
+        _index_array("query_segment_ids", of_queries, extents, extents.q_len),
+        _index_array("key_value_segment_ids", of_keys, extents, extents.kv_len),
     )
 
 
@@ -377,7 +391,7 @@ def _positions(
         )
 
     def clamped(name: str, values: Any, length: int) -> jax.Array | None:
-        x = _index_array(name, values, extents.lead, length)
+        x = _index_array(name, values, extents, length)
         return None if x is None else jnp.clip(x, -_LARGEST_POSITION, _LARGEST_POSITION)
 
     return (

@@ -116,7 +116,7 @@ def ragged_dot_product_attention(
         "broadcast_dropout": broadcast_dropout,
     }
     _check_operands(arguments)
-    if _ranks(arguments) > 3:
+    if _rank(arguments) > 3:
         return _ragged_batch(arguments, bias, mask, options, return_lse)
     if bias is not None or mask is not None:
         raise ValueError(
@@ -251,7 +251,7 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.with_values(values) if isinstance(x, RaggedArray) else values
 
 
-def _ranks(arguments: dict[str, Any]) -> int:
+def _rank(arguments: dict[str, Any]) -> int:
     """The rank of the values of the ragged operands."""
     return max(x.values.ndim for x in arguments.values() if isinstance(x, RaggedArray))
 

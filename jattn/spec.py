@@ -259,37 +259,34 @@ class Operands(NamedTuple, Generic[A]):
     def unflatten(spec: Spec, arrays: tuple[A, ...]) -> Operands[A]:
         """The inverse of ``flat`` for a problem."""
         rest = iter(arrays)
-        q, k, v = next(rest), next(rest), next(rest)
-        return Operands(
-            q=q,
-            k=k,
-            v=v,
-            bias=next(rest) if spec.bias is not None else None,
-            mask=next(rest) if spec.mask is not None else None,
-            q_lengths=next(rest) if spec.q_lengths else None,
-            kv_lengths=next(rest) if spec.kv_lengths else None,
-            q_segments=next(rest) if spec.segments else None,
-            kv_segments=next(rest) if spec.segments else None,
-            q_positions=next(rest) if spec.positions else None,
-            kv_positions=next(rest) if spec.positions else None,
-            sinks=next(rest) if spec.sinks is not None else None,
-            alibi_slopes=next(rest) if spec.alibi_slopes is not None else None,
-            dropout_keys=next(rest) if spec.dropout is not None else None,
-            dropout_rate=next(rest) if spec.dropout is not None else None,
-        )
+        present = Operands.presence(spec)
+        return Operands._make(next(rest) if is_there else None for is_there in present)
 
     @staticmethod
     def count(spec: Spec) -> int:
         """How many arrays a problem has."""
-        present = (
-            spec.bias is not None,
-            spec.mask is not None,
-            spec.q_lengths,
-            spec.kv_lengths,
-            spec.sinks is not None,
-            spec.alibi_slopes is not None,
+        return sum(map(bool, Operands.presence(spec)))
+
+    @staticmethod
+    def presence(spec: Spec) -> Operands[bool]:
+        """Which arrays a problem has."""
+        return Operands(
+            q=True,
+            k=True,
+            v=True,
+            bias=spec.bias is not None,
+            mask=spec.mask is not None,
+            q_lengths=spec.q_lengths,
+            kv_lengths=spec.kv_lengths,
+            q_segments=spec.segments,
+            kv_segments=spec.segments,
+            q_positions=spec.positions,
+            kv_positions=spec.positions,
+            sinks=spec.sinks is not None,
+            alibi_slopes=spec.alibi_slopes is not None,
+            dropout_keys=spec.dropout is not None,
+            dropout_rate=spec.dropout is not None,
         )
-        return 3 + sum(present) + 2 * (spec.segments + spec.positions + (spec.dropout is not None))
 
 
 def distances(

@@ -119,14 +119,7 @@ def bounds(
         + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
     )
     ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
-    dx_error = ds_error
-    if case.softcap is not None:
-        # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
-        ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
-        slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
-        dx_error = (
-            ds_error * np.where(visible, 1 - ratio**2 + slope_error, 0) + abs_ds * slope_error
-        )
+    dx_error = _dx_error(case, solution, unit, s_error, ds_error)
 
     dq = scale * ((dx_error + (unit.u_qk + acc_s) * abs_dx) @ abs_k)
     dq = dq.transpose(0, 2, 1, 3) + 2 * unit.u_out * np.abs(solution.dq) + unit.a_out
@@ -174,6 +167,20 @@ def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units
         magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
     acc_d = unit.acc(case.head_dim)
     return np.asarray((2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude)
+
+
+def _dx_error(
+    case: Case, solution: Solution, unit: Units, s_error: Array, ds_error: Array
+) -> Array:
+    """By how much the gradients of the products may be off, of those of the scores and the slope of the softcap."""
+    if case.softcap is None:
+        return ds_error
+    # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
+    visible, abs_ds = solution.visible, np.abs(_finite(solution.ds))
+    ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
+    slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
+    kept_slope = np.where(visible, 1 - ratio**2 + slope_error, 0)
+    return np.asarray(ds_error * kept_slope + abs_ds * slope_error)
 
 
 def _lse_rounding(lse: Array, lse_dtype: str) -> Array:

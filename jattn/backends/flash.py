@@ -17,6 +17,7 @@ from jattn.backends.base import (
     wide_heads,
     wrong_dtype,
 )
+from jattn.backends.kernel_plan import round_up
 from jattn.backends.mem_efficient import cuda_kernels_missing
 from jattn.config import Determinism
 from jattn.device import Device
@@ -114,8 +115,7 @@ def _unconfirmed_gradient(backend: str) -> Reason:
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
     """The same problem with head dims that the kernels can copy."""
     head_dim, head_dim_v = (
-        -(-d // flash_tiles.HEAD_DIM_MULTIPLE) * flash_tiles.HEAD_DIM_MULTIPLE
-        for d in (spec.head_dim, spec.head_dim_v)
+        round_up(d, flash_tiles.HEAD_DIM_MULTIPLE) for d in (spec.head_dim, spec.head_dim_v)
     )
     padded = operands._replace(
         q=_pad_head_dim(operands.q, head_dim),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jattn import config, dispatch, dropout
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
-from jattn.spec import FLOAT_DTYPES, Dropout, Operands, Spec
+from jattn.spec import FLOAT_DTYPES, Operands, Spec
 
 _NAME = "jattn.dot_product_attention"
 
@@ -66,26 +66,27 @@ class Call:
         dropout_table: Any = None,
         compute_dtype: DTypeLike | None = None,
     ) -> Call:
-        q, k, v = as_array("query", query), as_array("key", key), as_array("value", value)
-        bias = None if bias is None else as_array("bias", bias)
-        if compute_dtype is not None:
-            dtype = as_dtype("compute_dtype", compute_dtype)
-            q, k, v = (x.astype(dtype) for x in (q, k, v))
-            bias = None if bias is None else bias.astype(dtype)
+        """Checks the arguments of ``jattn.dot_product_attention``, which says what they mean.
+
+        ``dropout_table``: see ``jattn.api.packed_attention``.
+
+        Raises:
+          ValueError: the first one found that is wrong or does not fit the others.
+        """
+        q, k, v, bias = _float_arrays(query, key, value, bias, compute_dtype)
         _check_qkv(q, k, v)
-        lead = q.shape[:-3]
-        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
-        band = _band(mask, is_causal, local_window_size, causal_alignment, q.shape[1], k.shape[1])
+        extents = _Extents(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+        q, k, v = map(extents.fold, (q, k, v))
+        band = _band(mask, is_causal, local_window_size, causal_alignment, extents)
         dense_mask = (
             None if mask is None or isinstance(mask, CausalBias) else as_array("mask", mask)
         )
-        scores_shape = (*lead, q.shape[2], q.shape[1], k.shape[1])
         q_segments, kv_segments = _segments(
-            segment_ids, query_segment_ids, key_value_segment_ids, q, k, lead
+            segment_ids, query_segment_ids, key_value_segment_ids, extents
         )
-        slopes = _per_head("alibi_slopes", alibi_slopes, lead, q.shape[2])
+        slopes = _per_head("alibi_slopes", alibi_slopes, extents)
         q_positions, kv_positions = _positions(
-            query_positions, key_value_positions, q, k, lead, lower_right=band.lower_right
+            query_positions, key_value_positions, extents, lower_right=band.lower_right
         )
         if band.unbounded and slopes is None and dropout_table is None:
             q_positions = kv_positions = None  # nothing reads them
@@ -96,60 +97,59 @@ class Call:
             dropout_offset,
             as_flag("broadcast_dropout", broadcast_dropout),
             dropout_table,
-            (q.shape[0], q.shape[2]),
+            (extents.batch, extents.num_heads),
         )
-        keys, rate = (None, None) if drawn is None else drawn
         operands = Operands(
             q=q,
             k=k,
             v=v,
-            bias=_check_bias(bias, str(q.dtype), scores_shape, lead),
-            mask=_check_mask(dense_mask, scores_shape, lead),
-            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, lead),
-            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, lead),
+            bias=_check_bias(bias, q.dtype, extents),
+            mask=_check_mask(dense_mask, extents),
+            q_lengths=_index_array("query_seq_lengths", query_seq_lengths, extents),
+            kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, extents),
             q_segments=q_segments,
             kv_segments=kv_segments,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            sinks=_per_head("sinks", sinks, lead, q.shape[2]),
+            sinks=_per_head("sinks", sinks, extents),
             alibi_slopes=slopes,
-            dropout_keys=keys,
-            dropout_rate=rate,
+            dropout_keys=None if drawn is None else drawn[0],
+            dropout_rate=None if drawn is None else drawn[1],
         )
-        spec = Spec(
-            batch=q.shape[0],
-            q_len=q.shape[1],
-            kv_len=k.shape[1],
-            num_heads=q.shape[2],
-            num_kv_heads=k.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=v.shape[3],
-            dtype=str(q.dtype),
+        spec = Spec.of(
+            operands,
             scale=_scale(scale, q.shape[3]),
             softcap=_softcap(logits_soft_cap),
-            band=band.canonical(
-                q.shape[1],
-                k.shape[1],
-                has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
-                has_slopes=slopes is not None,
-            ),
-            bias=None if operands.bias is None else operands.bias.shape,
-            bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
-            mask=None if operands.mask is None else operands.mask.shape,
-            q_lengths=operands.q_lengths is not None,
-            kv_lengths=operands.kv_lengths is not None,
-            segments=q_segments is not None,
-            positions=q_positions is not None,
-            sinks=_extents(operands.sinks),
-            alibi_slopes=_extents(slopes),
-            dropout=None
-            if (of_keys := _extents(keys)) is None
-            else Dropout(keys=of_keys, rows=dropout_table is not None),
+            band=_canonical(band, operands),
+            dropout_rows=dropout_table is not None,
         )
-        options = dataclasses.replace(
-            _checked_options(), implementation=_implementation(implementation)
-        )
-        return Call(spec, operands, options, lead)
+        return Call(spec, operands, _options(implementation), extents.lead)
+
+
+class _Extents(NamedTuple):
+    """The extents that the other arguments must fit; ``lead`` are the batch axes as the caller has them."""
+
+    lead: tuple[int, ...]
+    num_heads: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def batch(self) -> int:
+        """The batch axes folded into one."""
+        return math.prod(self.lead)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The shape of the scores."""
+        return (*self.lead, self.num_heads, self.q_len, self.kv_len)
+
+    def fold(self, x: jax.Array) -> jax.Array:
+        """(*lead, ...) -> (batch, ...)."""
+        # Outside of jit even a reshape that changes nothing takes 8 us.
+        if len(self.lead) == 1:
+            return x
+        return x.reshape(self.batch, *x.shape[len(self.lead) :])
 
 
 def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
@@ -203,6 +203,19 @@ def _number(name: str, value: Any, way_out: str) -> float:
         ) from error
 
 
+def _float_arrays(
+    query: Any, key: Any, value: Any, bias: Any, compute_dtype: DTypeLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Returns query, key, value and bias as arrays, cast where ``compute_dtype`` says so."""
+    q, k, v = as_array("query", query), as_array("key", key), as_array("value", value)
+    bias = None if bias is None else as_array("bias", bias)
+    if compute_dtype is not None:
+        dtype = as_dtype("compute_dtype", compute_dtype)
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        bias = None if bias is None else bias.astype(dtype)
+    return q, k, v, bias
+
+
 def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
     for name, x in (("query", q), ("key", k), ("value", v)):
@@ -246,10 +259,9 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _fold_scores(
-    name: str, x: jax.Array, scores: tuple[int, ...], lead: tuple[int, ...]
-) -> jax.Array:
+def _fold_scores(name: str, x: jax.Array, extents: _Extents) -> jax.Array:
     """Brings a bias or mask to rank 4, its leading batch axes folded into one."""
+    scores, lead = extents.scores, extents.lead
     rank = len(lead) + 3
     if x.ndim > max(rank, 4) or x.ndim == 0:
         raise ValueError(
@@ -269,9 +281,7 @@ def _fold_scores(
     lead_shape = shape[: len(lead)]
     if all(size == 1 for size in lead_shape):
         return x.reshape(1, *shape[len(lead) :])
-    return jnp.broadcast_to(x, (*lead, *shape[len(lead) :])).reshape(
-        math.prod(lead), *shape[len(lead) :]
-    )
+    return extents.fold(jnp.broadcast_to(x, (*lead, *shape[len(lead) :])))
 
 
 def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[int, ...]) -> str:
@@ -284,9 +294,7 @@ def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[in
     return ""
 
 
-def _check_bias(
-    bias: jax.Array | None, dtype: str, scores: tuple[int, ...], lead: tuple[int, ...]
-) -> jax.Array | None:
+def _check_bias(bias: jax.Array | None, dtype: Any, extents: _Extents) -> jax.Array | None:
     if bias is None:
         return None
     if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -294,14 +302,12 @@ def _check_bias(
         raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
     # Backends read two types; a third one is cast, as adding it to the scores would.
     wide = jnp.promote_types(dtype, "float32")
-    if bias.dtype not in (jnp.dtype(dtype), wide):
+    if bias.dtype not in (dtype, wide):
         bias = bias.astype(wide)
-    return _fold_scores("bias", bias, scores, lead)
+    return _fold_scores("bias", bias, extents)
 
 
-def _check_mask(
-    mask: jax.Array | None, scores: tuple[int, ...], lead: tuple[int, ...]
-) -> jax.Array | None:
+def _check_mask(mask: jax.Array | None, extents: _Extents) -> jax.Array | None:
     if mask is None:
         return None
     if mask.dtype != bool:
@@ -309,10 +315,10 @@ def _check_mask(
             f"{_NAME}: mask has dtype {mask.dtype}, must be bool (True where the key takes part): pass an additive mask"
             " as bias=, or compare it with 0"
         )
-    return _fold_scores("mask", mask, scores, lead)
+    return _fold_scores("mask", mask, extents)
 
 
-def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) -> jax.Array | None:
+def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax.Array | None:
     """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
     if values is None:
         return None
@@ -321,6 +327,7 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
         raise ValueError(
             f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
         )
+    lead = extents.lead
     expected = (*lead, *length)
     if not lead and not length and x.shape == (1,):
         x = x.reshape(())
@@ -331,11 +338,11 @@ def _index_array(name: str, values: Any, lead: tuple[int, ...], *length: int) ->
         raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
     if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
         x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
-    return x.astype(jnp.int32).reshape(math.prod(lead), *length)
+    return extents.fold(x.astype(jnp.int32))
 
 
 def _segments(
-    both: Any, of_queries: Any, of_keys: Any, q: jax.Array, k: jax.Array, lead: tuple[int, ...]
+    both: Any, of_queries: Any, of_keys: Any, extents: _Extents
 ) -> tuple[jax.Array | None, jax.Array | None]:
     if both is not None:
         if of_queries is not None or of_keys is not None:
@@ -343,12 +350,12 @@ def _segments(
                 f"{_NAME}: segment_ids was given together with query_segment_ids or key_value_segment_ids; give either"
                 " the first or both of the others"
             )
-        if q.shape[1] != k.shape[1]:
+        if extents.q_len != extents.kv_len:
             raise ValueError(
-                f"{_NAME}: segment_ids needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}: pass"
+                f"{_NAME}: segment_ids needs as many queries as keys, got {extents.q_len} and {extents.kv_len}: pass"
                 " query_segment_ids and key_value_segment_ids"
             )
-        ids = _index_array("segment_ids", both, lead, q.shape[1])
+        ids = _index_array("segment_ids", both, extents, extents.q_len)
         return ids, ids
     if (of_queries is None) != (of_keys is None):
         missing = "query_segment_ids" if of_queries is None else "key_value_segment_ids"
@@ -357,17 +364,15 @@ def _segments(
             " where they are the same"
         )
     return (
-        _index_array("query_segment_ids", of_queries, lead, q.shape[1]),
-        _index_array("key_value_segment_ids", of_keys, lead, k.shape[1]),
+        _index_array("query_segment_ids", of_queries, extents, extents.q_len),
+        _index_array("key_value_segment_ids", of_keys, extents, extents.kv_len),
     )
 
 
 def _positions(
     of_queries: Any,
     of_keys: Any,
-    q: jax.Array,
-    k: jax.Array,
-    lead: tuple[int, ...],
+    extents: _Extents,
     *,
     lower_right: bool,
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -386,22 +391,23 @@ def _positions(
         )
 
     def clamped(name: str, values: Any, length: int) -> jax.Array | None:
-        x = _index_array(name, values, lead, length)
+        x = _index_array(name, values, extents, length)
         return None if x is None else jnp.clip(x, -_LARGEST_POSITION, _LARGEST_POSITION)
 
     return (
-        clamped("query_positions", of_queries, q.shape[1]),
-        clamped("key_value_positions", of_keys, k.shape[1]),
+        clamped("query_positions", of_queries, extents.q_len),
+        clamped("key_value_positions", of_keys, extents.kv_len),
     )
 
 
-def _per_head(name: str, values: Any, lead: tuple[int, ...], num_heads: int) -> jax.Array | None:
+def _per_head(name: str, values: Any, extents: _Extents) -> jax.Array | None:
     """Brings a float operand that broadcasts to (*lead, N) to (1 or B, 1 or N, 1) float32."""
     if values is None:
         return None
     x = as_array(name, values)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{_NAME}: {name} has dtype {x.dtype}, must be a float type: cast it")
+    lead, num_heads = extents.lead, extents.num_heads
     full = (*lead, num_heads)
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) != len(full) or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):
@@ -412,12 +418,7 @@ def _per_head(name: str, values: Any, lead: tuple[int, ...], num_heads: int) -> 
     x = x.reshape(shape).astype(jnp.float32)
     if all(size == 1 for size in shape[:-1]):
         return x.reshape(1, shape[-1], 1)
-    return jnp.broadcast_to(x, (*lead, shape[-1])).reshape(math.prod(lead), shape[-1], 1)
-
-
-def _extents(x: jax.Array | None) -> tuple[int, int] | None:
-    """The extents over batch and heads of an operand that has one number, or a few, for each."""
-    return None if x is None else (x.shape[0], x.shape[1])
+    return jnp.broadcast_to(x, (*lead, shape[-1])).reshape(extents.batch, shape[-1], 1)
 
 
 def dropout_operands(
@@ -484,7 +485,7 @@ def _seed_of_key(key: Any) -> jax.Array:
 
 
 def _band(
-    mask: Any, is_causal: bool, window: Window, alignment: Alignment, q_len: int, kv_len: int
+    mask: Any, is_causal: bool, window: Window, alignment: Alignment, extents: _Extents
 ) -> Band:
     is_causal = as_flag("is_causal", is_causal)
     if alignment not in ("upper_left", "lower_right"):
@@ -497,6 +498,7 @@ def _band(
             raise ValueError(
                 f"{_NAME}: CausalBias should not be used with causal=True: drop is_causal, or the causal bias object"
             )
+        q_len, kv_len = extents.q_len, extents.kv_len
         if (mask.q_len, mask.kv_len) != (q_len, kv_len):
             raise ValueError(
                 f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
@@ -511,6 +513,15 @@ def _band(
     left, right = _window(window)
     band = band.intersect(left, right)
     return band.intersect(UNBOUNDED, 0) if is_causal or isinstance(mask, CausalBias) else band
+
+
+def _canonical(band: Band, operands: Operands[jax.Array]) -> Band:
+    return band.canonical(
+        operands.q.shape[1],
+        operands.k.shape[1],
+        has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
+        has_slopes=operands.alibi_slopes is not None,
+    )
 
 
 def _window(window: Window) -> tuple[int, int]:
@@ -555,6 +566,18 @@ def _softcap(softcap: Any) -> float:
     return value
 
 
+def _options(implementation: str | Sequence[str] | None) -> Options:
+    """The options in force, and the backends that the call names; one that ``sdpa_kernel`` names must exist by now."""
+    options = config.current_options()
+    for name in options.enabled or ():
+        if name not in dispatch.known_names():
+            raise ValueError(
+                f"jattn.sdpa_kernel: backends holds {name!r}, which is not a backend; known are"
+                f" {', '.join(dispatch.known_names())}"
+            )
+    return dataclasses.replace(options, implementation=_implementation(implementation))
+
+
 def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if names is None:
         return None
@@ -570,15 +593,3 @@ def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None
                 f"{_NAME}: implementation {name!r} is not a backend; known are {', '.join(dispatch.known_names())}"
             )
     return tuple(wanted)
-
-
-def _checked_options() -> Options:
-    """The options in force; a backend that ``sdpa_kernel`` names must exist by now."""
-    options = config.current_options()
-    for name in options.enabled or ():
-        if name not in dispatch.known_names():
-            raise ValueError(
-                f"jattn.sdpa_kernel: backends holds {name!r}, which is not a backend; known are"
-                f" {', '.join(dispatch.known_names())}"
-            )
-    return options

@@ -233,13 +233,13 @@ def _tangent_transpose(
     unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
     asked = iter(unknown)
     still_wanted = Wants(*(wanted and next(asked) for wanted in wants.all_flags()))
-    none_wanted: list[Any] = [None] * (len(arrays) - len(unknown))
+    of_primals: list[Any] = [None] * (len(arrays) - len(unknown))  # nothing is linear in them
     if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
         zeros = [
             ad.Zero(x.aval) if is_unknown else None
             for x, is_unknown in zip(rest[2:], unknown, strict=True)
         ]
-        return none_wanted + zeros
+        return of_primals + zeros
     dout = ad.instantiate_zeros(dout)
     has_dlse = not isinstance(dlse, ad.Zero)
     residuals = (out, lse, dout, dlse) if has_dlse else (out, lse, dout)
@@ -253,7 +253,7 @@ def _tangent_transpose(
             has_dlse=has_dlse,
         )
     )
-    return none_wanted + [next(grads) if is_unknown else None for is_unknown in unknown]
+    return of_primals + [next(grads) if is_unknown else None for is_unknown in unknown]
 
 
 def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:

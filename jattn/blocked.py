@@ -117,10 +117,10 @@ class _Tiles:
             return None if x is None else self.columns_of(self.rows_of(x, q_tile, 2), kv_tile, 3)
 
         def keys_tile(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, kv_tile * grid.tile_kv, grid.tile_kv, 1)
+            return self.columns_of(x, kv_tile, 1)
 
         def queries_tile(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, q_tile * grid.tile_q, grid.tile_q, 1)
+            return self.rows_of(x, q_tile, 1)
 
         tile = full._replace(
             q=queries_tile(full.q),
@@ -218,7 +218,7 @@ def backward(
 
     def rows(carry: Carry, q_tile: jax.Array) -> tuple[Carry, jax.Array]:
         lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
-        dout_tile = lax.dynamic_slice_in_dim(dout, q_tile * grid.tile_q, grid.tile_q, 1)
+        dout_tile = tiles.rows_of(dout, q_tile, 1)
 
         def visit(
             inner: tuple[Carry, jax.Array], kv_tile: jax.Array
@@ -282,7 +282,7 @@ def slopes_gradient(
 
     def rows(total: jax.Array, q_tile: jax.Array) -> tuple[jax.Array, None]:
         lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
-        dout_tile = lax.dynamic_slice_in_dim(dout, q_tile * grid.tile_q, grid.tile_q, 1)
+        dout_tile = tiles.rows_of(dout, q_tile, 1)
 
         def visit(inner: jax.Array, kv_tile: jax.Array) -> tuple[jax.Array, None]:
             tile, pair = tiles.cut(q_tile, kv_tile)
@@ -339,22 +339,9 @@ def tangent(
 
             def update() -> tuple[jax.Array, jax.Array]:
                 tile_tangents = Tangents(
-                    q=along(
-                        padded.q,
-                        lambda x: lax.dynamic_slice_in_dim(x, q_tile * grid.tile_q, grid.tile_q, 1),
-                    ),
-                    k=along(
-                        padded.k,
-                        lambda x: lax.dynamic_slice_in_dim(
-                            x, kv_tile * grid.tile_kv, grid.tile_kv, 1
-                        ),
-                    ),
-                    v=along(
-                        padded.v,
-                        lambda x: lax.dynamic_slice_in_dim(
-                            x, kv_tile * grid.tile_kv, grid.tile_kv, 1
-                        ),
-                    ),
+                    q=along(padded.q, lambda x: tiles.rows_of(x, q_tile, 1)),
+                    k=along(padded.k, lambda x: tiles.columns_of(x, kv_tile, 1)),
+                    v=along(padded.v, lambda x: tiles.columns_of(x, kv_tile, 1)),
                     bias=along(
                         padded.bias,
                         lambda x: tiles.columns_of(tiles.rows_of(x, q_tile, 2), kv_tile, 3),

@@ -33,6 +33,9 @@ Shaped = Any  # an array, or anything with shape and dtype
 
 _NAME = "jattn.explain"
 
+# What a call is asked for that is differentiated with respect to query, key and value.
+_WANTS_QKV = Wants(q=True, k=True, v=True, bias=False)
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -328,7 +331,7 @@ def _explain_call(call: Call, needs_grad: bool, named: Device | None, timed: boo
         names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
         determinism = call.options.determinism
         return tuple(
-            plan_pass(name, decision.backend, call.spec, where, _wants_qkv(), determinism)
+            plan_pass(name, decision.backend, call.spec, where, _WANTS_QKV, determinism)
             for name in names
         )
 
@@ -340,12 +343,7 @@ def _explain_call(call: Call, needs_grad: bool, named: Device | None, timed: boo
         needs_grad=needs_grad,
         planner=plan,
     )
-    return _with_timings(found, call.options, _wants_qkv(), has_dlse=False) if timed else found
-
-
-def _wants_qkv() -> Wants:
-    names = [field.name for field in dataclasses.fields(Wants)]
-    return Wants(**{name: name in ("q", "k", "v") for name in names})
+    return _with_timings(found, call.options, _WANTS_QKV, has_dlse=False) if timed else found
 
 
 def _with_timings(
@@ -431,7 +429,7 @@ def _explain_equation(equation: Any, timed: bool) -> Explanation:
     spec: Spec = params["spec"]
     operands = Operands.unflatten(spec, avals[: Operands.count(spec)])
     spec = spec.for_operands(operands)
-    wants: Wants = params.get("wants", _wants_qkv())
+    wants: Wants = params.get("wants", _WANTS_QKV)
     has_dlse: bool = params.get("has_dlse", False)
     needs_grad = name != "forward" or params["needs_grad"]
     where = _device_of(options, None)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jattn import config
 from jattn.backends.base import Residuals, Wants
+from jattn.errors import Reason
 from jattn.jax_interface import NamedSharding, PartitionSpec, manual_axes
 from jattn.reference import Gradients
 from jattn.spec import Operands, Spec
@@ -21,7 +22,7 @@ from jattn.spec import Operands, Spec
 FORWARD_TARGET = "jattn_forward_v1"
 BACKWARD_TARGET = "jattn_backward_v1"
 
-# Bits of the attribute `operands`; cc/ffi/bind.h has the same list.
+# Bits of the attribute `operands`, by fields of `Spec`; cc/ffi/bind.h has the same list.
 OPERAND_BITS = {
     "bias": 1,
     "mask": 2,
@@ -58,6 +59,23 @@ def register_targets() -> str:
     return ""
 
 
+def missing_module(backend: str) -> tuple[Reason, ...]:
+    """The reason why a backend cannot run without the native module, if that is missing."""
+    missing = register_targets()
+    if not missing:
+        return ()
+    return (
+        Reason(
+            backend,
+            "NOT_BUILT",
+            "native module",
+            missing,
+            "must be importable",
+            "reinstall jattn",
+        ),
+    )
+
+
 def _bundled_nvrtc() -> str:
     """Path of the NVRTC library in the packages that ``jax[cuda13]`` or ``jax[cuda12]`` installs, or an empty
     string.
@@ -72,17 +90,7 @@ def _bundled_nvrtc() -> str:
 
 def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
     """The static facts a handler needs, with explicit widths; extents travel in the buffers."""
-    operands = {
-        "bias": spec.bias is not None,
-        "mask": spec.mask is not None,
-        "q_lengths": spec.q_lengths,
-        "kv_lengths": spec.kv_lengths,
-        "segments": spec.segments,
-        "positions": spec.positions,
-        "sinks": spec.sinks is not None,
-        "alibi_slopes": spec.alibi_slopes is not None,
-        "dropout": spec.dropout is not None,
-    }
+    bits = [bit for name, bit in OPERAND_BITS.items() if getattr(spec, name) not in (None, False)]
     return {
         "scale": np.float64(spec.scale),
         "softcap": np.float64(spec.softcap),
@@ -90,7 +98,7 @@ def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
         "band_right": np.int64(spec.band.right),
         "lower_right": np.bool_(spec.band.lower_right),
         "dropout_rows": np.bool_(spec.dropout is not None and spec.dropout.rows),
-        "operands": np.int64(sum(OPERAND_BITS[name] for name, there in operands.items() if there)),
+        "operands": np.int64(sum(bits)),
         "has_dlse": np.bool_(has_dlse),
     }
 

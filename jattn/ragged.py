@@ -139,20 +139,22 @@ class RaggedArray:
             raise ValueError(
                 "jattn.RaggedArray.to_list: offsets are traced: use to_padded under jit, or leave it first"
             )
-        total = self.values.shape[0]
-        starts = np.maximum.accumulate(np.clip(np.asarray(self.offsets, np.int64), 0, total))
-        return [self.values[a : a + n] for a, n in zip(starts, lengths, strict=False)]
+        starts = self._known_edges()[:-1]
+        return [self.values[a : a + n] for a, n in zip(starts, lengths, strict=True)]
 
     def known_lengths(self) -> npt.NDArray[np.int64] | None:
         """Returns the lengths as numbers, clamped as in ``bounds``; None where they are traced."""
         if isinstance(self.offsets, jax.core.Tracer) or isinstance(self.lengths, jax.core.Tracer):
             return None
-        total = self.values.shape[0]
-        edges = np.maximum.accumulate(np.clip(np.asarray(self.offsets, np.int64), 0, total))
-        lengths = np.diff(edges)
+        lengths = np.diff(self._known_edges())
         if self.lengths is not None:
             lengths = np.clip(np.asarray(self.lengths, np.int64), 0, lengths)
         return np.minimum(lengths, self.longest)
+
+    def _known_edges(self) -> npt.NDArray[np.int64]:
+        """The offsets as numbers, clamped."""
+        offsets = np.asarray(self.offsets, np.int64)
+        return np.maximum.accumulate(np.clip(offsets, 0, self.values.shape[0]))
 
     @staticmethod
     def from_padded(x: jax.Array, lengths: jax.Array, *, total: int | None = None) -> RaggedArray:
@@ -271,7 +273,7 @@ class RaggedArray:
         Raises:
           ValueError: offsets or lengths have the wrong dtype or shape.
         """
-        for field, x, rank in (("offsets", self.offsets, 1), ("lengths", self.lengths, 1)):
+        for field, x in (("offsets", self.offsets), ("lengths", self.lengths)):
             if x is None:
                 continue
             if not hasattr(x, "dtype"):
@@ -280,7 +282,7 @@ class RaggedArray:
                 )
             if x.dtype != jnp.int32:
                 raise ValueError(f"{name}.{field} has dtype {x.dtype}, must be int32: cast it")
-            if x.ndim != rank or (field == "offsets" and x.shape[0] == 0):
+            if x.ndim != 1 or (field == "offsets" and x.shape[0] == 0):
                 raise ValueError(
                     f"{name}.{field} has shape {x.shape}, must have rank 1 and B + 1 elements"
                 )
@@ -314,19 +316,11 @@ class RaggedArray:
                 f"{name}.lengths are {lengths.tolist()}, must lie between 0 and the distances of the offsets,"
                 f" {room.tolist()}"
             )
-        for bound, broken, word in (
-            (
-                self.max_length,
-                self.max_length is not None and (lengths > self.max_length).any(),
-                "at most",
-            ),
-            (
-                self.min_length,
-                self.min_length is not None and (lengths < self.min_length).any(),
-                "at least",
-            ),
+        for bound, is_beyond, word in (
+            (self.max_length, np.greater, "at most"),
+            (self.min_length, np.less, "at least"),
         ):
-            if broken:
+            if bound is not None and is_beyond(lengths, bound).any():
                 raise ValueError(
                     f"{name} has lengths {lengths.tolist()}, which must be {word} the bound {bound}"
                 )

@@ -116,7 +116,7 @@ def ragged_dot_product_attention(
         "broadcast_dropout": broadcast_dropout,
     }
     _check_operands(arguments)
-    if _ranks(arguments) > 3:
+    if _rank(arguments) > 3:
         return _ragged_batch(arguments, bias, mask, options, return_lse)
     if bias is not None or mask is not None:
         raise ValueError(
@@ -253,7 +253,7 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.with_values(values) if isinstance(x, RaggedArray) else values
 
 
-def _ranks(arguments: dict[str, Any]) -> int:
+def _rank(arguments: dict[str, Any]) -> int:
     """The rank of the values of the ragged operands."""
     return max(x.values.ndim for x in arguments.values() if isinstance(x, RaggedArray))
 
@@ -584,12 +584,12 @@ def _ragged_batch(
     """Rows that are whole attention problems: one dense call, in which padding rows have length 0."""
     q, k, v = (arguments[name] for name in ("query", "key", "value"))
     lead = q.values.shape[:-3]
-    real = (q.segment_ids() >= 0) & (k.segment_ids() >= 0) if k.values.shape[0] == lead[0] else None
-    if real is None:
+    if k.values.shape[0] != lead[0]:
         raise ValueError(
             f"{_NAME}: query, key and value must have the same rows, got {lead[0]}, {k.values.shape[0]} and"
             f" {v.values.shape[0]}"
         )
+    real = (q.segment_ids() >= 0) & (k.segment_ids() >= 0)
     real = jnp.broadcast_to(real.reshape(-1, *(1,) * (len(lead) - 1)), lead)
     out, lse = cast(
         "tuple[jax.Array, jax.Array]",

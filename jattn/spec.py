@@ -123,14 +123,23 @@ class Spec:
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
-    def for_operands(self, operands: Operands[Any]) -> Spec:
-        """Returns this problem with the extents of ``operands`` (a batch was folded, or the call was cut in
-        pieces).
-        """
+    @staticmethod
+    def of(
+        operands: Operands[Any],
+        *,
+        scale: float,
+        softcap: float,
+        band: Band,
+        dropout_rows: bool = False,
+    ) -> Spec:
+        """Returns the problem of ``operands``, arrays or their types; the arguments are what those do not say."""
         batch, q_len, num_heads, head_dim = operands.q.shape
         _, kv_len, num_kv_heads, head_dim_v = operands.v.shape
-        return dataclasses.replace(
-            self,
+        dropout = None
+        if operands.dropout_keys is not None and operands.dropout_rate is not None:
+            keys = tuple(operands.dropout_keys.shape[:2])
+            dropout = Dropout(keys, operands.dropout_rate.shape[0], dropout_rows)
+        return Spec(
             batch=batch,
             q_len=q_len,
             kv_len=kv_len,
@@ -138,23 +147,34 @@ class Spec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
+            dtype=str(operands.q.dtype),
+            scale=scale,
+            softcap=softcap,
+            band=band,
             bias=None if operands.bias is None else tuple(operands.bias.shape),
+            bias_dtype="" if operands.bias is None else str(operands.bias.dtype),
             mask=None if operands.mask is None else tuple(operands.mask.shape),
+            q_lengths=operands.q_lengths is not None,
+            kv_lengths=operands.kv_lengths is not None,
+            segments=operands.q_segments is not None,
+            positions=operands.q_positions is not None,
             sinks=None if operands.sinks is None else tuple(operands.sinks.shape[:2]),
             alibi_slopes=(
                 None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape[:2])
             ),
-            dropout=(
-                None
-                if self.dropout is None
-                or operands.dropout_keys is None
-                or operands.dropout_rate is None
-                else dataclasses.replace(
-                    self.dropout,
-                    keys=tuple(operands.dropout_keys.shape[:2]),
-                    rate=operands.dropout_rate.shape[0],
-                )
-            ),
+            dropout=dropout,
+        )
+
+    def for_operands(self, operands: Operands[Any]) -> Spec:
+        """Returns this problem with the extents of ``operands`` (a batch was folded, or the call was cut in
+        pieces).
+        """
+        return Spec.of(
+            operands,
+            scale=self.scale,
+            softcap=self.softcap,
+            band=self.band,
+            dropout_rows=self.dropout is not None and self.dropout.rows,
         )
 
     def without_sinks(self) -> Spec:
@@ -239,37 +259,34 @@ class Operands(NamedTuple, Generic[A]):
     def unflatten(spec: Spec, arrays: tuple[A, ...]) -> Operands[A]:
         """The inverse of ``flat`` for a problem."""
         rest = iter(arrays)
-        q, k, v = next(rest), next(rest), next(rest)
-        return Operands(
-            q=q,
-            k=k,
-            v=v,
-            bias=next(rest) if spec.bias is not None else None,
-            mask=next(rest) if spec.mask is not None else None,
-            q_lengths=next(rest) if spec.q_lengths else None,
-            kv_lengths=next(rest) if spec.kv_lengths else None,
-            q_segments=next(rest) if spec.segments else None,
-            kv_segments=next(rest) if spec.segments else None,
-            q_positions=next(rest) if spec.positions else None,
-            kv_positions=next(rest) if spec.positions else None,
-            sinks=next(rest) if spec.sinks is not None else None,
-            alibi_slopes=next(rest) if spec.alibi_slopes is not None else None,
-            dropout_keys=next(rest) if spec.dropout is not None else None,
-            dropout_rate=next(rest) if spec.dropout is not None else None,
-        )
+        present = Operands.presence(spec)
+        return Operands._make(next(rest) if is_there else None for is_there in present)
 
     @staticmethod
     def count(spec: Spec) -> int:
         """How many arrays a problem has."""
-        present = (
-            spec.bias is not None,
-            spec.mask is not None,
-            spec.q_lengths,
-            spec.kv_lengths,
-            spec.sinks is not None,
-            spec.alibi_slopes is not None,
+        return sum(map(bool, Operands.presence(spec)))
+
+    @staticmethod
+    def presence(spec: Spec) -> Operands[bool]:
+        """Which arrays a problem has."""
+        return Operands(
+            q=True,
+            k=True,
+            v=True,
+            bias=spec.bias is not None,
+            mask=spec.mask is not None,
+            q_lengths=spec.q_lengths,
+            kv_lengths=spec.kv_lengths,
+            q_segments=spec.segments,
+            kv_segments=spec.segments,
+            q_positions=spec.positions,
+            kv_positions=spec.positions,
+            sinks=spec.sinks is not None,
+            alibi_slopes=spec.alibi_slopes is not None,
+            dropout_keys=spec.dropout is not None,
+            dropout_rate=spec.dropout is not None,
         )
-        return 3 + sum(present) + 2 * (spec.segments + spec.positions + (spec.dropout is not None))
 
 
 def distances(

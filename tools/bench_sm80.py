@@ -149,12 +149,11 @@ def kernel_keys(job: Job, arch: tuple[int, int]) -> set[str]:
     keys: set[str] = set()
     for variant in job.variants:
         with variant.applied():
-            plans = [cuda_tiles.plan_forward(spec, spec.batch, arch)]
+            plans = [cuda_tiles.plan_forward(spec, arch)]
             if job.backward:
                 plans.append(
                     cuda_tiles.plan_backward(
                         dataclasses.replace(spec, sinks=None),
-                        spec.batch,
                         arch,
                         wants=(True, True, True, spec.bias is not None),
                         deterministic=False,

@@ -155,6 +155,22 @@ def wrong_dtype(backend: str, spec: Spec, allowed: tuple[str, ...]) -> tuple[Rea
     )
 
 
+def wide_heads(backend: str, spec: Spec, largest: int) -> tuple[Reason, ...]:
+    """The reasons why head dims above ``largest`` cannot run."""
+    return tuple(
+        Reason(
+            backend,
+            "HEAD_DIM",
+            name,
+            getattr(spec, name),
+            f"must be less than or equal to {largest}",
+            "split the head, or use implementation='xla'",
+        )
+        for name in ("head_dim", "head_dim_v")
+        if isinstance(getattr(spec, name), int) and getattr(spec, name) > largest
+    )
+
+
 def symbolic_extents(backend: str, spec: Spec) -> tuple[Reason, ...]:
     """The reason why a kernel cannot run a problem whose extents other than the batch are symbolic, if so."""
     extents = {

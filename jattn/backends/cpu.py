@@ -38,18 +38,7 @@ class CpuBackend:
         reasons = wrong_platform(self.name, device, "cpu")
         reasons += wrong_dtype(self.name, spec, FLOAT_DTYPES)
         reasons += symbolic_extents(self.name, spec)
-        if missing := ffi.register_targets():
-            reasons += (
-                Reason(
-                    self.name,
-                    "NOT_BUILT",
-                    "native module",
-                    missing,
-                    "must be importable",
-                    "reinstall jattn",
-                ),
-            )
-        return reasons
+        return reasons + ffi.missing_module(self.name)
 
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device

@@ -9,8 +9,16 @@ import jax.numpy as jnp
 
 from jattn import ffi
 from jattn.backends import flash_backward_tiles, flash_tiles, key_splits
-from jattn.backends.base import Backend, Residuals, Wants, symbolic_extents, wrong_dtype
-from jattn.backends.mem_efficient import cuda_kernels_missing, plan_attributes, wide_heads
+from jattn.backends.base import (
+    Backend,
+    Residuals,
+    Wants,
+    symbolic_extents,
+    wide_heads,
+    wrong_dtype,
+)
+from jattn.backends.kernel_plan import round_up
+from jattn.backends.mem_efficient import cuda_kernels_missing
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -53,8 +61,8 @@ class FlashBackend:
         """Returns out and lse."""
         padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
         heads = key_splits.heads_of_items(padded_spec)
-        plan = flash_tiles.plan_forward(padded_spec, spec.batch, heads)
-        attributes = plan_attributes(self.name, plan.kernels)
+        plan = flash_tiles.plan_forward(padded_spec, heads=heads)
+        attributes = plan.attributes(self.name)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
         return out[..., : spec.head_dim_v], lse
 
@@ -76,12 +84,10 @@ class FlashBackend:
         )
         plan = flash_backward_tiles.plan_backward(
             padded_spec,
-            spec.batch,
-            spec.num_heads,
             wants=wants.flags(),
             deterministic=determinism == "strict",
         )
-        attributes = plan_attributes(self.name, plan.kernels)
+        attributes = plan.attributes(self.name)
         grads = ffi.backward(
             padded_spec, padded, padded_residuals, wants, attributes, (plan.scratch_bytes,)
         )
@@ -113,8 +119,7 @@ def _unconfirmed_gradient(backend: str, spec: Spec) -> tuple[Reason, ...]:
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
     """The same problem with head dims that the kernels can copy."""
     head_dim, head_dim_v = (
-        -(-d // flash_tiles.HEAD_DIM_MULTIPLE) * flash_tiles.HEAD_DIM_MULTIPLE
-        for d in (spec.head_dim, spec.head_dim_v)
+        round_up(d, flash_tiles.HEAD_DIM_MULTIPLE) for d in (spec.head_dim, spec.head_dim_v)
     )
     padded = operands._replace(
         q=_pad_head_dim(operands.q, head_dim),

@@ -10,13 +10,25 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from jattn.backends.cuda_tiles import mask_tiles_bytes, range_bytes
+from jattn.backends.kernel_plan import (
+    ELEMENTS,
+    SCRATCH_ALIGNMENT,
+    Plan,
+    bias_element,
+    compose_key,
+    distinct_keys,
+    feature_flags,
+    hot_problem,
+    is_number,
+    tile_facts_bytes,
+    tile_pass_keys,
+)
 from jattn.backends.key_splits import choose_splits
-from jattn.spec import Dropout
+from jattn.spec import Dropout, Spec
 
-_ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+KEY_ARCH = "sm_90a"
 
 # Rows of q, k, v and out are copied by the tensor memory accelerator, whose strides are multiples of 16 bytes.
 HEAD_DIM_MULTIPLE = 8
@@ -26,68 +38,8 @@ MAX_SHARED_BYTES = 227 * 1024
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
-_SCRATCH_ALIGNMENT = 256
 _MAX_DOCUMENTS = 1024  # cc/kernels/sm90/shape.cuh
 _DOCUMENT_TILE_BYTES = 32
-
-# Of the pre-pass that packs a dense mask.
-MASK_KEY = "family=mask_tiles arch=sm_90a"
-
-
-class _Band(Protocol):
-    @property
-    def left(self) -> int: ...
-    @property
-    def right(self) -> int: ...
-    @property
-    def lower_right(self) -> bool: ...
-    @property
-    def unbounded(self) -> bool: ...
-
-
-class Problem(Protocol):
-    """What the choice reads of a problem; ``jattn.spec.Spec`` has it all. The batch is not among it."""
-
-    @property
-    def q_len(self) -> int: ...
-    @property
-    def kv_len(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def head_dim_v(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def softcap(self) -> float: ...
-    @property
-    def band(self) -> _Band: ...
-    @property
-    def q_lengths(self) -> bool: ...
-    @property
-    def kv_lengths(self) -> bool: ...
-    @property
-    def segments(self) -> bool: ...
-    @property
-    def positions(self) -> bool: ...
-    @property
-    def bias(self) -> tuple[int, ...] | None: ...
-    @property
-    def bias_dtype(self) -> str: ...
-    @property
-    def mask(self) -> tuple[int, ...] | None: ...
-    @property
-    def sinks(self) -> tuple[int, int] | None: ...
-    @property
-    def alibi_slopes(self) -> tuple[int, int] | None: ...
-    @property
-    def dropout(self) -> Dropout | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,98 +73,88 @@ class Tile:
         return 4 * (1 + self.tile_q // 64)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The kernels of one call, and the scratch it needs.
-
-    Attributes:
-      kernels: kernel keys joined by ';'.
-      scratch_bytes: of the call; linear in the batch.
-    """
-
-    kernels: str
-    scratch_bytes: int
-
-
-def _tile_bytes(rows: int, columns: int) -> int:
+def tile_bytes(rows: int, columns: int) -> int:
     """Bytes of a tile in shared memory: whole chunks of 64 columns of a 16-bit type."""
     return -(-columns // 64) * rows * 128
 
 
-def forward_shared_bytes(tile: Tile, problem: Problem) -> int:
+def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
     """Shared memory of the forward kernel."""
     q_buffers = 2 if tile.chain_items else 1
-    q = q_buffers * _tile_bytes(tile.tile_q, tile.head_dim)
-    out = _tile_bytes(tile.tile_q, tile.head_dim_v)
-    stage = _tile_bytes(tile.tile_kv, tile.head_dim) + _tile_bytes(tile.tile_kv, tile.head_dim_v)
+    q = q_buffers * tile_bytes(tile.tile_q, tile.head_dim)
+    out = tile_bytes(tile.tile_q, tile.head_dim_v)
+    stage = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     if tile.staged_bias:
-        stage += _tile_bytes(tile.tile_q, tile.tile_kv)
+        stage += tile_bytes(tile.tile_q, tile.tile_kv)
     slots = 2 * q_buffers
     columns = tile.stages * tile.tile_kv
     barriers = 8 * (1 + 2 * q_buffers + 4 * tile.stages)
     control = barriers + 8 + 8 * tile.stages + slots * 32
-    control += 4 * (slots * tile.tile_q + columns) * (problem.segments + problem.positions)
+    control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
     control += 4 * columns if tile.row_bias else 0
-    control += 16 * tile.stages * tile.tile_q if problem.mask is not None else 0
-    head_numbers = _has_head_numbers(problem)
+    control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
+    head_numbers = _has_head_numbers(spec)
     control += 24 * slots if head_numbers else 0
-    if problem.mask is not None or tile.row_bias or problem.positions or head_numbers:
+    if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
     rest = tile.stages * stage + control
     own_out = q + out + rest
     return own_out if own_out <= MAX_SHARED_BYTES else max(q, out) + rest
 
 
-def _has_head_numbers(problem: Problem) -> bool:
-    found = (problem.sinks, problem.alibi_slopes, problem.dropout)
+def _has_head_numbers(spec: Spec) -> bool:
+    found = (spec.sinks, spec.alibi_slopes, spec.dropout)
     return any(feature is not None for feature in found)
 
 
-def _can_list_documents(problem: Problem) -> bool:
+def _can_list_documents(spec: Spec) -> bool:
     """Whether tiles may begin with runs of segment ids (``Config::documents``)."""
-    return problem.segments and _is_plain(problem) and not (problem.q_lengths or problem.kv_lengths)
+    return spec.segments and _is_plain(spec) and not (spec.q_lengths or spec.kv_lengths)
 
 
-def _document_tiles_bytes(problem: Problem, tile: Tile) -> int:
+def _document_tiles_bytes(spec: Spec, tile: Tile) -> int:
     """Scratch of the list of document tiles of a batch entry (``max_document_tiles``)."""
-    return (-(-problem.q_len // tile.tile_q) + _MAX_DOCUMENTS) * _DOCUMENT_TILE_BYTES
+    return (-(-spec.q_len // tile.tile_q) + _MAX_DOCUMENTS) * _DOCUMENT_TILE_BYTES
 
 
-def _can_stage(problem: Problem) -> bool:
-    """Whether the tensor memory accelerator can copy tiles of the bias: the type of q, rows on 16-byte boundaries."""
-    if problem.bias is None or problem.bias_dtype != problem.dtype:
+def can_stage_bias(spec: Spec) -> bool:
+    """Whether the tensor memory accelerator can copy tiles of the bias.
+
+    For that it has the type of q, both axes, and rows on 16-byte boundaries.
+    """
+    if spec.bias is None or spec.bias_dtype != spec.dtype:
         return False
-    both = problem.bias[2] == problem.q_len > 1 and problem.bias[3] == problem.kv_len > 1
-    return both and problem.kv_len % 8 == 0
+    both = spec.bias[2] == spec.q_len > 1 and spec.bias[3] == spec.kv_len > 1
+    return both and spec.kv_len % 8 == 0
 
 
-def _count_terms(problem: Problem) -> int:
+def _count_terms(spec: Spec) -> int:
     """How many terms and tests every pair has."""
-    terms = (problem.bias, problem.mask, problem.alibi_slopes, problem.dropout)
+    terms = (spec.bias, spec.mask, spec.alibi_slopes, spec.dropout)
     found = sum(term is not None for term in terms)
-    return found + problem.positions + problem.segments + (problem.softcap > 0)
+    return found + spec.positions + spec.segments + (spec.softcap > 0)
 
 
-def _is_plain(problem: Problem) -> bool:
+def _is_plain(spec: Spec) -> bool:
     """Whether nothing needs registers beside the products and the softmax."""
-    return _count_terms(problem) == problem.segments + (problem.softcap > 0)
+    return _count_terms(spec) == spec.segments + (spec.softcap > 0)
 
 
-def _reads_bias_directly(problem: Problem) -> bool:
+def _reads_bias_directly(spec: Spec) -> bool:
     """Whether the bias is read where it lies, by addresses that take registers."""
-    return problem.bias is not None and problem.bias[2] != 1 and not _can_stage(problem)
+    return spec.bias is not None and spec.bias[2] != 1 and not can_stage_bias(spec)
 
 
-def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
+def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     """Picks the tile of a problem with terms or tests for every pair: two consumer warpgroups, q in shared memory.
 
     A bias is staged where a tile of it fits beside the stages, if need be with fewer keys.
     """
-    row_bias = problem.bias is not None and problem.bias[2] == 1
-    light = _count_terms(problem) == 1 and problem.dropout is None
-    light = light and not _reads_bias_directly(problem)
-    if light and max(head_dim, head_dim_v) <= 64 and not problem.positions:
-        has_tiles = problem.bias is not None and not row_bias
+    row_bias = spec.bias is not None and spec.bias[2] == 1
+    light = _count_terms(spec) == 1 and spec.dropout is None
+    light = light and not _reads_bias_directly(spec)
+    if light and max(head_dim, head_dim_v) <= 64 and not spec.positions:
+        has_tiles = spec.bias is not None and not row_bias
         return Tile(
             head_dim,
             head_dim_v,
@@ -228,8 +170,8 @@ def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
     stages = 3 if max(head_dim, head_dim_v) <= 64 else 2
     found: Tile | None = None
     # Registers: with 256 columns of output two products stay in flight only beside a single term.
-    terms = _count_terms(problem)
-    in_series = head_dim_v > 192 and (terms > 1 or _reads_bias_directly(problem))
+    terms = _count_terms(spec)
+    in_series = head_dim_v > 192 and (terms > 1 or _reads_bias_directly(spec))
     for tile_kv in (128, 96, 64) if terms < 4 else (96, 64, 32):
         tile = Tile(
             head_dim,
@@ -244,11 +186,11 @@ def _tile_with_terms(problem: Problem, head_dim: int, head_dim_v: int) -> Tile:
         )
         if head_dim_v // 2 + 3 * tile_kv // 4 > 192:
             continue
-        if _can_stage(problem):
+        if can_stage_bias(spec):
             staged = dataclasses.replace(tile, staged_bias=True)
-            if forward_shared_bytes(staged, problem) <= MAX_SHARED_BYTES:
+            if forward_shared_bytes(staged, spec) <= MAX_SHARED_BYTES:
                 return staged
-        if found is None and forward_shared_bytes(tile, problem) <= MAX_SHARED_BYTES:
+        if found is None and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
             found = tile
     if found is None:
         raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
@@ -278,39 +220,48 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
         _CHANGES.reset(token)
 
 
-def forward_tile(problem: Problem) -> Tile:
+def forward_tile(spec: Spec) -> Tile:
     """Picks the tile of the forward kernel.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
-    tile = _picked_forward_tile(problem)
+    tile = _picked_forward_tile(spec)
     changes = _CHANGES.get()
     if changes is None:
         return tile
     tile = dataclasses.replace(tile, **changes)
-    adds_terms = problem.bias is not None or problem.alibi_slopes is not None
-    capped = problem.softcap > 0 and not adds_terms
+    adds_terms = spec.bias is not None or spec.alibi_slopes is not None
+    capped = spec.softcap > 0 and not adds_terms
     tile = dataclasses.replace(
         tile,
         take_turns=tile.take_turns and tile.loop_order != _IN_SERIES,
         cap_series=tile.cap_series and capped and tile.integer_max,
-        documents=tile.documents and _can_list_documents(problem),
+        documents=tile.documents and _can_list_documents(spec),
     )
     chains = tile.chain_items and not (tile.take_turns or tile.documents)
     return dataclasses.replace(tile, chain_items=chains)
 
 
-def _picked_forward_tile(problem: Problem) -> Tile:
-    if max(problem.head_dim, problem.head_dim_v) > LARGEST_HEAD_DIM:
+def check_head_dims(spec: Spec) -> None:
+    """Checks that the kernels have tiles for the head dims.
+
+    Raises:
+      ValueError: one is larger than LARGEST_HEAD_DIM.
+    """
+    if max(spec.head_dim, spec.head_dim_v) > LARGEST_HEAD_DIM:
         raise ValueError(
-            f"head dims {problem.head_dim} and {problem.head_dim_v}: at most {LARGEST_HEAD_DIM}"
+            f"head dims {spec.head_dim} and {spec.head_dim_v}: at most {LARGEST_HEAD_DIM}"
         )
-    head_dim, head_dim_v = _head_dim_tile(problem.head_dim), _head_dim_tile(problem.head_dim_v)
+
+
+def _picked_forward_tile(spec: Spec) -> Tile:
+    check_head_dims(spec)
+    head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     largest = max(head_dim, head_dim_v)
-    if not _is_plain(problem):
-        return _tile_with_terms(problem, head_dim, head_dim_v)
-    small = largest <= 96 and not problem.softcap > 0  # with softcap 24 bytes of registers spill
+    if not _is_plain(spec):
+        return _tile_with_terms(spec, head_dim, head_dim_v)
+    small = largest <= 96 and not spec.softcap > 0  # with softcap 24 bytes of registers spill
     if small and largest <= 64:
         return Tile(
             head_dim,
@@ -319,14 +270,14 @@ def _picked_forward_tile(problem: Problem) -> Tile:
             128,
             stages=4,
             loop_order=_SOFTMAX_LAST,
-            chain_items=not problem.segments,  # with both 4 bytes of registers spill
+            chain_items=not spec.segments,  # with both 4 bytes of registers spill
             integer_max=True,
         )
     if small:
         return Tile(head_dim, head_dim_v, 192, 128, loop_order=_IN_SERIES, integer_max=True)
     # Measured with 32/8 heads at 8192 keys: 692 TFLOP/s against 668; with one head per group equal, causal worse.
-    shared_keys = problem.num_heads >= 4 * problem.num_kv_heads and problem.q_len >= 2048
-    full = problem.band.unbounded and not problem.segments and not problem.softcap > 0
+    shared_keys = spec.num_heads >= 4 * spec.num_kv_heads and spec.q_len >= 2048
+    full = spec.band.unbounded and not spec.segments and not spec.softcap > 0
     if head_dim == head_dim_v == 128 and shared_keys and full:
         return Tile(128, 128, 192, 128, loop_order=_IN_SERIES, integer_max=True)
     # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores, half as many packed
@@ -342,139 +293,80 @@ def _picked_forward_tile(problem: Problem) -> Tile:
             integer_max=head_dim_v <= 128,
         )
         registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
-        if registers <= 192 and forward_shared_bytes(tile, problem) <= MAX_SHARED_BYTES:
+        if registers <= 192 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
             return tile
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
 
 
-def forward_key(problem: Problem, tile: Tile, *, partial: bool = False) -> str:
-    """Composes the key of the forward kernel, in the order of ``Config``; members at their default are left out.
+def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
+    """Composes the key of the forward kernel.
 
     ``partial``: of the kernel that sees a part of the keys and leaves sinks to ``forward_combine``.
     """
-    members: dict[str, str | int] = {
-        "family": "sm90_forward",
-        "arch": "sm_90a",
-        "element": _ELEMENTS[problem.dtype],
-        **({"bias_element": _ELEMENTS[problem.bias_dtype]} if problem.bias is not None else {}),
-        "head_dim": tile.head_dim,
-        "head_dim_v": tile.head_dim_v,
-        "tile_q": tile.tile_q,
-        "tile_kv": tile.tile_kv,
-        "num_warps": tile.num_warps,
-        "stages": tile.stages,
-    }
-    softcap = problem.softcap > 0
-    flags = {
-        "band": not problem.band.unbounded,
-        "lengths": problem.q_lengths or problem.kv_lengths,
-        "segments": problem.segments,
-        "mask": problem.mask is not None,
-        "bias": problem.bias is not None,
-        "softcap": softcap,
-        "positions": problem.positions,
-        "sinks": problem.sinks is not None and not partial,
-        "alibi": problem.alibi_slopes is not None,
-        "dropout": problem.dropout is not None,
-        "dropout_rows": problem.dropout is not None and problem.dropout.rows,
-        "staged_bias": tile.staged_bias,
-        "row_bias": tile.row_bias,
-    }
-    members |= {name: 1 for name, used in flags.items() if used}
-    members["schedule"] = _SCHEDULE_BY_COUNTER
-    if tile.loop_order:
-        members["loop_order"] = tile.loop_order
-    if tile.chain_items:
-        members["chain_items"] = 1
-    if tile.q_in_registers:
-        members["q_in_registers"] = 1
-    if tile.integer_max:
-        members["integer_max"] = 1
-    if not problem.scale > 0 and not softcap:
-        members["scale_first"] = 1
-    if partial:
-        members["partial_results"] = 1
-    if tile.take_turns:
-        members["take_turns"] = 1
-    if tile.cap_series:
-        members["cap_series"] = 1
-    if tile.documents:
-        members["documents"] = 1
-    return " ".join(f"{name}={value}" for name, value in members.items())
+    return compose_key(
+        "sm90_forward",
+        KEY_ARCH,
+        element=ELEMENTS[spec.dtype],
+        bias_element=bias_element(spec),
+        head_dim=tile.head_dim,
+        head_dim_v=tile.head_dim_v,
+        tile_q=tile.tile_q,
+        tile_kv=tile.tile_kv,
+        num_warps=tile.num_warps,
+        stages=tile.stages,
+        **feature_flags(spec.without_sinks() if partial else spec),
+        staged_bias=tile.staged_bias,
+        row_bias=tile.row_bias,
+        schedule=_SCHEDULE_BY_COUNTER,
+        loop_order=tile.loop_order or None,
+        chain_items=tile.chain_items,
+        q_in_registers=tile.q_in_registers,
+        integer_max=tile.integer_max,
+        scale_first=not spec.scale > 0 and not spec.softcap > 0,
+        partial_results=partial,
+        take_turns=tile.take_turns,
+        cap_series=tile.cap_series,
+        documents=tile.documents,
+    )
 
 
-def combine_key(problem: Problem, splits: int) -> str:
+def combine_key(spec: Spec, splits: int) -> str:
     """Composes the key of the kernel that adds up the parts of the keys."""
-    key = f"family=forward_combine arch=sm_90a element={_ELEMENTS[problem.dtype]}"
-    if problem.sinks is not None:
-        key += " sinks=1"
-    return f"{key} key_splits={splits}"
+    return compose_key(
+        "forward_combine",
+        KEY_ARCH,
+        element=ELEMENTS[spec.dtype],
+        sinks=spec.sinks is not None,
+        key_splits=splits,
+    )
 
 
-def plan_forward(problem: Problem, batch: int, heads: int | None = None) -> Plan:
+def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
     """Plans the forward pass of ``flash`` on sm_90.
 
-    ``batch`` scales the scratch and may be symbolic; keys are split only if it is a number and ``heads``, those with
-    tiles of their own, are given.
+    Args:
+      spec: the problem; head dims are multiples of ``HEAD_DIM_MULTIPLE``. The batch may be symbolic.
+      heads: how many heads of a batch entry have tiles of their own, to decide whether keys are split; None, or with
+        a symbolic batch: they are not.
     """
-    tile = forward_tile(problem)
+    tile = forward_tile(spec)
     splits = 1
-    if heads is not None and isinstance(batch, int):
-        splits = choose_splits(problem, batch * heads, tile.tile_q, tile.tile_kv)
+    if heads is not None and is_number(spec.batch):
+        splits = choose_splits(spec, spec.batch * heads, tile.tile_q, tile.tile_kv)
     if splits > 1:
         tile = dataclasses.replace(tile, documents=False)
-    keys = [forward_key(problem, tile, partial=splits > 1)]
-    scratch_bytes = _SCRATCH_ALIGNMENT  # the counter of work items
+    keys = [forward_key(spec, tile, partial=splits > 1)]
+    scratch_bytes = SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:
-        keys.append(combine_key(problem, splits))
-        rows = splits * batch * problem.num_heads * problem.q_len
-        scratch_bytes += rows * (16 + 4 * problem.head_dim_v)  # RowPart, float32 rows of the output
-    if problem.segments:
-        keys.append("family=segment_ranges arch=sm_90a")
+        keys.append(combine_key(spec, splits))
+        rows = splits * spec.batch * spec.num_heads * spec.q_len
+        scratch_bytes += rows * (16 + 4 * spec.head_dim_v)  # RowPart, float32 rows of the output
+    keys += tile_pass_keys(spec, KEY_ARCH)
+    scratch_bytes += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
     if tile.documents:
-        keys.append("family=document_tiles arch=sm_90a")
-        scratch_bytes += batch * _document_tiles_bytes(problem, tile)
-    if problem.positions and not problem.band.unbounded:
-        keys.append("family=position_ranges arch=sm_90a")
-    scratch_bytes += range_bytes(problem, batch, tile.tile_q, tile.tile_kv)
-    if problem.mask is not None:
-        keys.append(MASK_KEY)
-        scratch_bytes += mask_tiles_bytes(problem.mask, tile.tile_q, tile.tile_kv)
+        keys.append(compose_key("document_tiles", KEY_ARCH))
+        scratch_bytes += spec.batch * _document_tiles_bytes(spec, tile)
     return Plan(";".join(keys), scratch_bytes)
-
-
-@dataclasses.dataclass(frozen=True)
-class HotBand:
-    unbounded: bool
-    left: int = 0
-    right: int = 0
-    lower_right: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class HotProblem:
-    """Self-attention without further features."""
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    band: HotBand
-    q_len: int = 4096
-    kv_len: int = 4096
-    num_heads: int = 16
-    num_kv_heads: int = 16
-    scale: float = 1.0
-    softcap: float = 0.0
-    q_lengths: bool = False
-    kv_lengths: bool = False
-    segments: bool = False
-    positions: bool = False
-    bias: tuple[int, ...] | None = None
-    bias_dtype: str = ""
-    mask: tuple[int, ...] | None = None
-    sinks: tuple[int, int] | None = None
-    alibi_slopes: tuple[int, int] | None = None
-    dropout: Dropout | None = None
 
 
 _HOT_HEAD_DIMS = {
@@ -483,32 +375,31 @@ _HOT_HEAD_DIMS = {
 }
 
 
-# What is added to scores most often, by the head dims and the bands (full, causal) that it goes with; bfloat16.
+# What is added to scores most often, by the head dims and the bands (causal or not) that it goes with; bfloat16.
 _HOT_TERMS: tuple[tuple[dict[str, Any], tuple[int, ...], tuple[bool, ...]], ...] = (
-    ({"bias": (1, 16, 4096, 4096), "bias_dtype": "bfloat16"}, (64, 128), (True,)),
-    ({"mask": (1, 1, 4096, 4096)}, (64, 128), (True,)),
-    ({"dropout": Dropout((4, 16))}, (64, 128), (True, False)),
-    ({"sinks": (1, 16)}, (64, 128), (False,)),
-    ({"softcap": 50.0}, (128, 256), (False,)),
+    ({"bias": (1, 16, 4096, 4096), "bias_dtype": "bfloat16"}, (64, 128), (False,)),
+    ({"mask": (1, 1, 4096, 4096)}, (64, 128), (False,)),
+    ({"dropout": Dropout((4, 16))}, (64, 128), (False, True)),
+    ({"sinks": (1, 16)}, (64, 128), (True,)),
+    ({"softcap": 50.0}, (128, 256), (True,)),
 )
 
 
-def _hot_problems() -> Iterator[HotProblem]:
-    """Yields the common problems."""
+def _hot_problems() -> Iterator[Spec]:
     for dtype, all_head_dims in _HOT_HEAD_DIMS.items():
         for head_dims in all_head_dims:
-            for unbounded in (True, False):
-                yield HotProblem(dtype, *head_dims, HotBand(unbounded))
-    yield HotProblem("bfloat16", 128, 128, HotBand(True), num_heads=32, num_kv_heads=8)
+            for causal in (False, True):
+                yield hot_problem(dtype, *head_dims, causal=causal)
+    plain = hot_problem("bfloat16", 128, 128, causal=False)
+    yield dataclasses.replace(plain, num_heads=32, num_kv_heads=8)
     for term, widths, bands in _HOT_TERMS:
         for width in widths:
-            for unbounded in bands:
-                yield HotProblem("bfloat16", width, width, HotBand(unbounded), **term)
+            for causal in bands:
+                yield dataclasses.replace(
+                    hot_problem("bfloat16", width, width, causal=causal), **term
+                )
 
 
 def hot_keys() -> tuple[str, ...]:
     """Returns the kernel keys of the common problems, in the order and spelling of ``cc/core/hot_set.txt``."""
-    keys: dict[str, None] = {}
-    for problem in _hot_problems():
-        keys |= dict.fromkeys(plan_forward(problem, 1).kernels.split(";"))
-    return tuple(keys)
+    return distinct_keys(plan_forward(spec) for spec in _hot_problems())

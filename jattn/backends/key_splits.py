@@ -8,7 +8,6 @@ its keys that blocks compute beside each other, and a second kernel adds them up
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 from jattn.masks import UNBOUNDED, UNBOUNDED_BAND
 from jattn.spec import Spec
@@ -25,29 +24,6 @@ _COMBINE_US = 5.0  # the second launch
 _PART_US = 0.1  # of the second kernel, which reads a row's parts one after the other
 _BYTES_PER_US = 3.0e6  # partial results, written and read
 _LEAST_GAIN = 0.9  # splitting must take less than this part of the time
-
-
-class _Band(Protocol):
-    @property
-    def left(self) -> int: ...
-    @property
-    def right(self) -> int: ...
-    @property
-    def lower_right(self) -> bool: ...
-
-
-class _Problem(Protocol):
-    @property
-    def q_len(self) -> int: ...
-    @property
-    def kv_len(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def head_dim_v(self) -> int: ...
-    @property
-    def band(self) -> _Band: ...
-
 
 # What a problem may have for the heads of a group to share a tile (``packs_heads`` in cc/cuda/forward_sm90.cc); sinks
 # are left to the kernel that adds up parts.
@@ -72,51 +48,51 @@ def heads_of_items(spec: Spec) -> int:
     return spec.num_heads
 
 
-def choose_splits(problem: _Problem, heads: int, tile_q: int, tile_kv: int) -> int:
+def choose_splits(spec: Spec, heads: int, tile_q: int, tile_kv: int) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
     Args:
-      problem: lengths, head dims, band.
+      spec: lengths, head dims, band.
       heads: query heads of all batch entries.
       tile_q, tile_kv: tile of the kernel.
     """
-    q_tiles = -(-problem.q_len // tile_q)
+    q_tiles = -(-spec.q_len // tile_q)
     items = heads * q_tiles
     if not 0 < items < MULTIPROCESSORS:
         return 1
-    visited = [_visible_tiles(problem, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
+    visited = [_visible_tiles(spec, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
     most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(visited))
     times = {
-        splits: _time_us(problem, heads, visited, splits, tile_q, tile_kv)
+        splits: _time_us(spec, heads, visited, splits, tile_q, tile_kv)
         for splits in range(1, most + 1)
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
 
 
-def _visible_tiles(problem: _Problem, first: int, tile_q: int, tile_kv: int) -> int:
+def _visible_tiles(spec: Spec, first: int, tile_q: int, tile_kv: int) -> int:
     """Counts the key tiles that queries first, first + 1, ... of one tile may see."""
-    band = problem.band
-    offset = problem.kv_len - problem.q_len if band.lower_right else 0
-    last = min(first + tile_q, problem.q_len) - 1
+    band = spec.band
+    offset = spec.kv_len - spec.q_len if band.lower_right else 0
+    last = min(first + tile_q, spec.q_len) - 1
     low = max(0, first + offset - band.left)
-    high = min(problem.kv_len, last + offset + band.right + 1)
+    high = min(spec.kv_len, last + offset + band.right + 1)
     return -(-high // tile_kv) - low // tile_kv if low < high else 0
 
 
 def _time_us(
-    problem: _Problem, heads: int, visited: list[int], splits: int, tile_q: int, tile_kv: int
+    spec: Spec, heads: int, visited: list[int], splits: int, tile_q: int, tile_kv: int
 ) -> float:
-    tile_us = 2.0 * tile_q * tile_kv * (problem.head_dim + problem.head_dim_v) / _FLOPS_PER_US
+    tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
     pieces = [-(-tiles // splits) * tile_us + _ITEM_US for tiles in visited]
     mean = sum(pieces) / len(pieces)
     waves = -(-heads * len(visited) * splits // MULTIPROCESSORS)
     time_us = waves * mean + max(pieces) - mean
     if splits > 1:
-        row_bytes = 8 * problem.head_dim_v
+        row_bytes = 8 * spec.head_dim_v
         time_us += (
             _COMBINE_US
             + splits * _PART_US
-            + splits * heads * problem.q_len * row_bytes / _BYTES_PER_US
+            + splits * heads * spec.q_len * row_bytes / _BYTES_PER_US
         )
     return time_us

@@ -11,6 +11,7 @@ from jattn.backends.base import (
     Residuals,
     Wants,
     symbolic_extents,
+    wide_heads,
     wrong_dtype,
     wrong_platform,
 )
@@ -57,11 +58,11 @@ class MemEfficientBackend:
         assert device.arch is not None
         everything = (True, True, True, spec.bias is not None)
         try:
-            cuda_tiles.plan_forward(spec, 1, device.arch)
+            cuda_tiles.plan_forward(spec, device.arch)
             if needs_grad:
                 for deterministic in (False, True):
                     cuda_tiles.plan_backward(
-                        spec, 1, device.arch, wants=everything, deterministic=deterministic
+                        spec, device.arch, wants=everything, deterministic=deterministic
                     )
         except ValueError as error:
             return (
@@ -81,10 +82,8 @@ class MemEfficientBackend:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
         assert device.arch is not None
-        plan = cuda_tiles.plan_forward(spec, spec.batch, device.arch)
-        return ffi.forward(
-            spec, operands, plan_attributes(self.name, plan.kernels), (plan.scratch_bytes,)
-        )
+        plan = cuda_tiles.plan_forward(spec, device.arch)
+        return ffi.forward(spec, operands, plan.attributes(self.name), (plan.scratch_bytes,))
 
     def backward(
         self,
@@ -99,18 +98,12 @@ class MemEfficientBackend:
         assert device.arch is not None
         plan = cuda_tiles.plan_backward(
             spec,
-            spec.batch,
             device.arch,
             wants=wants.flags(),
             deterministic=determinism == "strict",
         )
-        attributes = plan_attributes(self.name, plan.kernels)
+        attributes = plan.attributes(self.name)
         return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
-
-
-def plan_attributes(backend: str, kernels: str) -> dict[str, str]:
-    """The attribute ``plan`` of a CUDA call: for messages the backend, and the keys of its kernels."""
-    return {"backend": backend, "kernels": kernels}
 
 
 def cuda_kernels_missing(
@@ -136,31 +129,4 @@ def cuda_kernels_missing(
                 way_out,
             ),
         )
-    if missing := ffi.register_targets():
-        reasons += (
-            Reason(
-                backend,
-                "NOT_BUILT",
-                "native module",
-                missing,
-                "must be importable",
-                "reinstall jattn",
-            ),
-        )
-    return reasons
-
-
-def wide_heads(backend: str, spec: Spec, largest: int) -> tuple[Reason, ...]:
-    """The reasons why head dims above ``largest`` cannot run."""
-    return tuple(
-        Reason(
-            backend,
-            "HEAD_DIM",
-            name,
-            getattr(spec, name),
-            f"must be less than or equal to {largest}",
-            "split the head, or use implementation='xla'",
-        )
-        for name in ("head_dim", "head_dim_v")
-        if isinstance(getattr(spec, name), int) and getattr(spec, name) > largest
-    )
+    return reasons + ffi.missing_module(backend)

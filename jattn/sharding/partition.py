@@ -167,7 +167,7 @@ def partitioned(
 ) -> Callable[..., Any]:
     """Returns ``run`` in a form that the compiler may cut over batch and heads."""
     spec: Spec = params["spec"]
-    layout = _LAYOUTS[primitive_name](params)
+    layout = functools.partial(_LAYOUTS[primitive_name], params)
 
     def with_params(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(run(*arrays, **params))
@@ -203,53 +203,44 @@ def partitioned(
     return call
 
 
-Layout = Callable[[Cut], tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]]
+# How a primitive's operands and results are cut, and the axes over which each result must be summed.
+Layout = tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]
 
 
-def _forward_layout(params: dict[str, Any]) -> Layout:
-    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
-        return list(cut.operands(params["spec"]).flat()), [cut.out, cut.lse], [(), ()]
-
-    return layout
+def _forward_layout(params: dict[str, Any], cut: Cut) -> Layout:
+    return list(cut.operands(params["spec"]).flat()), [cut.out, cut.lse], [(), ()]
 
 
-def _backward_layout(params: dict[str, Any]) -> Layout:
-    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
-        spec, wants = params["spec"], params["wants"]
-        operands = cut.operands(spec)
-        arguments = [*operands.flat(), cut.out, cut.lse, cut.out]
-        if params["has_dlse"]:
-            arguments.append(cut.lse)
-        primals = operands.differentiable()
-        wanted = [i for i, flag in enumerate(wants.all_flags()) if flag]
-        sums = shared_axes(spec, cut)
-        return arguments, [primals[i] or PartitionSpec() for i in wanted], [sums[i] for i in wanted]
-
-    return layout
+def _backward_layout(params: dict[str, Any], cut: Cut) -> Layout:
+    spec, wants = params["spec"], params["wants"]
+    operands = cut.operands(spec)
+    arguments = [*operands.flat(), cut.out, cut.lse, cut.out]
+    if params["has_dlse"]:
+        arguments.append(cut.lse)
+    primals = operands.differentiable()
+    wanted = [i for i, flag in enumerate(wants.all_flags()) if flag]
+    sums = shared_axes(spec, cut)
+    return arguments, [primals[i] or PartitionSpec() for i in wanted], [sums[i] for i in wanted]
 
 
-def _tangent_layout(params: dict[str, Any]) -> Layout:
-    def layout(cut: Cut) -> tuple[list[PartitionSpec], list[PartitionSpec], list[Axes]]:
-        operands = cut.operands(params["spec"])
-        primals = operands.differentiable()
-        moving = [
-            p or PartitionSpec()
-            for p, flag in zip(primals, params["wants"].all_flags(), strict=True)
-            if flag
-        ]
-        return [*operands.flat(), cut.out, cut.lse, *moving], [cut.out, cut.lse], [(), ()]
-
-    return layout
+def _tangent_layout(params: dict[str, Any], cut: Cut) -> Layout:
+    operands = cut.operands(params["spec"])
+    primals = operands.differentiable()
+    flags = params["wants"].all_flags()
+    moving = [p or PartitionSpec() for p, flag in zip(primals, flags, strict=True) if flag]
+    return [*operands.flat(), cut.out, cut.lse, *moving], [cut.out, cut.lse], [(), ()]
 
 
-_LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
+_LAYOUTS: dict[str, Callable[[dict[str, Any], Cut], Layout]] = {
     "jattn_forward": _forward_layout,
     "jattn_backward": _backward_layout,
     "jattn_tangent": _tangent_layout,
 }
 
 
-def _sharding_rule(spec: Spec, layout: Layout) -> tuple[str, tuple[str, ...], dict[str, int]]:
+def _sharding_rule(
+    spec: Spec, layout: Callable[[Cut], Layout]
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Words the cut for the compiler's sharding propagation.
 
     The layout is asked with a cut over the symbolic axes "b" (batch), "n" (query heads) and "h" (key heads); every

@@ -11,7 +11,7 @@ import numpy as np
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
-from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups
+from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, softmax, sum_groups
 
 
 def round_to_tf32(array: Array) -> Array:
@@ -74,21 +74,11 @@ def solve(
         if operands.alibi_slopes is not None:
             s = s - per_head(operands.alibi_slopes).astype(wide) * far
         s = np.where(visible, s, wide(-np.inf))
-        row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
-        live = ~(row_max == -np.inf)
-        sink = wide(-np.inf) if operands.sinks is None else per_head(operands.sinks).astype(wide)
-        row_max = np.where(live, np.maximum(row_max, sink), row_max)
-        weights = np.where(
-            visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
-        )
-        sink_weight = np.exp(np.where(live, sink, wide(-np.inf)) - np.where(live, row_max, wide(0)))
-        row_sum = np.where(live, weights.sum(axis=3, keepdims=True) + sink_weight, 1)
-        p = weights / row_sum
-        lse = np.where(live, np.where(live, row_max, 0) + np.log(row_sum), -np.inf)[..., 0]
+        live, p, _, lse = softmax(s, visible, operands.sinks)
         out = stored(factor * product(rounded(p * kept), v))
         # The residual format is part of the problem: backward has lse, rounded to the wide type, and not row_max and
         # row_sum. At |lse| = 25 that alone moves P by 12 units of float32.
-        kept_lse = np.where(np.isneginf(lse), 0, lse).astype(wide)[..., None]
+        kept_lse = np.where(np.isneginf(lse), 0, lse).astype(wide)
         p = np.where(visible & live, np.exp(np.where(visible & live, s - kept_lse, 0)), 0)
         dp = np.where(visible, rounded(factor * kept * product(dout, v.swapaxes(2, 3))), 0)
         delta = (solution.dout.astype(wide) * out.astype(wide)).sum(axis=3, keepdims=True) - dlse[
@@ -99,7 +89,7 @@ def solve(
         group = case.group_size
         results = {
             "out": out.transpose(0, 2, 1, 3),
-            "lse": lse.transpose(0, 2, 1).astype(wide),
+            "lse": lse[..., 0].transpose(0, 2, 1).astype(wide),
             "dq": stored(scale * product(dx, k)).transpose(0, 2, 1, 3),
             "dk": stored(sum_groups(scale * product(dx.swapaxes(2, 3), q), group)).transpose(
                 0, 2, 1, 3
@@ -113,6 +103,7 @@ def solve(
                 operands.bias.dtype
             )
         if operands.sinks is not None:
+            sink = per_head(operands.sinks).astype(wide)
             sink_p = np.where(live, np.exp(np.where(live, sink - kept_lse, 0)), 0)
             results["dsinks"] = per_head_sum(-sink_p * delta, operands.sinks.shape).astype(
                 np.float32

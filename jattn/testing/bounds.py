@@ -84,24 +84,12 @@ def bounds(
         np.abs(_finite(solution.dx)),
     )
     acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
-    acc_d, acc_dv = unit.acc(case.head_dim), unit.acc(case.head_dim_v)
+    acc_dv = unit.acc(case.head_dim_v)
 
     # Rounding 1 / (1 - r) and multiplying by it.
     drop = 2 * unit.u_acc if case.dropout_rate else 0.0
 
-    # delta_s of the analysis: by how much a row's scores may be off.
-    products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
-    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
-    largest_bias = np.where(
-        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
-    )
-    magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
-    if case.softcap is not None:
-        # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
-        magnitude = magnitude + case.softcap
-    if operands.sinks is not None:
-        magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
-    s_error = (2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude
+    s_error = _score_error(case, operands, solution, unit)
     rho = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc + unit.u_in
 
     p = _finite(p)
@@ -131,14 +119,7 @@ def bounds(
         + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
     )
     ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
-    dx_error = ds_error
-    if case.softcap is not None:
-        # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
-        ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
-        slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
-        dx_error = (
-            ds_error * np.where(visible, 1 - ratio**2 + slope_error, 0) + abs_ds * slope_error
-        )
+    dx_error = _dx_error(case, solution, unit, s_error, ds_error)
 
     dq = scale * ((dx_error + (unit.u_qk + acc_s) * abs_dx) @ abs_k)
     dq = dq.transpose(0, 2, 1, 3) + 2 * unit.u_out * np.abs(solution.dq) + unit.a_out
@@ -167,6 +148,39 @@ def bounds(
         terms = (ds_error + (acc_s + acc_t + 2.0**-23) * abs_ds) * np.abs(solution.distance)
         found["dalibi_slopes"] = per_head_sum(terms, solution.dalibi_slopes.shape)
     return {name: bound + UNDERFLOW for name, bound in found.items()}
+
+
+def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units) -> Array:
+    """delta_s of the analysis, (B, N, T, 1): by how much a row's scores may be off."""
+    abs_q, abs_k = np.abs(_finite(solution.q)), np.abs(_finite(solution.k))
+    visible, scale = solution.visible, abs(case.scale_value)
+    products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
+    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
+    largest_bias = np.where(
+        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
+    )
+    magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
+    if case.softcap is not None:
+        # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
+        magnitude = magnitude + case.softcap
+    if operands.sinks is not None:
+        magnitude = magnitude + np.abs(_finite(per_head(operands.sinks).astype(np.float64)))
+    acc_d = unit.acc(case.head_dim)
+    return np.asarray((2 * unit.u_qk + acc_d) * _row_max(products) + 4 * unit.u_acc * magnitude)
+
+
+def _dx_error(
+    case: Case, solution: Solution, unit: Units, s_error: Array, ds_error: Array
+) -> Array:
+    """By how much the gradients of the products may be off, of those of the scores and the slope of the softcap."""
+    if case.softcap is None:
+        return ds_error
+    # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
+    visible, abs_ds = solution.visible, np.abs(_finite(solution.ds))
+    ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
+    slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
+    kept_slope = np.where(visible, 1 - ratio**2 + slope_error, 0)
+    return np.asarray(ds_error * kept_slope + abs_ds * slope_error)
 
 
 def _lse_rounding(lse: Array, lse_dtype: str) -> Array:

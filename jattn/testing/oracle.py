@@ -7,7 +7,7 @@ the oracle stays the more precise side where that type is wider than float64.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,22 +189,8 @@ def solve(case: Case, operands: Operands) -> Solution:
         s = s - slopes * np.abs(distance)
     s = np.where(visible, s, -np.inf)
 
-    row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
-    live = ~(row_max == -np.inf)  # a row of NaNs is live: it sees keys
-    sink: Any = -np.inf if operands.sinks is None else per_head(operands.sinks).astype(real)
-    row_max = np.where(live, np.maximum(row_max, sink), row_max)
-    weights = np.where(
-        visible & live, np.exp(np.where(visible & live, s - np.where(live, row_max, 0), 0)), 0
-    )
-    sink_weight = np.exp(np.where(live, sink, -np.inf) - np.where(live, row_max, 0))
-    row_sum = weights.sum(axis=3, keepdims=True) + sink_weight
-    p = np.where(live, weights / np.where(live, row_sum, 1), 0)
-    sink_p = np.where(live, sink_weight / np.where(live, row_sum, 1), 0)
+    _, p, sink_p, lse = softmax(s, visible, operands.sinks)
     z = dropout_factors(case, operands).astype(real)
-    with np.errstate(divide="ignore"):
-        lse = np.where(
-            live, np.where(live, row_max, 0) + np.log(np.where(live, row_sum, 1)), -np.inf
-        )[..., 0]
     out = (z * p) @ _without_nan(v)
     if np.isnan(v).any():
         out = np.where((visible.astype(real) @ np.isnan(v).astype(real)) > 0, np.nan, out)
@@ -224,7 +210,7 @@ def solve(case: Case, operands: Operands) -> Solution:
         dalibi_slopes = per_head_sum(-ds * np.abs(distance), operands.alibi_slopes.shape)
     return Solution(
         out=out.transpose(0, 2, 1, 3),
-        lse=lse.transpose(0, 2, 1),
+        lse=lse[..., 0].transpose(0, 2, 1),
         dq=(scale * (dx @ k)).transpose(0, 2, 1, 3),
         dk=sum_groups(scale * (dx.swapaxes(2, 3) @ q), group).transpose(0, 2, 1, 3),
         dv=sum_groups(dv, group).transpose(0, 2, 1, 3),
@@ -248,6 +234,30 @@ def solve(case: Case, operands: Operands) -> Solution:
         sink_p=sink_p,
         distance=distance,
     )
+
+
+class Softmax(NamedTuple):
+    """The softmax of rows of scores: live (the row sees a key), sink_p and lse are (B, N, T, 1), p (B, N, T, S)."""
+
+    live: Array
+    p: Array
+    sink_p: Array
+    lse: Array
+
+
+def softmax(s: Array, visible: Array, sinks: Array | None) -> Softmax:
+    """Computes the weights of visible keys and of the sink in the type of `s`, which is -inf where not visible."""
+    real: Any = s.dtype.type
+    row_max = np.max(s, axis=3, initial=-np.inf, keepdims=True)
+    live = ~(row_max == -np.inf)  # a row of NaNs is live: it sees keys
+    sink = real(-np.inf) if sinks is None else per_head(sinks).astype(real)
+    shift = np.where(live, np.maximum(row_max, sink), real(0))
+    seen = visible & live
+    weights = np.where(seen, np.exp(np.where(seen, s - shift, 0)), 0)
+    sink_weight = np.exp(np.where(live, sink, real(-np.inf)) - shift)
+    row_sum = np.where(live, weights.sum(axis=3, keepdims=True) + sink_weight, 1)
+    lse = np.where(live, shift + np.log(row_sum), -np.inf)
+    return Softmax(live, weights / row_sum, np.where(live, sink_weight / row_sum, 0), lse)
 
 
 def per_head(values: Array) -> Array:

@@ -122,7 +122,7 @@ def check(
 @pytest.mark.parametrize("arch", ARCHS)
 def test_forward(arch: tuple[int, int]) -> None:
     for spec in SPECS:
-        plan = cuda_tiles.plan_forward(spec, spec.batch, arch)
+        plan = cuda_tiles.plan_forward(spec, arch)
         check(spec, plan.kernels, plan.scratch_bytes, backward=False)
 
 
@@ -152,9 +152,7 @@ def test_backward(arch: tuple[int, int], deterministic: bool) -> None:
         for wants in itertools.product((False, True), repeat=4):
             if not any(wants) or (wants[3] and spec.bias is None):
                 continue
-            plan = cuda_tiles.plan_backward(
-                spec, spec.batch, arch, wants=wants, deterministic=deterministic
-            )
+            plan = cuda_tiles.plan_backward(spec, arch, wants=wants, deterministic=deterministic)
             check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=wants)
 
 
@@ -164,7 +162,7 @@ def runs_on_flash(spec: Spec) -> bool:
 
 def test_flash_forward() -> None:
     for spec in filter(runs_on_flash, SPECS):
-        plan = flash_tiles.plan_forward(spec, spec.batch)
+        plan = flash_tiles.plan_forward(spec)
         check(spec, plan.kernels, plan.scratch_bytes, backward=False)
 
 
@@ -175,8 +173,6 @@ def test_flash_backward() -> None:
                 continue
             plan = flash_backward_tiles.plan_backward(
                 spec,
-                spec.batch,
-                spec.num_heads,
                 wants=(wants[0], wants[1], wants[2], wants[3]),
                 deterministic=deterministic,
             )

@@ -27,8 +27,6 @@ def attention_keys(spec: Spec, *, deterministic: bool) -> list[str]:
     """The keys of the kernels with products in the plan of all gradients."""
     plan = tiles.plan_backward(
         spec,
-        spec.batch,
-        spec.num_heads,
         wants=(True, True, True, spec.bias is not None),
         deterministic=deterministic,
     )
@@ -119,7 +117,7 @@ def test_keys_say_what_the_problem_has(term: str) -> None:
         keys = attention_keys(spec, deterministic=deterministic)
         families = {key.split()[0].removeprefix("family=") for key in keys}
         main = {"sm90_backward_dkv", "sm90_backward_dq"} if deterministic else {"sm90_backward"}
-        stores_ds = tiles.can_store_ds(spec, spec.batch, spec.num_heads)
+        stores_ds = tiles.can_store_ds(spec)
         assert stores_ds == (term == "staged-bias")
         own_kernel = spec.bias is not None and not stores_ds
         assert families == main | ({"sm90_backward_dbias"} if own_kernel else set())
@@ -147,7 +145,7 @@ def test_ds_is_stored_where_it_is_the_gradient_of_the_bias(
     change: dict[str, object], stored: bool
 ) -> None:
     spec = test_flash_terms.problem((128, 128), **(TERMS["staged-bias"] | change))
-    assert tiles.can_store_ds(spec, spec.batch, spec.num_heads) == stored
+    assert tiles.can_store_ds(spec) == stored
 
 
 def shared_bytes(keys: list[str], folder: Path) -> list[int]:
@@ -191,7 +189,7 @@ def test_shared_memory_is_counted_as_the_kernels_count_it(tmp_path: Path) -> Non
                 elif family == "sm90_backward_dbias":
                     counted.append(tiles.dbias_shared_bytes(tiles.dbias_tile(spec), spec))
                 else:
-                    stores_ds = tiles.can_store_ds(spec, spec.batch, spec.num_heads)
+                    stores_ds = tiles.can_store_ds(spec)
                     tile = tiles.keys_tile(spec, fused=not deterministic, stores_ds=stores_ds)
                     fused = family == "sm90_backward"
                     counted.append(tiles.keys_shared_bytes(tile, spec, fused=fused))

@@ -10,6 +10,7 @@ import toolchain
 
 from jattn import _core
 from jattn.backends import flash_tiles
+from jattn.backends.kernel_plan import Plan
 from jattn.masks import Band
 from jattn.spec import Dropout, Spec
 
@@ -36,11 +37,11 @@ def spec(head_dim: int, **terms: object) -> Spec:
     return Spec(2, 1024, 1024, 4, 4, head_dim, head_dim, "bfloat16", 0.1, **terms)  # type: ignore[arg-type]
 
 
-def plan(name: str) -> flash_tiles.Plan:
+def plan(name: str) -> Plan:
     """The plan of a variant."""
     head_dim, terms, changes = VARIANTS[name]
     with flash_tiles.forward_tile_changes(**changes):
-        return flash_tiles.plan_forward(spec(head_dim, **terms), 2)
+        return flash_tiles.plan_forward(spec(head_dim, **terms))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -57,7 +58,7 @@ def test_compiles_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_list_of_documents_has_its_pass_and_its_room() -> None:
-    listed, plain = plan("documents"), flash_tiles.plan_forward(spec(128, segments=True), 2)
+    listed, plain = plan("documents"), flash_tiles.plan_forward(spec(128, segments=True))
     assert "family=document_tiles arch=sm_90a" in listed.kernels.split(";")
     assert "documents=1" not in plain.kernels
     tiles = 2 * (1024 // 128 + 1024)

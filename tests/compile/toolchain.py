@@ -46,21 +46,21 @@ def one_key_per_family() -> dict[str, str]:
     hopper = (9, 0)
     few_queries = dataclasses.replace(plain, kv_len=8192, segments=False)
     plans = [
-        flash_tiles.plan_forward(plain, 1).kernels,
-        flash_tiles.plan_forward(few_queries, 1, few_queries.num_heads).kernels,
-        cuda_tiles.plan_forward(biased, 1, hopper).kernels,
-        cuda_tiles.plan_forward(moved, 1, hopper).kernels,
+        flash_tiles.plan_forward(plain).kernels,
+        flash_tiles.plan_forward(few_queries, heads=few_queries.num_heads).kernels,
+        cuda_tiles.plan_forward(biased, hopper).kernels,
+        cuda_tiles.plan_forward(moved, hopper).kernels,
     ]
     with flash_tiles.forward_tile_changes(documents=True):
-        plans.append(flash_tiles.plan_forward(plain, 1).kernels)
+        plans.append(flash_tiles.plan_forward(plain).kernels)
     for deterministic in (False, True):
         plan = cuda_tiles.plan_backward(
-            biased, 1, hopper, wants=(True,) * 4, deterministic=deterministic
+            biased, hopper, wants=(True,) * 4, deterministic=deterministic
         )
         plans.append(plan.kernels)
         for problem in (biased, per_head):
             flash_plan = flash_backward_tiles.plan_backward(
-                problem, 1, problem.num_heads, wants=(True,) * 4, deterministic=deterministic
+                problem, wants=(True,) * 4, deterministic=deterministic
             )
             plans.append(flash_plan.kernels)
     keys = listed_key_per_family()

@@ -65,12 +65,12 @@ def test_parts_fill_the_device() -> None:
 
 def test_a_plan_says_how_often() -> None:
     problem = spec(1024, 65_536, 8)
-    main, combine = flash_tiles.plan_forward(problem, 1, 8).kernels.split(";")
+    main, combine = flash_tiles.plan_forward(problem, heads=8).kernels.split(";")
     assert "partial_results=1" in main
     assert (
         combine == f"family=forward_combine arch=sm_90a element=bf16 key_splits={splits(problem)}"
     )
-    assert "partial_results" not in flash_tiles.plan_forward(problem, 1).kernels
+    assert "partial_results" not in flash_tiles.plan_forward(problem).kernels
 
 
 def test_single_queries_of_a_group_share_a_tile() -> None:

@@ -74,7 +74,7 @@ check: $(VENV)/.installed  ## format check, ruff, types, generated tables, impor
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
-	$(PYTEST) -n $(JOBS) --dist loadgroup tests/cpu $(ARGS)
+	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
 
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 	$(PYTEST) -n $(JOBS) tests/compile $(ARGS)

@@ -137,15 +137,6 @@ struct KeyProducer {
       load_bytes(shared_address(control.delta[stage]), params.delta + row, statistics_bytes(C), dout_full);
       load_tile<C.tile_q, C.head_dim_v>(dout_tile, &params.dout, dout_full, first, step.head, item.batch);
     }
-    if constexpr (bias_tile_bytes(C) > 0) {
-      const int slot = bias_ring.index;
-      wait(&control.bias_empty[slot], bias_ring.parity);
-      if (leads()) {
-        load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
-                          item.batch, step.head, first, item.first);
-      }
-      bias_ring.advance();
-    }
     if constexpr (kEmptyRows) {
       if (empty_rows) {
         wait_landed();
@@ -159,6 +150,16 @@ struct KeyProducer {
           arrive(&control.second_full[stage]);
         }
       }
+    }
+    // Behind the arrivals above: consumers ask for the next step's q (dropout) before they free the only place of a bias.
+    if constexpr (bias_tile_bytes(C) > 0) {
+      const int slot = bias_ring.index;
+      wait(&control.bias_empty[slot], bias_ring.parity);
+      if (leads()) {
+        load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
+                          item.batch, step.head, first, item.first);
+      }
+      bias_ring.advance();
     }
     ring.advance();
   }

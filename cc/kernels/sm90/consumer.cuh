@@ -163,6 +163,39 @@ struct Consumer {
     return {params, control, item, header, ring.index, slot, place(), item.q_begin + first_row() + warp_row()};
   }
 
+  // From p of one tile, whose header is given, to that of the next, with the output product of the first under the softmax
+  // of the second. begins_item: the next tile is the first of the next item, and the present one ends here.
+  template <bool kBeginsItem>
+  __device__ __forceinline__ void visit_next_tile(Queries& q, Probabilities& p, Output& out, Softmax& softmax,
+                                                  TileHeader& header) {
+    if constexpr (kBeginsItem) begin_next_item(q);
+    const Ring before = ring;
+    ring.advance();
+    header = wait_k();
+    Scores s;
+    start_both(s, q, out, p, before, [] {});
+    RowFactors factors;
+    if constexpr (kBeginsItem) {
+      factors = finish_rows(softmax, items - 1);
+      reset(softmax);
+    }
+    TileDrops<C> drops;
+    drops.make(context(header));
+    wait_products<1>();
+    pin_registers(s);
+    finish_scores(s, header, drops, softmax);
+    wait_products<0>();
+    pin_registers(out);
+    release(&control.v_empty[before.index]);
+    pack_fragment<C.element>(p, s);
+    if constexpr (kBeginsItem) {
+      write(out, factors, items - 1);
+      clear(out);
+    } else {
+      softmax.rescale_output(out);
+    }
+  }
+
   // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
   __device__ __forceinline__ void visit_tiles(Queries& q, Output& out, Softmax& softmax) {
     Probabilities p;
@@ -178,34 +211,9 @@ struct Consumer {
       pack_fragment<C.element>(p, s);
     }
     for (;;) {
-      const bool ends = is_last(header);  // its item ends with the tile whose p is ready
-      if (ends && !next_item_follows(header)) break;
-      if (ends) begin_next_item(q);
-      const Ring before = ring;
-      ring.advance();
-      header = wait_k();
-      Scores s;
-      start_both(s, q, out, p, before, [] {});
-      RowFactors factors;
-      if (ends) {
-        factors = finish_rows(softmax, items - 1);
-        reset(softmax);
-      }
-      TileDrops<C> drops;
-      drops.make(context(header));
-      wait_products<1>();
-      pin_registers(s);
-      finish_scores(s, header, drops, softmax);
-      wait_products<0>();
-      pin_registers(out);
-      release(&control.v_empty[before.index]);
-      pack_fragment<C.element>(p, s);
-      if (ends) {
-        write(out, factors, items - 1);
-        clear(out);
-      } else {
-        softmax.rescale_output(out);
-      }
+      while (!is_last(header)) visit_next_tile<false>(q, p, out, softmax, header);
+      if (!next_item_follows(header)) break;
+      visit_next_tile<true>(q, p, out, softmax, header);
     }
     leaves_tiles = leaves_tiles_behind(header);
     finish_last_tile(p, out, softmax);
@@ -479,21 +487,23 @@ struct Consumer {
     return end < params.problem.q_len && item.q_begin + first_row() + kWarpgroupRows > end;
   }
 
-  // Copies the rows of the output tile that belong to the item, 16 bytes a thread.
-  __device__ __forceinline__ void copy_rows(const ItemRecord& item, unsigned out_tile) const {
+  // Copies the rows of kChunks chunks of the output tile that belong to the item, 16 bytes a thread.
+  template <int kChunks>
+  __device__ __forceinline__ void copy_rows(const ItemRecord& item, unsigned out_chunk, int first_chunk) const {
     const ProblemParams& problem = params.problem;
     constexpr int kPiecesOfChunk = kChunkRowBytes / 16;
     const int first = item.q_begin + first_row(), rows = end_of_rows(item) - first;  // may be negative
-    const int pieces = problem.head_dim_v * 2 / 16;                                  // of a row
+    const int pieces = problem.head_dim_v * 2 / 16 - first_chunk * kPiecesOfChunk;   // of a row
     const int64_t stride = int64_t(problem.num_heads) * problem.head_dim_v * 2;
     char* const target =
         static_cast<char*>(params.rows_out) +
-        ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) * problem.head_dim_v * 2;
+        ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) * problem.head_dim_v * 2 +
+        first_chunk * kChunkRowBytes;
 #pragma unroll 1
-    for (int i = thread(); i < kWarpgroupRows * C.head_dim_v / 8; i += kWarpgroupThreads) {
-      const int row = i / (C.head_dim_v / 8), piece = i % (C.head_dim_v / 8);
+    for (int i = thread(); i < kWarpgroupRows * kChunks * kPiecesOfChunk; i += kWarpgroupThreads) {
+      const int row = i / (kChunks * kPiecesOfChunk), piece = i % (kChunks * kPiecesOfChunk);
       if (row >= rows || piece >= pieces) continue;
-      const unsigned source = out_tile + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
+      const unsigned source = out_chunk + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
                               (piece % kPiecesOfChunk ^ row % 8) * 16;
       uint4 words;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -504,49 +514,71 @@ struct Consumer {
     }
   }
 
-  // Writes the output rows of this warpgroup.
+  // Writes the output rows of this warpgroup: the whole tile at once where it has a place, else chunk by chunk through the
+  // places that there are.
   __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
     if constexpr (C.partial_results) return write_part(out, factors, number);
+    constexpr int kChunks = num_chunks(C.head_dim_v);
+    constexpr bool kAtOnce = S::kOutChunks == kChunks;
     const ItemRecord& item = control.items[number % S::kItemSlots];
-    const unsigned out_tile = tiles + S::kOutOffset + first_row() * kChunkRowBytes;
-    if (thread() == 0) wait_stores_read();
-    sync_warpgroup();  // the previous output tile has left
+    const bool by_rows = C.documents && is_cut(item);
 #pragma unroll
-    for (int step = 0; step < C.head_dim_v / kStepDepth; ++step) {
+    for (int chunk = 0; chunk < kChunks; chunk += kAtOnce ? kChunks : 1) {
+      if (thread() == 0) {
+        if (chunk == 0) {
+          wait_stores_read();
+        } else {
+          wait_stores_read<S::kOutChunks - 1>();
+        }
+      }
+      sync_warpgroup();  // what had the place before has left
+      write_chunks<kAtOnce ? kChunks : 1>(out, factors, item, chunk, chunk % S::kOutChunks, by_rows);
+    }
+    if constexpr (S::kOutAliasesQ) {
+      if (by_rows) sync_warpgroup();
+      if (thread() == 0) {
+        wait_stores_read();
+        arrive(&control.q_empty[number % S::kQBuffers]);
+      }
+    }
+  }
+
+  // Writes kCount chunks of the output by way of the shared memory of chunk `place`.
+  template <int kCount>
+  __device__ __forceinline__ void write_chunks(Output& out, RowFactors factors, const ItemRecord& item, int chunk,
+                                               int place, bool by_rows) const {
+    constexpr int kChunkBytes = C.tile_q * kChunkRowBytes, kStepsOfChunk = kChunkColumns / kStepDepth;
+    const unsigned tile = tiles + S::kOutOffset + place * kChunkBytes + first_row() * kChunkRowBytes;
+#pragma unroll
+    for (int step = 0; step < kCount * kStepsOfChunk; ++step) {
+      const int column = chunk * kStepsOfChunk + step;
+      if (column >= C.head_dim_v / kStepDepth) break;
       unsigned words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float f = factors.row[i % 2];
-        const float low = f == 0.0f ? 0.0f : out[8 * step + 2 * i] * f;  // selected: out may hold NaN there
-        const float high = f == 0.0f ? 0.0f : out[8 * step + 2 * i + 1] * f;
+        const float low = f == 0.0f ? 0.0f : out[8 * column + 2 * i] * f;  // selected: out may hold NaN there
+        const float high = f == 0.0f ? 0.0f : out[8 * column + 2 * i + 1] * f;
         words[i] = ElementTraits<C.element>::pack(low, high);
       }
       asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(fragment_address(out_tile, step)),
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(fragment_address(tile, step)),
           "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
           : "memory");
     }
     fence_async_proxy();
     sync_warpgroup();
-    const bool by_rows = C.documents && is_cut(item);
     if (by_rows) {
-      copy_rows(item, out_tile);
-      if (S::kOutAliasesQ) sync_warpgroup();
+      copy_rows<kCount>(item, tile, chunk);
+      return;
     }
-    if (thread() == 0) {
-      const int first = item.q_begin + first_row();
-      if (first < end_of_rows(item) && !by_rows) {
+    const int first = item.q_begin + first_row();
+    if (thread() == 0 && first < end_of_rows(item)) {
 #pragma unroll
-        for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
-          store_box(&params.out, out_tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, item.head,
-                    item.batch);
-        }
-        commit_stores();
+      for (int i = 0; i < kCount; ++i) {
+        store_box(&params.out, tile + i * kChunkBytes, (chunk + i) * kChunkColumns, first, item.head, item.batch);
       }
-      if constexpr (S::kOutAliasesQ) {
-        wait_stores_read();
-        arrive(&control.q_empty[number % S::kQBuffers]);
-      }
+      commit_stores();
     }
   }
 

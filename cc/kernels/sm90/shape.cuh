@@ -39,11 +39,14 @@ JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
   return num_consumers(config) == 3 ? 160 : has_busy_producer(config) ? 232 : 240;
 }
 
-// With chained items the next q arrives while this one is in use.
-JATTN_HOST_DEVICE constexpr int q_buffers(const Config& config) { return config.chain_items ? 2 : 1; }
+// With chained items the next q arrives while this one is in use; not so where warps take it into registers.
+JATTN_HOST_DEVICE constexpr int q_buffers(const Config& config) {
+  return config.chain_items && !config.q_in_registers ? 2 : 1;
+}
 
-// Records of items: one is written when q's buffer is free again, while the item before may still be in its last tile.
-JATTN_HOST_DEVICE constexpr int item_slots(const Config& config) { return 2 * q_buffers(config); }
+// Records of items: one is written when q's buffer is free again, while the item before may still be in its last tile, or
+// with chained items be waiting for its results to be written.
+JATTN_HOST_DEVICE constexpr int item_slots(const Config& config) { return config.chain_items ? 4 : 2; }
 
 // Bytes of a tile of the bias in shared memory, chunks of 64 keys with queries along rows; 0 if it is read elsewhere.
 JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
@@ -88,16 +91,21 @@ JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
   return config.stages * stage_bytes(config) + control_bytes(config);
 }
 
-// The output tile has its own buffer where that fits; else it takes q's place, and the next q waits for its store.
-JATTN_HOST_DEVICE constexpr bool out_aliases_q(const Config& config) {
-  return q_bytes(config) + tile_bytes(config.tile_q, config.head_dim_v) + bytes_without_q(config) > kMaxSharedBytes;
+// Chunks of the output tile that have a place of their own: all where they fit, else the others pass through those that do.
+// 0: not one fits; the tile then takes q's place, and the next q waits for its store.
+JATTN_HOST_DEVICE constexpr int out_chunks(const Config& config) {
+  const int chunk_bytes = tile_bytes(config.tile_q, kChunkColumns), chunks = num_chunks(config.head_dim_v);
+  const int room = (kMaxSharedBytes - q_bytes(config) - bytes_without_q(config)) / chunk_bytes;
+  return room < 0 ? 0 : room < chunks ? room : chunks;
 }
+
+JATTN_HOST_DEVICE constexpr bool out_aliases_q(const Config& config) { return out_chunks(config) == 0; }
 
 JATTN_HOST_DEVICE constexpr int out_offset(const Config& config) { return out_aliases_q(config) ? 0 : q_bytes(config); }
 
 JATTN_HOST_DEVICE constexpr int k_offset(const Config& config) {
+  if (!out_aliases_q(config)) return q_bytes(config) + out_chunks(config) * tile_bytes(config.tile_q, kChunkColumns);
   const int out_bytes = tile_bytes(config.tile_q, config.head_dim_v);
-  if (!out_aliases_q(config)) return q_bytes(config) + out_bytes;
   return q_bytes(config) > out_bytes ? q_bytes(config) : out_bytes;
 }
 
@@ -155,6 +163,7 @@ struct Shape {
   static constexpr int kVBytes = tile_bytes(C.tile_kv, C.head_dim_v);
   static constexpr int kBiasBytes = staged_bias_bytes(C);
   static constexpr bool kOutAliasesQ = out_aliases_q(C);
+  static constexpr int kOutChunks = kOutAliasesQ ? num_chunks(C.head_dim_v) : out_chunks(C);
   static constexpr int kOutOffset = out_offset(C);
   static constexpr int kKOffset = k_offset(C);
   static constexpr int kVOffset = v_offset(C);

@@ -66,7 +66,10 @@ __device__ __forceinline__ void add_floats(float* destination, unsigned source, 
                : "memory");
 }
 
-// Returns when the committed stores of this thread have read their shared memory.
-__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Returns when the committed stores of this thread, but for the last kPending, have read their shared memory.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 }  // namespace jattn::sm90

@@ -147,7 +147,6 @@ def variants() -> list[Variant]:
         add("q128_mid", **(d64 | {"tile_q": 128, "q_in_registers": 1}))
         add("kept", **best)
         add("kept_nvrtc", **best, compiler="nvrtc")
-        add("chained", **best, chain_items=1)
         add("last", **best, loop_order=1)
         add("turns", **best, take_turns=1)
         add("last_turns", **best, loop_order=1, take_turns=1)
@@ -180,10 +179,9 @@ def variants() -> list[Variant]:
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192, loop_order=1)
     )
     found.append(replace(checked, name="check_serial", tile_q=192, loop_order=2, integer_max=1))
-    found.append(replace(checked, name="check_chain", chain_items=1))
-    found.append(
-        replace(checked, name="check_chain_stride", chain_items=1, schedule=1, head_dim=96)
-    )
+    chained = replace(checked, chain_items=1, loop_order=1)
+    found.append(replace(chained, name="check_chain"))
+    found.append(replace(chained, name="check_chain_stride", schedule=1, head_dim=96))
     found.append(
         replace(
             checked,
@@ -196,14 +194,6 @@ def variants() -> list[Variant]:
         )
     )
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
-    found.append(
-        replace(checked, name="check_chain_qreg", chain_items=1, q_in_registers=1, integer_max=1)
-    )
-    found.append(
-        replace(
-            checked, name="check_chain_qreg_full", band=0, chain_items=1, q_in_registers=1, integer_max=1
-        )
-    )
     found.append(replace(checked, name="check_softcap", softcap=1))
     found.append(replace(checked, name="check_scale_first", scale_first=1))
     turns = replace(checked, take_turns=1)

@@ -163,39 +163,6 @@ struct Consumer {
     return {params, control, item, header, ring.index, slot, place(), item.q_begin + first_row() + warp_row()};
   }
 
-  // From p of one tile, whose header is given, to that of the next, with the output product of the first under the softmax
-  // of the second. begins_item: the next tile is the first of the next item, and the present one ends here.
-  template <bool kBeginsItem>
-  __device__ __forceinline__ void visit_next_tile(Queries& q, Probabilities& p, Output& out, Softmax& softmax,
-                                                  TileHeader& header) {
-    if constexpr (kBeginsItem) begin_next_item(q);
-    const Ring before = ring;
-    ring.advance();
-    header = wait_k();
-    Scores s;
-    start_both(s, q, out, p, before, [] {});
-    RowFactors factors;
-    if constexpr (kBeginsItem) {
-      factors = finish_rows(softmax, items - 1);
-      reset(softmax);
-    }
-    TileDrops<C> drops;
-    drops.make(context(header));
-    wait_products<1>();
-    pin_registers(s);
-    finish_scores(s, header, drops, softmax);
-    wait_products<0>();
-    pin_registers(out);
-    release(&control.v_empty[before.index]);
-    pack_fragment<C.element>(p, s);
-    if constexpr (kBeginsItem) {
-      write(out, factors, items - 1);
-      clear(out);
-    } else {
-      softmax.rescale_output(out);
-    }
-  }
-
   // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
   __device__ __forceinline__ void visit_tiles(Queries& q, Output& out, Softmax& softmax) {
     Probabilities p;
@@ -210,10 +177,22 @@ struct Consumer {
       finish_scores(s, header, drops, softmax);
       pack_fragment<C.element>(p, s);
     }
-    for (;;) {
-      while (!is_last(header)) visit_next_tile<false>(q, p, out, softmax, header);
-      if (!next_item_follows(header)) break;
-      visit_next_tile<true>(q, p, out, softmax, header);
+    while (!is_last(header)) {
+      const Ring before = ring;
+      ring.advance();
+      header = wait_k();
+      Scores s;
+      start_both(s, q, out, p, before, [] {});
+      TileDrops<C> drops;
+      drops.make(context(header));
+      wait_products<1>();
+      pin_registers(s);
+      finish_scores(s, header, drops, softmax);
+      wait_products<0>();
+      pin_registers(out);
+      release(&control.v_empty[before.index]);
+      pack_fragment<C.element>(p, s);
+      softmax.rescale_output(out);
     }
     leaves_tiles = leaves_tiles_behind(header);
     finish_last_tile(p, out, softmax);

@@ -22,7 +22,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(!C.bias || !C.staged_bias || C.bias_element == C.element);
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
-  static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order != 2 && C.schedule != 0));
+  static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order == 1 && C.schedule != 0));
   static_assert(!C.take_turns || (C.loop_order != 2 && !C.chain_items));
   static_assert(!C.cap_series || (C.softcap && C.integer_max && !C.bias && !C.alibi));
   static_assert(!C.documents || (C.segments && !C.lengths && !C.positions && !C.mask && !C.bias && !C.alibi &&

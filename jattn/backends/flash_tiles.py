@@ -40,7 +40,9 @@ _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
 _DOCUMENT_TILE_BYTES = 32
-_MOST_DOCUMENT_TILES = 2  # for each tile of a grid: kMostDocumentTiles of cc/kernels/sm90/forward_params.cuh
+_MOST_DOCUMENT_TILES = (
+    2  # for each tile of a grid: kMostDocumentTiles of cc/kernels/sm90/forward_params.cuh
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,7 +404,7 @@ _HOT_HEAD_DIMS = {
 }
 
 
-# What is added to scores or hides them most often, by the head dims and the bands (causal or not) that it goes with; bfloat16.
+# What most often goes with scores, by the head dims and the bands (causal or not) that it goes with; bfloat16.
 _HOT_TERMS: tuple[tuple[dict[str, Any], tuple[int, ...], tuple[bool, ...]], ...] = (
     ({"segments": True}, (64, 128), (False, True)),
     ({"bias": (1, 16, 4096, 4096), "bias_dtype": "bfloat16"}, (64, 128), (False,)),

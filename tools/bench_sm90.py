@@ -197,14 +197,12 @@ def variants() -> list[Variant]:
     turns = replace(checked, take_turns=1)
     found.append(replace(turns, name="check_turns"))
     found.append(replace(turns, name="check_turns_last", loop_order=1, q_in_registers=1))
-    found.append(replace(turns, name="check_turns_grid", schedule=0))
-    found.append(replace(turns, name="check_turns_segments", segments=1))
     d64 = replace(turns, head_dim=64, tile_q=192, loop_order=1, stages=4)
     found.append(replace(d64, name="check_turns64"))
-    found.append(replace(turns, name="check_turns256", head_dim=256, tile_kv=64))
     series = replace(checked, softcap=1, cap_series=1, integer_max=1)
     found.append(replace(series, name="check_series"))
-    found.append(replace(series, name="check_series_turns", take_turns=1, q_in_registers=1))
+    found.append(replace(series, name="check_series64", head_dim=64, tile_q=192, loop_order=2))
+    found.append(replace(series, name="check_series256", head_dim=256, tile_kv=64))
     return found
 
 

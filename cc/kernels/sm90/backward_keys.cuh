@@ -6,11 +6,10 @@
 //
 // What may run while what else waits is a compile-time choice (Config::loop_order), because measurements differ by head
 // dim: 0 plain, 1 dv runs under the gradients of the scores, 2 besides, dq is one step late. The rules of consumer.cuh for
-// accumulators apply. With a warpgroup for dq (backward_gather.cuh) the barrier between these two is not needed: 0 and 1.
+// accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
-#include "sm90/backward_gather.cuh"
 #include "sm90/backward_products.cuh"
 
 namespace jattn::sm90 {
@@ -30,14 +29,9 @@ struct KeyConsumer {
   using Dq = float[kFused ? kPartColumns / 2 : 1];
   using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
 
-  static constexpr bool kGivesDs = kFused && has_dq_warpgroup(C);
-  static_assert(!kGivesDs || (!C.ds_in_registers && !C.stores_ds && C.loop_order < 2));
-
-  // Where there are no registers for probabilities in float32 beside those in the element type: 128 queries in loop order 1,
-  // wide heads beside a warpgroup for dq.
-  static constexpr bool kRoundsWeights =
-      ((C.loop_order == 1 && C.tile_q == 128) || (kGivesDs && C.head_dim > 64)) && !C.softcap;
-  static_assert(C.loop_order == 0 || kGivesDs || !has_step_terms(C), "bias, slopes and dropout run in the plain order");
+  // Where there are no registers for probabilities in float32 beside those in the element type.
+  static constexpr bool kRoundsWeights = C.loop_order == 1 && C.tile_q == 128 && !C.softcap;
+  static_assert(C.loop_order == 0 || !has_step_terms(C), "bias, slopes and dropout run in the plain order");
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -47,16 +41,13 @@ struct KeyConsumer {
   RingPosition<kLayout.bias_slots> bias_ring;
   int buffer = 0;           // of ds
   float* staged = nullptr;  // where the part of dq in staging memory goes
-  DsBuffers<C> ds_buffers{control, tiles, {}};
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
   __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
-  __device__ __forceinline__ unsigned ds_address() const {
-    return kGivesDs ? ds_buffers.address() : tiles + kLayout.ds + buffer * kDsBytes;
-  }
+  __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
 
   __device__ __forceinline__ void start_scores(Scores& s) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
@@ -164,7 +155,6 @@ struct KeyConsumer {
                                                    const float (&dp)[kCount], int first_query = 0) {
     const unsigned delta = shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4;
     transposed_gradients<C, kCount>(ds, weights, dp, delta, dropout_factor());
-    if constexpr (kGivesDs) ds_buffers.wait_empty();
     if constexpr (kFused) {
 #pragma unroll
       for (int step = 0; step < kCount / 8; ++step) {
@@ -184,7 +174,7 @@ struct KeyConsumer {
                                 ds[4 * step + 2], ds[4 * step + 3]);
       }
     }
-    if constexpr ((kFused && !kGivesDs) || C.stores_ds) {
+    if constexpr (kFused || C.stores_ds) {
       // One fence, after the last half, for ds and for the staged dq.
       if ((C.bulk_reduce || !C.ds_in_registers || C.stores_ds) && first_query + 2 * kCount == C.tile_q) {
         fence_async_proxy();
@@ -279,7 +269,7 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void finish_reductions() {
-    if constexpr (kFused && C.bulk_reduce && !kGivesDs) {
+    if constexpr (kFused && C.bulk_reduce) {
       fence_async_proxy();
       start_reduction();
     }
@@ -350,99 +340,6 @@ struct KeyConsumer {
       release_by_warpgroup(&control.first_empty[ring.index]);
       buffer ^= 1;
     }
-  }
-
-  // ds goes to the warpgroup for dq. Loop order 1: dk of a step runs over the back edge and under the next scores.
-  //
-  // Narrow heads: dp runs under the exponentials, in loop order 1 dv under ds. Wide heads leave no registers for dp beside the
-  // scores: dv and dp run under nothing of this warpgroup, but there are two others. dv comes first, because ptxas moves
-  // exponentials behind the product that does.
-  //
-  // A tile is freed by one thread, so behind a product that every warp has started after its last ordinary read of what
-  // lies beside the tile: delta is read until ds is made.
-  __device__ __forceinline__ void visit_giving(Dk& dk, Dv& dv) {
-    constexpr bool kLateDp = C.head_dim > 64 || C.head_dim_v > 64;
-    constexpr bool kLateDk = C.loop_order == 1;
-    constexpr bool kEarlyDv = kLateDp || kLateDk;
-    constexpr bool kKeepsWeights = kRoundsWeights && C.dropout;  // p is 0 for a dropped pair, whose ds needs its weight
-    int before = -1;                                             // stage whose q and dout the running products read
-    const auto release = [&](int stage) {
-      release_by_warpgroup(&control.first_empty[stage]);
-      if constexpr (kEarlyDv) release_by_warpgroup(&control.second_empty[stage]);
-    };
-    Drops<C, C.tile_q / 2> drops;
-    decide_drops(drops, ring);
-    pin_registers(dk);
-    pin_registers(dv);
-    for (bool last = false; !last; ring.advance()) {
-      Scores s, dp;
-      Fragments p, ds;
-      const int flags = wait_queries();
-      last = flags & kLastStep;
-      start_scores(s);
-      if constexpr (!kLateDp) {
-        wait_dout();
-        start_dp(dp);
-      }
-      FetchedBias<C, C.tile_q / 2> fetched;
-      if constexpr (FetchedBias<C, C.tile_q / 2>::kUsed) {
-        fetched.fetch(params.problem, control.terms[ring.index], origin());
-      }
-      wait_products<kLateDp ? 0 : 1>();
-      pin_registers(s);
-      if constexpr (kLateDk) {
-        pin_registers(dk);
-        pin_registers(dv);
-        if (before >= 0) release(before);
-        before = ring.index;
-      }
-      finish_scores(s, p, flags, drops, fetched);
-      Fragments weights;
-      if constexpr (kKeepsWeights) pack_weights<C>(weights, s);
-      if constexpr (kLateDp) wait_dout();
-      if constexpr (kEarlyDv) start_dv(dv, p);
-      if constexpr (kKeepsWeights) {  // dp takes the registers of p
-        wait_products<0>();
-        pin_registers(dv);
-        pin_registers(weights);
-      }
-      if constexpr (kLateDp) start_dp(dp);
-      wait_products<kEarlyDv && !kLateDp ? 1 : 0>();
-      pin_registers(dp);
-      if constexpr (kLateDp) pin_registers(dv);
-      if constexpr (kKeepsWeights) {
-        pin_registers(weights);
-        finish_gradients<C.tile_q / 2>(ds, weights, dp);
-      } else if constexpr (kRoundsWeights) {
-        pin_registers(p);  // not unpacked before dp is there: too many registers
-        finish_gradients<C.tile_q / 2>(ds, p, dp);
-      } else {
-        finish_gradients<C.tile_q / 2>(ds, s, dp);
-      }
-      ds_buffers.give(ring.index, last, warpgroup == 0 && warpgroup_thread() == 0);
-      if constexpr (!kEarlyDv) start_dv(dv, p);
-      start_dk(dk, ds);
-      if constexpr (C.dropout) {
-        if (!last) {
-          RingPosition<C.stages> next = ring;
-          next.advance();
-          decide_drops(drops, next);
-        }
-      }
-      if constexpr (!kEarlyDv) {
-        wait_products<1>();
-        pin_registers(dv);
-        release_by_warpgroup(&control.second_empty[ring.index]);
-      }
-      if constexpr (!kLateDk) {
-        wait_products<0>();
-        pin_registers(dk);
-        release(ring.index);
-      }
-    }
-    wait_products<0>();
-    pin_registers(dk);
-    pin_registers(dv);
   }
 
   // dk of a step runs over the back edge; its q is freed one step later.
@@ -653,7 +550,7 @@ struct KeyConsumer {
       dk_factor[r] = inside ? params.problem.scale : 0.0f;
       dv_factor[r] = inside ? dropout_factor(item.batch) : 0.0f;
     }
-    sync_consumers<kBackwardConsumers + (kGivesDs ? 1 : 0)>();
+    sync_consumers();
     const bool exists = first < params.problem.kv_len;
     store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup,
                                                        &params.dv, exists && params.wants_dv, first, item.head,
@@ -673,9 +570,7 @@ struct KeyConsumer {
     for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
     wait(&control.own_full, 0);
     if (control.item.runs) {
-      if constexpr (kGivesDs) {
-        visit_giving(dk, dv);
-      } else if constexpr (C.loop_order == 0) {
+      if constexpr (C.loop_order == 0) {
         visit_plainly(dk, dv);
       } else if constexpr (C.loop_order == 1) {
         visit_overlapped(dk, dv);

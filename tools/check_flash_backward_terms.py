@@ -72,7 +72,7 @@ def prepared(drawn: terms.Drawn, number: int) -> tuple[list[Any], list[Any]]:
 def compiled(drawn: terms.Drawn, number: int) -> tuple[Any, Any, list[Any], list[Any]]:
     """Both programs of a problem, and what they are called with."""
     own, wide = prepared(drawn, number)
-    strict = "strict" if number % 2 else "off"
+    strict: Determinism = "strict" if number % 2 else "off"
     with jattn.deterministic(strict):
         ours = gradients(drawn, "flash", own)
     return ours, gradients(drawn, "reference", wide), own, wide
@@ -134,7 +134,7 @@ def time_terms(
         "dropout 0.1 causal": (None, None, False, {"is_causal": True, **dropout}),
         "mask (1,1,T,S) causal": (None, jnp.tril(jnp.ones_like(half)), False, {}),
     }
-    programs: list[tuple[str, str, Any, Any, tuple[Any, ...]]] = []
+    programs: list[tuple[str, Determinism, Any, Any, tuple[Any, ...]]] = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, (bias, mask, wants_bias, keywords) in problems.items():
 

@@ -162,9 +162,7 @@ def can_store_ds(spec: Spec) -> bool:
         return False
     assert spec.bias is not None
     widest = max(_head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v))
-    # At head dim 64 batch entries that share a bias are added up sooner by computing their scores again.
-    pays = widest > 64 or spec.bias[0] == spec.batch
-    return pays and widest <= _LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
+    return widest <= _LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
 
 
 def _split_tile(spec: Spec, *, fused: bool) -> Tile:

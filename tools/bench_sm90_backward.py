@@ -51,7 +51,7 @@ STATISTICS_ROWS = 128
 
 FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
 ORDER = (
-    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
     "ds_in_registers bulk_reduce"
 ).split()
 
@@ -106,7 +106,6 @@ class Variant:
     lengths: int = 0
     segments: int = 0
     softcap: int = 0
-    loop_order: int = 0
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
@@ -125,7 +124,6 @@ class Variant:
             "tile_kv": str(chosen.tile_kv),
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
-            "loop_order": str(chosen.loop_order),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -147,7 +145,6 @@ class Variant:
                 tile_q=128,
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
-                loop_order=0,
                 ds_in_registers=0,
                 bulk_reduce=0,
                 dq_warpgroup=0,
@@ -192,10 +189,10 @@ def variants() -> list[Variant]:
     apart = replace(checked, head_dim=192, tile_kv=64, dq_warpgroup=1)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
     found += [
-        replace(checked, name="check_f16", element="f16", loop_order=2),
+        replace(checked, name="check_f16", element="f16"),
         replace(checked, name="check_d64v128", head_dim=64, head_dim_v=128, rotation=3),
         replace(checked, name="check_d128v64", head_dim_v=64),
-        replace(checked, name="check_segments", segments=1, loop_order=2),
+        replace(checked, name="check_segments", segments=1),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
         replace(checked, name="check_sections", section_mib=0.2),
         replace(apart, name="check_apart"),
@@ -203,15 +200,9 @@ def variants() -> list[Variant]:
         replace(apart, name="check_apart_f16", element="f16", scale_first=1, bulk_reduce=1),
         replace(apart, name="check_apart_softcap", softcap=1),
         replace(apart, name="check_apart_d192v128", head_dim_v=128, bulk_reduce=1),
-        replace(
-            checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1
-        ),
-        replace(checked, name="check_over_bulk", segments=1, loop_order=1, bulk_reduce=1),
         replace(checked, name="check_regs", segments=1, ds_in_registers=1),
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
-        replace(checked, name="check_halves", segments=1, head_dim=64, tile_q=128, loop_order=2),
         replace(checked, name="check_softcap", softcap=1),
-        replace(checked, name="check_over", loop_order=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),

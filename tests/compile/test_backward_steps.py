@@ -1,7 +1,7 @@
 """The Hopper backward kernels that own keys: a model of who waits for whom, and of what a late warp reads.
 
 The model holds every wait, signal, read and write of the producer and of each warp
-(cc/kernels/sm90/backward_{producer,keys,split,gather}.cuh), loop order 0. A product brings the warps of a
+(cc/kernels/sm90/backward_{producer,keys,split,gather}.cuh). A product brings the warps of a
 warpgroup together at its start, by which its operands count as read, and has ended for all of them
 when it has for one; "one thread speaks for the warpgroup" is warp 0. Signals are only counted up,
 so whether the kernel ends does not depend on the order of events. A warp that comes late is looked
@@ -32,7 +32,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A kernel: ``visit_plainly`` with its compile-time choices, or the split form of wide heads.
+    """A kernel: ``visit`` with its compile-time choices, or the split form of wide heads.
 
     Attributes:
       fused: with dq; the split form then has a warpgroup for it.
@@ -143,7 +143,7 @@ class Program:
             self.wait_full("q", step)
             self.read_tile("q", step)
 
-    def visit_plainly(self, warpgroup: int, warp: int) -> list[Step]:
+    def visit(self, warpgroup: int, warp: int) -> list[Step]:
         form, me = self.form, f"scores {warpgroup}"
         self.decide_drops(0)
         for step in range(self.count):
@@ -239,7 +239,7 @@ def programs(form: Form, stages: int, count: int, without: str = "") -> list[lis
             found += [new().visit_for_dv(warp), new().visit_for_dk(warp)]
             found += [new().gather(warp)] if form.fused else []
         else:
-            found += [new().visit_plainly(warpgroup, warp) for warpgroup in range(2)]
+            found += [new().visit(warpgroup, warp) for warpgroup in range(2)]
     return found
 
 

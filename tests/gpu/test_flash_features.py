@@ -22,7 +22,8 @@ WIDEST = BASE.but("256", head_dim=256, head_dim_v=256)
 UNEQUAL = BASE.but("192-128", head_dim=192, head_dim_v=128)
 
 # With a warpgroup for dq, by bulk reductions.
-PLAIN = [
+PLAIN = [BASE.but("136-160", head_dim=136, head_dim_v=160, kv_lengths=(264, 77), is_causal=True)]
+PLAIN += [
     case
     for base in (WIDER, UNEQUAL, BASE.but("128-192", head_dim=128, head_dim_v=192))
     for case in (
@@ -76,8 +77,14 @@ DROPOUT = [
     BASE.but("dropout-causal", dropout_rate=0.113377, is_causal=True, dtype="float16"),
     WIDE.but("dropout-bias", dropout_rate=0.5, bias_form="1nts"),
     WIDE.but("dropout-softcap-mask", dropout_rate=0.2, softcap=8.0, mask_form="b1ts"),
-    # Where tiles hold rows that see no key, and dbias has the only place of a bias.
-    WIDE.but("dropout-bias-rows", dropout_rate=0.5, bias_form="1nts", q_lengths=(150, 70)),
+    # Rows that see no key, and stored ds with one place for a bias in shared memory (the mask takes the other).
+    WIDE.but(
+        "dropout-bias-mask-lengths",
+        dropout_rate=0.5,
+        bias_form="1nts",
+        mask_form="11ts",
+        q_lengths=(150, 70),
+    ),
     WIDER.but("dropout-causal", dropout_rate=0.5, is_causal=True),
     WIDEST.but("dropout", dropout_rate=0.2),
 ]

@@ -51,7 +51,7 @@ STATISTICS_ROWS = 128
 
 FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
 ORDER = (
-    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
     "ds_in_registers bulk_reduce"
 ).split()
 
@@ -106,15 +106,11 @@ class Variant:
     lengths: int = 0
     segments: int = 0
     softcap: int = 0
-    loop_order: int = 0
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
-    dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq
+    dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
-    full_sections: int = (
-        1  # 1: at least an item for every multiprocessor, all sections alike; 0: by bytes alone
-    )
     rotation: int = 0
 
     def config(self, **changes: Any) -> str:
@@ -128,7 +124,6 @@ class Variant:
             "tile_kv": str(chosen.tile_kv),
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
-            "loop_order": str(chosen.loop_order),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -150,7 +145,6 @@ class Variant:
                 tile_q=128,
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
-                loop_order=0,
                 ds_in_registers=0,
                 bulk_reduce=0,
                 dq_warpgroup=0,
@@ -174,79 +168,41 @@ def variants() -> list[Variant]:
         d128 = Variant("", band=band, section_mib=mib)
         d192 = Variant("", head_dim=192, tile_kv=64, band=band, section_mib=mib)
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
-        d64_apart = replace(d64, tile_q=64, stages=4, dq_warpgroup=1)
-        d128_apart = replace(d128, stages=3, dq_warpgroup=1)
         found += [
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d64_apart, name=f"d64_{mask}_apart"),
-            replace(d64_apart, name=f"d64_{mask}_apart_over", loop_order=1),
-            replace(d64_apart, name=f"d64_{mask}_apart_bulk", bulk_reduce=1),
             replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-            replace(d128_apart, name=f"d128_{mask}_apart"),
-            replace(d128_apart, name=f"d128_{mask}_apart_over", loop_order=1),
-            replace(d128_apart, name=f"d128_{mask}_apart_bulk", bulk_reduce=1),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
-            replace(d192, name=f"d192_{mask}_apart3", dq_warpgroup=1, stages=3),
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
             replace(d256, name=f"d256_{mask}_two"),
         ]
         if not band:
-            capped = replace(d64, softcap=1, tile_q=64)
             found += [
-                replace(capped, name="d64_softcap"),
-                replace(capped, name="d64_softcap_bulk", bulk_reduce=1),
-                replace(d64_apart, name="d64_softcap_apart", softcap=1),
+                replace(d64, name="d64_softcap", softcap=1, tile_q=64),
                 replace(d128, name="d128_softcap", softcap=1),
                 replace(d128, name="d128_softcap_bulk", softcap=1, bulk_reduce=1),
             ]
-        if band:
-            found += [
-                replace(d64, name="d64_band_bulk_bytes", bulk_reduce=1, full_sections=0),
-                replace(d128, name="d128_band_bulk_bytes", bulk_reduce=1, full_sections=0),
-            ]
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
-    apart = [
-        replace(
-            checked,
-            name=f"check_apart{width}" + ("_over" if order else "") + ("_bulk" if bulk else ""),
-            head_dim=width,
-            tile_kv=64 if width > 128 else 128,
-            dq_warpgroup=1,
-            stages=3 if width < 192 else 2,
-            segments=order,
-            loop_order=order if width < 192 else 0,
-            bulk_reduce=bulk,
-        )
-        for width in (64, 128, 192)
-        for order, bulk in ((0, 0), (1, 0), (0, 1))
-    ]
-    apart += [
-        replace(apart[0], name="check_apart_f16", element="f16", scale_first=1),
-        replace(apart[0], name="check_apart_softcap", softcap=1),
-        replace(apart[6], name="check_apart_d192v128", head_dim_v=128),
-    ]
+    apart = replace(checked, head_dim=192, tile_kv=64, dq_warpgroup=1)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
     found += [
-        replace(checked, name="check_f16", element="f16", loop_order=2),
+        replace(checked, name="check_f16", element="f16"),
         replace(checked, name="check_d64v128", head_dim=64, head_dim_v=128, rotation=3),
         replace(checked, name="check_d128v64", head_dim_v=64),
-        replace(checked, name="check_segments", segments=1, loop_order=2),
+        replace(checked, name="check_segments", segments=1),
         replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=128),
         replace(checked, name="check_sections", section_mib=0.2),
-        *apart,
-        replace(
-            checked, name="check_over64", head_dim=64, tile_q=128, loop_order=1, ds_in_registers=1
-        ),
-        replace(checked, name="check_over_bulk", segments=1, loop_order=1, bulk_reduce=1),
+        replace(apart, name="check_apart"),
+        replace(apart, name="check_apart_bulk", segments=1, bulk_reduce=1),
+        replace(apart, name="check_apart_f16", element="f16", scale_first=1, bulk_reduce=1),
+        replace(apart, name="check_apart_softcap", softcap=1),
+        replace(apart, name="check_apart_d192v128", head_dim_v=128, bulk_reduce=1),
         replace(checked, name="check_regs", segments=1, ds_in_registers=1),
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
-        replace(checked, name="check_halves", segments=1, head_dim=64, tile_q=128, loop_order=2),
         replace(checked, name="check_softcap", softcap=1),
-        replace(checked, name="check_over", loop_order=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
@@ -374,8 +330,6 @@ def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
     heads = case.batch * case.kv_heads
     head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
     wanted = max(1, int(variant.section_mib * 2**20 / head_bytes))
-    if not variant.full_sections:
-        return min(heads, wanted)
     wanted = max(wanted, -(-torch.cuda.get_device_properties(0).multi_processor_count // tiles))
     if wanted >= heads:
         return heads

@@ -3,7 +3,7 @@
     python tools/check_flash_backward_terms.py            # random compositions against float32, then times
     python tools/check_flash_backward_terms.py --problems 20 --no-time
     python tools/check_flash_backward_terms.py --only-time --head-dim 128
-    python tools/check_flash_backward_terms.py --dq-warpgroup 64 128 192     # that form, where it is possible
+    python tools/check_flash_backward_terms.py --only-time --head-dim 192 --strict     # and the deterministic form
 
 Problems are those of check_flash_terms.py, by their numbers; every other one runs by two kernels (strict). The largest
 error of a gradient is held against the largest gradient of its array. tests/gpu has the sharper comparison.
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import check_flash_terms as terms
@@ -26,22 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn.backends import flash_backward_tiles
+from jattn.config import Determinism
 
 BOUND = 0.03
 NAMES = ("dq", "dk", "dv", "dbias")
-WITH_DQ_WARPGROUP = "num_warps=16"
-
-
-@contextlib.contextmanager
-def dq_warpgroup_at(head_dims: Collection[int]) -> Iterator[None]:
-    """Plans a warpgroup of its own for dq at these head dims, where it has the registers."""
-    kept = flash_backward_tiles._DQ_WARPGROUP_HEAD_DIMS
-    flash_backward_tiles._DQ_WARPGROUP_HEAD_DIMS = frozenset(head_dims)
-    try:
-        yield
-    finally:
-        flash_backward_tiles._DQ_WARPGROUP_HEAD_DIMS = kept
 
 
 def gradients(drawn: terms.Drawn, implementation: str, arrays: list[Any]) -> Any:
@@ -86,7 +72,7 @@ def prepared(drawn: terms.Drawn, number: int) -> tuple[list[Any], list[Any]]:
 def compiled(drawn: terms.Drawn, number: int) -> tuple[Any, Any, list[Any], list[Any]]:
     """Both programs of a problem, and what they are called with."""
     own, wide = prepared(drawn, number)
-    strict = "strict" if number % 2 else "off"
+    strict: Determinism = "strict" if number % 2 else "off"
     with jattn.deterministic(strict):
         ours = gradients(drawn, "flash", own)
     return ours, gradients(drawn, "reference", wide), own, wide
@@ -112,7 +98,7 @@ def wrong(ours: Any, reference: Any, own: list[Any], wide: list[Any]) -> str:
 
 def time_terms(
     head_dim: int,
-    dq_warpgroup: Sequence[int],
+    forms: tuple[Determinism, ...],
     batch: int = 4,
     heads: int = 16,
     length: int = 4096,
@@ -148,8 +134,7 @@ def time_terms(
         "dropout 0.1 causal": (None, None, False, {"is_causal": True, **dropout}),
         "mask (1,1,T,S) causal": (None, jnp.tril(jnp.ones_like(half)), False, {}),
     }
-    programs: list[tuple[str, str, Any, Any, tuple[Any, ...]]] = []
-    forms = {"": frozenset[int](), "dq warpgroup": frozenset(dq_warpgroup)}
+    programs: list[tuple[str, Determinism, Any, Any, tuple[Any, ...]]] = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, (bias, mask, wants_bias, keywords) in problems.items():
 
@@ -162,7 +147,7 @@ def time_terms(
 
             arrays = (q, k, v, bias, mask)
             first = pool.submit(jax.jit(forward).lower(*arrays).compile)
-            for form, head_dims in forms.items():
+            for form in forms:
 
                 def both(
                     q: Any,
@@ -173,23 +158,20 @@ def time_terms(
                     dout: Any,
                     forward: Any = forward,
                     wants_bias: bool = wants_bias,
-                    form: str = form,
                 ) -> Any:
-                    del form
                     if wants_bias:
                         _, pullback = jax.vjp(lambda *x: forward(*x, mask), q, k, v, bias)
                     else:
                         _, pullback = jax.vjp(lambda *x: forward(*x, bias, mask), q, k, v)
                     return pullback(dout)
 
-                with dq_warpgroup_at(head_dims):
+                with jattn.deterministic(form):
                     lowered = jax.jit(both).lower(*arrays, dout)
-                if not form or WITH_DQ_WARPGROUP in lowered.as_text():
-                    programs.append((name, form, first, pool.submit(lowered.compile), arrays))
+                programs.append((name, form, first, pool.submit(lowered.compile), arrays))
         concurrent.futures.wait([x for program in programs for x in program[2:4]])
     plain: dict[bool, tuple[float, float]] = {}
     for name, form, first, program, arrays in programs:
-        label = f"D={head_dim:<4} {name:<26} {form:<12}"
+        label = f"D={head_dim:<4} {name:<26} {form.removeprefix('off'):<6}"
         try:
             ahead = terms.seconds(first.result(), *arrays, rounds=3)
             taken = terms.seconds(program.result(), *arrays, dout, rounds=3)
@@ -197,7 +179,7 @@ def time_terms(
             print(f"{label} {str(error)[:200]}", flush=True)
             continue
         causal = "causal" in name
-        if name.startswith("plain") and not form:
+        if name.startswith("plain") and form == "off":
             plain[causal] = (taken, taken - ahead)
         flops = 14 * head_dim * batch * heads * length * length * (0.5 if causal else 1.0)
         print(
@@ -220,12 +202,7 @@ def main() -> int:
     parser.add_argument("--only-time", action="store_true")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 64])
     parser.add_argument(
-        "--dq-warpgroup",
-        type=int,
-        nargs="+",
-        default=[],
-        choices=(64, 128, 192),
-        help="check kernels with a warpgroup of its own for dq at these head dims; time them beside the others",
+        "--strict", action="store_true", help="time the deterministic form beside the other"
     )
     options = parser.parse_args()
     begin = time.monotonic()
@@ -241,10 +218,7 @@ def main() -> int:
     if options.only_time:
         chosen = []
     drawn = [(number, terms.draw(number, names)) for number, names in chosen]
-    with (
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
-        dq_warpgroup_at(options.dq_warpgroup),
-    ):
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = [pool.submit(compiled, problem, number) for number, problem in drawn]
         for (number, problem), program in zip(drawn, programs, strict=True):
             if time.monotonic() - begin > options.seconds:
@@ -264,7 +238,7 @@ def main() -> int:
     print(f"{checked} checked, {failed} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     if not options.no_time:
         for head_dim in options.head_dim:
-            time_terms(head_dim, options.dq_warpgroup)
+            time_terms(head_dim, ("off", "strict") if options.strict else ("off",))
     return int(failed > 0)
 
 

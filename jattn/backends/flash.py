@@ -51,8 +51,6 @@ class FlashBackend:
         reasons = cuda_kernels_missing(self.name, device, ARCH, ARCH, way_out)
         reasons += wrong_dtype(self.name, spec, DTYPES)
         reasons += wide_heads(self.name, spec, flash_tiles.LARGEST_HEAD_DIM)
-        if needs_grad:
-            reasons += _unconfirmed_gradient(self.name, spec)
         return reasons + symbolic_extents(self.name, spec)
 
     def forward(
@@ -97,23 +95,6 @@ class FlashBackend:
             v=grads.v[..., : spec.head_dim_v],
             bias=grads.bias,
         )
-
-
-def _unconfirmed_gradient(backend: str, spec: Spec) -> tuple[Reason, ...]:
-    # dq went to wrong rows on an H200: a warp that came late, after its calls of Philox, read the header of the next
-    # tile. That is repaired (sm90/backward_keys.cuh), but the repair has not run there yet.
-    if spec.dropout is None or not spec.dropout.rows:
-        return ()
-    return (
-        Reason(
-            backend,
-            "FEATURE",
-            "dropout",
-            "of packed sequences",
-            "has no gradient here: its kernel is not yet confirmed",
-            "leave the choice to jattn, or use implementation='mem_efficient'",
-        ),
-    )
 
 
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:

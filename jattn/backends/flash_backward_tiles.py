@@ -34,12 +34,11 @@ from jattn.spec import Spec
 
 _NUM_WARPS = 12
 _NUM_WARPS_WITH_DQ = 16
-# Widest head dims, rounded up, for which a warpgroup of its own computes dq: 64, 128, 192 can be. None until that is
-# measured: docs/kernels/log-backward.md.
-_DQ_WARPGROUP_HEAD_DIMS: frozenset[int] = frozenset()
 _STATISTICS_ROWS = 128
-# Above this head dim one warpgroup cannot hold both dk and dv of its keys.
-_LARGEST_FUSED_HEAD_DIM = 128
+# Above this head dim one warpgroup cannot hold dk and dv of its keys: each has one of them, and a third makes dq.
+_LARGEST_UNSPLIT_HEAD_DIM = 128
+# Above this one there are no registers for a third.
+_LARGEST_FUSED_HEAD_DIM = 192
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -52,7 +51,7 @@ class Tile:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
       ds_in_registers, bulk_reduce, staged_bias, stores_ds: see ``Config``.
-      dq_warpgroup: a third consumer warpgroup computes dq and nothing else.
+      dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
     """
 
     head_dim: int
@@ -128,7 +127,7 @@ def dbias_shared_bytes(tile: Tile, spec: Spec, *, keeps_bias: bool = False) -> i
 
 
 def _splits(tile: Tile) -> bool:
-    return max(tile.head_dim, tile.head_dim_v) > _LARGEST_FUSED_HEAD_DIM
+    return max(tile.head_dim, tile.head_dim_v) > _LARGEST_UNSPLIT_HEAD_DIM
 
 
 def _head_dim_tile(head_dim: int) -> int:
@@ -163,32 +162,19 @@ def can_store_ds(spec: Spec) -> bool:
         return False
     assert spec.bias is not None
     widest = max(_head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v))
-    # At head dim 64 batch entries that share a bias are added up sooner by computing their scores again.
-    pays = widest > 64 or spec.bias[0] == spec.batch
-    return pays and widest <= _LARGEST_FUSED_HEAD_DIM and spec.bias[1] == spec.num_heads
+    return widest <= _LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
 
 
-def _has_dq_warpgroup(spec: Spec, *, staged_bias: bool) -> bool:
-    """Whether a warpgroup of its own computes dq; the others then have fewer registers (found by compiling)."""
+def _split_tile(spec: Spec, *, fused: bool) -> Tile:
+    """The tile of head dims for which dk and dv are of one warpgroup each."""
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
-    widest = max(head_dim, head_dim_v)
-    if widest not in _DQ_WARPGROUP_HEAD_DIMS:
-        return False
-    if widest > _LARGEST_FUSED_HEAD_DIM:
-        plain = not _has_step_terms(spec) and spec.mask is None and not spec.positions
-        return plain and spec.softcap == 0
-    fits = spec.softcap == 0 or widest == 64
-    costly = _has_costly_terms(spec, staged_bias=staged_bias)
-    return head_dim == head_dim_v and fits and not costly
-
-
-def _tile_with_dq_warpgroup(spec: Spec, *, staged_bias: bool) -> Tile:
-    head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
-    widest = max(head_dim, head_dim_v)
-    tile_kv = 64 if widest > _LARGEST_FUSED_HEAD_DIM else 128
-    stages = {64: 4, 128: 3}.get(widest, 2)
-    tile = Tile(head_dim, head_dim_v, 64, tile_kv, stages, staged_bias=staged_bias)
-    return dataclasses.replace(tile, dq_warpgroup=True)
+    gathers = fused and max(head_dim, head_dim_v) <= _LARGEST_FUSED_HEAD_DIM
+    direct = Tile(head_dim, head_dim_v, tile_q=64, tile_kv=64, dq_warpgroup=gathers)
+    staged = dataclasses.replace(direct, staged_bias=can_stage_bias(spec))
+    for tile in (dataclasses.replace(staged, bulk_reduce=gathers), staged):
+        if keys_shared_bytes(tile, spec, fused=gathers) <= MAX_SHARED_BYTES:
+            return tile
+    return direct
 
 
 def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
@@ -202,13 +188,8 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     staged = can_stage_bias(spec)
-    if fused and not stores_ds and _has_dq_warpgroup(spec, staged_bias=staged):
-        return _tile_with_dq_warpgroup(spec, staged_bias=staged)
-    if max(head_dim, head_dim_v) > _LARGEST_FUSED_HEAD_DIM:
-        tile = Tile(head_dim, head_dim_v, tile_q=64, tile_kv=64)
-        staged_tile = dataclasses.replace(tile, staged_bias=staged)
-        fits = keys_shared_bytes(staged_tile, spec, fused=False) <= MAX_SHARED_BYTES
-        return staged_tile if fits else tile
+    if max(head_dim, head_dim_v) > _LARGEST_UNSPLIT_HEAD_DIM:
+        return _split_tile(spec, fused=fused)
     tile = Tile(
         head_dim, head_dim_v, tile_q=64, tile_kv=128, staged_bias=staged, stores_ds=stores_ds
     )
@@ -316,7 +297,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
       spec: the problem; head dims are multiples of ``flash_tiles.HEAD_DIM_MULTIPLE``. The batch may be symbolic.
       wants: which of dq, dk, dv and dbias are wanted.
       deterministic: the same bits every time: dq by a kernel of its own instead of by reductions in memory.
-        Head dims above 128 always run so.
+        Head dims above 192 always run so.
 
     Returns:
       The plan; its kernels are those that the wanted gradients need.

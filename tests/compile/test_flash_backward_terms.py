@@ -13,9 +13,9 @@ from jattn import _core
 from jattn.backends import flash_backward_tiles as tiles
 from jattn.backends.flash_tiles import MAX_SHARED_BYTES
 from jattn.masks import Band
-from jattn.spec import Dropout, Spec
+from jattn.spec import Spec
 
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 # Sinks are in the lse; what the backward is given has none.
 TERMS = {name: terms for name, terms in test_flash_terms.TERMS.items() if name != "sinks"}
 TERMS["everything"] = {name: x for name, x in TERMS["everything"].items() if name != "sinks"}
@@ -35,7 +35,7 @@ def attention_keys(spec: Spec, *, deterministic: bool) -> list[str]:
 
 # Narrow heads by both forms; wide ones, which have one form, with the terms that take most.
 COMPILED = [(term, form, (64, 64)) for term in TERMS for form in FORMS]
-COMPILED += [(term, "fused", (128, 128)) for term in TERMS]
+COMPILED += [(term, "fused", dims) for term in TERMS for dims in ((128, 128), (192, 192))]
 COMPILED += [(term, "fused", (256, 256)) for term in ("staged-bias", "direct-bias", "dropout-rows")]
 
 
@@ -52,61 +52,51 @@ def test_no_spills(term: str, form: str, head_dims: tuple[int, int]) -> None:
         assert faults == (), key
 
 
-# Problems of kernels with a warpgroup for dq, which the planner does not choose yet; each the costliest of its kind.
-WITH_DQ_WARPGROUP: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
-    "64-dropout": ((64, 64), {"dropout": Dropout((2, 4)), "band": Band(right=0)}),
-    "64-softcap": ((64, 64), {"softcap": 30.0, "segments": True}),
-    "64-bias": ((64, 64), {"bias": (1, 4, 1024, 1024), "bias_dtype": "bfloat16"}),
-    "128-plain": ((128, 128), {"band": Band(right=0)}),
-    "128-dropout": ((128, 128), {"dropout": Dropout((2, 4)), "kv_lengths": True}),
-    "128-mask": ((128, 128), {"mask": (1, 1, 1024, 1024), "alibi_slopes": (1, 4)}),
-    "192-plain": ((192, 192), {"segments": True, "band": Band(right=0)}),
-    "192-128": ((192, 128), {"kv_lengths": True}),
+# Problems of kernels with a warpgroup for dq, and the reductions of a thread: 0 where a warp has bulk reductions.
+WITH_DQ_WARPGROUP: dict[str, tuple[tuple[int, int], dict[str, object], int]] = {
+    "full": ((192, 192), {}, 0),
+    "band-segments": ((192, 192), {"segments": True, "band": Band(right=0)}, 0),
+    "lengths": ((192, 128), {"kv_lengths": True}, 0),
+    "wider-values": ((128, 192), {"band": Band(right=0)}, 0),
+    "mask": ((192, 192), TERMS["mask"], 192 // 8),  # no room for staged reductions
+    "staged-bias": ((192, 192), TERMS["staged-bias"], 192 // 8),
+    "staged-bias-128": ((192, 128), TERMS["staged-bias"], 0),
 }
 
 
-def gathering_key(head_dims: tuple[int, int], changes: dict[str, object]) -> str:
-    """The key of the kernel for the gradients of q, k and v."""
-    [key] = [
-        key
-        for key in attention_keys(
-            test_flash_terms.problem(head_dims, **changes), deterministic=False
-        )
-        if "family=sm90_backward " in key
-    ]
-    return key
-
-
-@pytest.fixture
-def dq_warpgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_DQ_WARPGROUP_HEAD_DIMS", frozenset({64, 128, 192}))
-
-
-@pytest.mark.usefixtures("dq_warpgroup")
 @pytest.mark.parametrize("name", WITH_DQ_WARPGROUP)
 def test_dq_warpgroup(name: str, tmp_path: Path) -> None:
     """Its registers suffice, no product waits for another, and reductions are its own."""
     toolchain.require_nvrtc()
-    head_dims, changes = WITH_DQ_WARPGROUP[name]
-    key = gathering_key(head_dims, changes)
+    head_dims, changes, reductions = WITH_DQ_WARPGROUP[name]
+    spec = test_flash_terms.problem(head_dims, **changes)
+    [key] = [
+        key
+        for key in attention_keys(spec, deterministic=False)
+        if toolchain.word(key, "family") == "sm90_backward"
+    ]
     assert "num_warps=16" in key.split()
+    assert ("bulk_reduce=1" in key.split()) == (reductions == 0)
     code, log = _core.compile_kernel(key)
     assert resources.read_log(key, log).faults == ()
     text = toolchain.disassemble(code, tmp_path)
     assert text.count("USETMAXREG") == 3
-    reductions = head_dims[0] // 8
     assert text.count("REDG.E.ADD.F32x4") == reductions
+    assert text.count("UBLKRED.G.S.ADD.F32") == (0 if reductions else 2)
 
 
-@pytest.mark.usefixtures("dq_warpgroup")
-def test_dq_warpgroup_counts_shared_memory(tmp_path: Path) -> None:
-    keys, counted = [], []
-    for head_dims, changes in WITH_DQ_WARPGROUP.values():
-        spec = test_flash_terms.problem(head_dims, **changes)
-        keys.append(_core.canonical_kernel_key(gathering_key(head_dims, changes)))
-        counted.append(tiles.keys_shared_bytes(tiles.keys_tile(spec, fused=True), spec, fused=True))
-    assert counted == shared_bytes(keys, tmp_path)
-    assert max(counted) <= MAX_SHARED_BYTES
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)])
+def test_other_head_dims_have_no_dq_warpgroup(head_dims: tuple[int, int]) -> None:
+    """It loses at the narrow ones, and there are no registers for it at the widest."""
+    for deterministic in FORMS.values():
+        keys = attention_keys(test_flash_terms.problem(head_dims), deterministic=deterministic)
+        assert all("num_warps=12" in key.split() for key in keys)
+
+
+def test_strict_has_no_dq_warpgroup() -> None:
+    keys = attention_keys(test_flash_terms.problem((192, 192)), deterministic=True)
+    families = [toolchain.word(key, "family") for key in keys]
+    assert families == ["sm90_backward_dkv", "sm90_backward_dq"]
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -135,8 +125,7 @@ def test_keys_say_what_the_problem_has(term: str) -> None:
         ({"bias_dtype": "float32"}, False),
         ({"softcap": 30.0}, False),
         ({"head_dim": 192}, False),
-        ({"head_dim": 64, "head_dim_v": 64}, False),  # computing scores again is as fast
-        ({"head_dim": 64, "head_dim_v": 64, "bias": (2, 4, 1024, 1024)}, True),
+        ({"head_dim": 64, "head_dim_v": 64}, True),
         ({"kv_len": 1020, "bias": (1, 4, 1024, 1020)}, False),  # rows off 16-byte boundaries
     ],
     ids=str,

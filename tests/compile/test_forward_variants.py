@@ -20,7 +20,7 @@ SLOPES = {"alibi_slopes": (1, 4)}
 CAP = {"softcap": 30.0}
 CAUSAL = Band(right=0)
 WINDOW = Band(left=100, right=0)
-LONG = {"q_len": 8192, "kv_len": 8192}
+LONG = {"q_len": 4096, "kv_len": 4096}
 DROPOUT = Dropout((2, 4))
 FORMS = ("take_turns", "cap_series", "documents")
 # Head dims of q and v, problem, the forms that its kernel has.
@@ -34,7 +34,6 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "softcap mask": ((128, 128), CAP | {"mask": FULL}, ("cap_series",)),
     "alibi causal": ((128, 128), SLOPES | {"band": CAUSAL}, ("take_turns",)),
     "alibi 96": ((96, 96), SLOPES | {"sinks": (1, 4)}, ("take_turns",)),
-    "long 64": ((64, 64), LONG, ("take_turns",)),
     "long 64 causal": ((64, 64), LONG | {"band": CAUSAL}, ("take_turns",)),
     "documents": ((128, 128), {"segments": True}, ("documents",)),
     "documents 64": ((64, 64), {"segments": True, "band": CAUSAL}, ("documents",)),
@@ -55,8 +54,10 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "alibi, wide": (192, SLOPES),
     "alibi, mask": (128, SLOPES | {"mask": FULL}),
     "long, window": (64, LONG | {"band": WINDOW}),
-    "long, lengths": (64, LONG | {"kv_lengths": True}),
-    "long, wider": (96, LONG),
+    "long, full": (64, LONG),
+    "long, lengths": (64, LONG | {"kv_lengths": True, "band": CAUSAL}),
+    "long, wider": (96, LONG | {"band": CAUSAL}),
+    "short": (64, {"q_len": 2048, "kv_len": 2048, "band": CAUSAL}),
     "segments, lengths": (128, {"segments": True, "kv_lengths": True}),
     "segments, positions": (128, {"segments": True, "positions": True, "band": CAUSAL}),
     "segments, mask": (64, {"segments": True, "mask": FULL}),

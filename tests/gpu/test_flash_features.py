@@ -17,8 +17,22 @@ BASE = Case(
     dtype="bfloat16",
 )
 WIDE = BASE.but("128", head_dim=128, head_dim_v=128)
+WIDER = BASE.but("192", head_dim=192, head_dim_v=192)
 WIDEST = BASE.but("256", head_dim=256, head_dim_v=256)
 UNEQUAL = BASE.but("192-128", head_dim=192, head_dim_v=128)
+
+# With a warpgroup for dq, by bulk reductions.
+PLAIN = [BASE.but("136-160", head_dim=136, head_dim_v=160, kv_lengths=(264, 77), is_causal=True)]
+PLAIN += [
+    case
+    for base in (WIDER, UNEQUAL, BASE.but("128-192", head_dim=128, head_dim_v=192))
+    for case in (
+        base.but("full", dtype="float16"),
+        base.but("causal", q_len=1100, kv_len=700, is_causal=True, lower_right=True),
+        base.but("segments-window", segments="random", window=(70, 30)),
+        base.but("lengths", q_lengths=(150, 200), kv_lengths=(264, 77), scale=-0.1),
+    )
+]
 
 # Tiles of a bias are copied where its rows start on 16-byte boundaries (264 keys), else it is read where it lies (261).
 BIASES = [
@@ -32,6 +46,8 @@ BIASES = [
     WIDE.but("bias-bnts", bias_form="bnts", dtype="float16"),
     WIDE.but("bias-11ts-window", bias_form="11ts", window=(100, 30), lower_right=True),
     WIDE.but("bias-softcap", bias_form="1nts", softcap=5.0, scale=-0.1),
+    WIDER.but("bias-1nts-causal", bias_form="1nts", is_causal=True, q_lengths=(150, 70)),
+    WIDER.but("bias-1nts-float32", bias_form="1nts", bias_dtype="float32", dtype="float16"),
     WIDEST.but("bias-1nts", bias_form="1nts"),
     WIDEST.but("bias-unaligned-causal", bias_form="bnts", kv_len=261, is_causal=True),
     UNEQUAL.but("bias-lengths", bias_form="b1ts", q_lengths=(150, 200), kv_lengths=(264, 77)),
@@ -42,6 +58,7 @@ MASKS = [
     BASE.but("mask-1n1s", mask_form="1n1s"),
     BASE.but("mask-b1t1-unaligned", mask_form="b1t1", kv_len=261),
     WIDE.but("mask-11ts-bias", mask_form="11ts", bias_form="1nts", is_causal=True),
+    WIDER.but("mask-bnts-causal", mask_form="bnts", is_causal=True),
     WIDEST.but("mask-bnts-segments", mask_form="bnts", mask_density=0.9, segments="random"),
 ]
 TERMS = [
@@ -51,6 +68,8 @@ TERMS = [
     WIDE.but(
         "positions-restart", kv_len=200, positions="restart", segments="random", is_causal=True
     ),
+    WIDER.but("softcap", softcap=5.0, is_causal=True),
+    WIDER.but("alibi-positions", alibi_form="n", positions="shuffled", segments="random"),
     WIDEST.but("alibi-bias-lower-right", alibi_form="n", bias_form="1nts", lower_right=True),
 ]
 DROPOUT = [
@@ -58,17 +77,29 @@ DROPOUT = [
     BASE.but("dropout-causal", dropout_rate=0.113377, is_causal=True, dtype="float16"),
     WIDE.but("dropout-bias", dropout_rate=0.5, bias_form="1nts"),
     WIDE.but("dropout-softcap-mask", dropout_rate=0.2, softcap=8.0, mask_form="b1ts"),
+    # Rows that see no key, and stored ds with one place for a bias in shared memory (the mask takes the other).
+    WIDE.but(
+        "dropout-bias-mask-lengths",
+        dropout_rate=0.5,
+        bias_form="1nts",
+        mask_form="11ts",
+        q_lengths=(150, 70),
+    ),
+    WIDER.but("dropout-causal", dropout_rate=0.5, is_causal=True),
     WIDEST.but("dropout", dropout_rate=0.2),
-    BASE.but(
-        "dropout-rows",
+]
+DROPOUT += [
+    base.but(
+        f"dropout-rows-{name}",
         kv_len=200,
         dropout_rate=0.2,
         dropout_rows=True,
         segments="random",
         positions="restart",
-        is_causal=True,
-        bias_form="1nts",
-    ),
+        **changes,
+    )
+    for base in (BASE, WIDE, WIDER, UNEQUAL)
+    for name, changes in (("full", {}), ("bias-causal", {"bias_form": "1nts", "is_causal": True}))
 ]
 EVERYTHING = {
     "window": (150, None),
@@ -85,18 +116,18 @@ EVERYTHING = {
     "positions": "shifted",
     "dropout_rate": 0.2,
 }
-ALL = [case.but("everything", **EVERYTHING) for case in (BASE, WIDE, WIDEST, UNEQUAL)]
-CASES = BIASES + MASKS + TERMS + DROPOUT + ALL
-# Head dims above 128 run by two kernels anyhow.
-STRICT = [case for case in CASES if case.head_dim <= 128]
+ALL = [case.but("everything", **EVERYTHING) for case in (BASE, WIDE, WIDER, WIDEST, UNEQUAL)]
+CASES = PLAIN + BIASES + MASKS + TERMS + DROPOUT + ALL
+# Head dims above 192 run by two kernels anyhow.
+STRICT = [case for case in CASES if case.head_dim <= 192]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients(case: Case) -> None:
-    verify(case, "flash", backward=not case.dropout_rows)
+    verify(case, "flash")
 
 
 @pytest.mark.parametrize("case", STRICT, ids=str)
 def test_gradients_by_two_kernels(case: Case) -> None:
     with jattn.deterministic("strict"):
-        verify(case, "flash", backward=not case.dropout_rows)
+        verify(case, "flash")

@@ -18,15 +18,13 @@ BACKENDS = ("mem_efficient", "flash")
 
 
 def on_backends(cases: list[RaggedCase], every: int) -> list[Any]:
-    """Every n-th case, and the rest under --full. float32 and dropout with its gradient run on mem_efficient alone."""
+    """Every n-th case, and the rest under --full. float32 runs on mem_efficient alone."""
     return [
         pytest.param(
             backend, case, marks=() if i % every == 0 else pytest.mark.full, id=f"{backend}-{case}"
         )
         for backend in BACKENDS
-        for i, case in enumerate(
-            x for x in cases if backend != "flash" or (x.dtype != "float32" and not x.dropout_rate)
-        )
+        for i, case in enumerate(x for x in cases if backend != "flash" or x.dtype != "float32")
     ]
 
 

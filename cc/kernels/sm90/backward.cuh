@@ -2,8 +2,8 @@
 // consumer warpgroups.
 //
 // Units of two families with parameters sm90::BackwardParams, backward_threads and backward_min_blocks:
-//   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to 128,
-//                                       with a warpgroup of its own for dq (num_warps 16) to 192
+//   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to 192,
+//                                       above 128 with a warpgroup of its own for dq (num_warps 16)
 //   sm90_backward_dkv  backward_dkv<C>  dk and dv only: the deterministic form, together with sm90_backward_dq
 // Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 #pragma once
@@ -21,8 +21,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 128));
-  static_assert(has_dq_warpgroup(C) ? kFused && C.tile_q == kWarpgroupRows : !(kSplit && kFused));
-  static_assert(!C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
+  static_assert(has_dq_warpgroup(C) == (kSplit && kFused) && (!kSplit || C.tile_q == kWarpgroupRows));
+  static_assert(C.loop_order == 0 && !C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
   static_assert(!C.staged_bias || C.bias_element != Element::kF32);
   // The slope of a softcap is part of ds, but not of the gradient of a bias.
   static_assert(!C.stores_ds || (C.bias && C.staged_bias && C.bias_element == C.element && !C.softcap && !kSplit));
@@ -55,19 +55,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) KeyProducer<C, kFused>{params, control, tiles}.run();
   } else if constexpr (has_dq_warpgroup(C)) {
-    constexpr RoleRegisters kRegisters = role_registers(C);
-    if (warpgroup == 3) {
-      if constexpr (kRegisters.dq < 128) release_registers<kRegisters.dq>();
-      GatherConsumer<C>{params, control, tiles}.run();
-    } else if constexpr (!kSplit) {
-      acquire_registers<kRegisters.first>();
-      KeyConsumer<C, true>{params, control, tiles, warpgroup - 1}.run();
-    } else if (warpgroup == 1) {
-      acquire_registers<kRegisters.first>();
+    if (warpgroup == 1) {
+      acquire_registers<kDvRegisters>();
       SplitConsumer<C, true>{params, control, tiles}.run_for_dv();
-    } else {
-      acquire_registers<kRegisters.second>();
+    } else if (warpgroup == 2) {
+      acquire_registers<kDkRegisters>();
       SplitConsumer<C, true>{params, control, tiles}.run_for_dk();
+    } else {
+      GatherConsumer<C>{params, control, tiles}.run();
     }
   } else {
     acquire_registers<backward_consumer_registers(C)>();

@@ -35,37 +35,35 @@ template <Config C>
 struct GatherConsumer {
   static constexpr int kPartColumns = dq_part_columns(C);
   static constexpr int kPartFloats = 16 * kPartColumns;
-  static constexpr int kDqColumns = dq_columns_at_once(C);
-  using Dq = float[kDqColumns / 2];
+  using Dq = float[C.head_dim / 2];
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
   unsigned tiles;
 
-  // Columns [first_column, first_column + kDqColumns). A warp has two of the parts of backward_cast.cuh.
-  __device__ __forceinline__ void add_dq(const Dq& dq, float* target, int first_column) const {
+  // A warp has two of the parts of backward_cast.cuh.
+  __device__ __forceinline__ void add_dq(const Dq& dq, float* target) const {
     constexpr int kBlocks = kPartColumns / 8, kWarps = kWarpgroupThreads / 32;
     target += warpgroup_thread() / 32 * kPartFloats + (C.bulk_reduce ? 0 : lane() * 4);
     const unsigned staging = tiles + DsBuffers<C>::kLayout.staging + warpgroup_thread() / 32 * 2 * kPartFloats * 4;
-    if (C.bulk_reduce && first_column == 0) {
+    if constexpr (C.bulk_reduce) {
       if (lane() == 0) wait_stores_read();
       __syncwarp();
     }
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i) {
-      const int index = first_column / 8 + i;
+    for (int i = 0; i < C.head_dim / 8; ++i) {
       if constexpr (C.bulk_reduce) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + index * 512 + lane() * 16),
-                     "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
       } else {
-        float* const block = target + index / kBlocks * kWarps * kPartFloats + index % kBlocks * 128;
+        float* const block = target + i / kBlocks * kWarps * kPartFloats + i % kBlocks * 128;
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(block), "f"(dq[4 * i]),
                      "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
       }
     }
-    if (C.bulk_reduce && first_column + kDqColumns == C.head_dim) {
+    if constexpr (C.bulk_reduce) {
       fence_async_proxy();
       __syncwarp();
       if (lane() == 0) {
@@ -86,16 +84,12 @@ struct GatherConsumer {
       // Before the product starts: one thread frees the record when that is done.
       const DqStep step = control.dq_steps[buffers.ring.index];
       last = step.last;
-#pragma unroll
-      for (int column = 0; column < C.head_dim; column += kDqColumns) {
-        Dq dq;
-        start_column_product<C.element, C.tile_kv, kDqColumns>(
-            dq, buffers.address(), tiles + DsBuffers<C>::kLayout.k + column * C.tile_kv * 2);
-        wait_products<0>();
-        pin_registers(dq);
-        if (column + kDqColumns == C.head_dim) release_by_warpgroup(&control.ds_empty[buffers.ring.index]);
-        add_dq(dq, params.dq_accumulator + step.accumulator_row * C.head_dim, column);
-      }
+      Dq dq;
+      start_column_product<C.element, C.tile_kv, C.head_dim>(dq, buffers.address(), tiles + DsBuffers<C>::kLayout.k);
+      wait_products<0>();
+      pin_registers(dq);
+      release_by_warpgroup(&control.ds_empty[buffers.ring.index]);
+      add_dq(dq, params.dq_accumulator + step.accumulator_row * C.head_dim);
     }
     sync_consumers<kBackwardConsumers + 1>();              // the others' results take the place of k and v
     if (C.bulk_reduce && lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it

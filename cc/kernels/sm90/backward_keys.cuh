@@ -2,15 +2,10 @@
 //
 // Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
 // dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups: one barrier between them per step. ds has two
-// buffers, so that one barrier is enough.
-//
-// What may run while what else waits is a compile-time choice (Config::loop_order), because measurements differ by head
-// dim: 0 plain, 1 dv runs under the gradients of the scores, 2 besides, dq is one step late. The rules of consumer.cuh for
-// accumulators apply. With a warpgroup for dq (backward_gather.cuh) the barrier between these two is not needed: 0 and 1.
+// buffers, so that one barrier is enough. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
-#include "sm90/backward_gather.cuh"
 #include "sm90/backward_products.cuh"
 
 namespace jattn::sm90 {
@@ -23,21 +18,13 @@ struct KeyConsumer {
   static constexpr int kDsBytes = C.tile_kv * C.tile_q * 2;
   static constexpr int kPartColumns = dq_part_columns(C);
   static constexpr int kPartFloats = 16 * kPartColumns;
-  using Scores = float[C.tile_q / 2];
-  using Fragments = unsigned[C.tile_q / 4];
+  static constexpr int kScores = C.tile_q / 2;  // of a thread
+  using Scores = float[kScores];
+  using Fragments = unsigned[kScores / 2];
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
   using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
-
-  static constexpr bool kGivesDs = kFused && has_dq_warpgroup(C);
-  static_assert(!kGivesDs || (!C.ds_in_registers && !C.stores_ds && C.loop_order < 2));
-
-  // Where there are no registers for probabilities in float32 beside those in the element type: 128 queries in loop order 1,
-  // wide heads beside a warpgroup for dq.
-  static constexpr bool kRoundsWeights =
-      ((C.loop_order == 1 && C.tile_q == 128) || (kGivesDs && C.head_dim > 64)) && !C.softcap;
-  static_assert(C.loop_order == 0 || kGivesDs || !has_step_terms(C), "bias, slopes and dropout run in the plain order");
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -47,16 +34,13 @@ struct KeyConsumer {
   RingPosition<kLayout.bias_slots> bias_ring;
   int buffer = 0;           // of ds
   float* staged = nullptr;  // where the part of dq in staging memory goes
-  DsBuffers<C> ds_buffers{control, tiles, {}};
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
   __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
-  __device__ __forceinline__ unsigned ds_address() const {
-    return kGivesDs ? ds_buffers.address() : tiles + kLayout.ds + buffer * kDsBytes;
-  }
+  __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
 
   __device__ __forceinline__ void start_scores(Scores& s) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
@@ -109,7 +93,7 @@ struct KeyConsumer {
       return;
     } else if constexpr (C.ds_in_registers) {
       load_ds(ds);
-      start_fragment_product<C.element, C.tile_kv, kPartColumns, C.tile_kv, false>(dq, ds, k);
+      start_fragment_product<C.element, C.tile_kv, kPartColumns, false>(dq, ds, k);
     } else {
       start_column_product<C.element, C.tile_kv, kPartColumns>(
           dq, ds_address() + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
@@ -117,15 +101,14 @@ struct KeyConsumer {
   }
 
   // Of this thread's first score in the sequences and in their tiles.
-  __device__ __forceinline__ FragmentOrigin origin(int first_query = 0) const {
-    const int row = first_row() + warp_row() + lane() / 4, column = first_query + lane() % 4 * 2;
+  __device__ __forceinline__ FragmentOrigin origin() const {
+    const int row = first_row() + warp_row() + lane() / 4, column = lane() % 4 * 2;
     return {control.item.first + row, control.headers[ring.index].first + column, row, column};
   }
 
   // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited for
   // then, so that nothing else is done.
-  template <int kCount>
-  __device__ __forceinline__ void decide_drops(Drops<C, kCount>& drops, RingPosition<C.stages> step) const {
+  __device__ __forceinline__ void decide_drops(Drops<C, kScores>& drops, RingPosition<C.stages> step) const {
     if constexpr (C.dropout) {
       wait(&control.first_full[step.index], step.parity);
       const int row = first_row() + warp_row() + lane() / 4, column = lane() % 4 * 2;
@@ -147,46 +130,38 @@ struct KeyConsumer {
     return 1.0f;
   }
 
-  // first_query: of the queries whose scores these are, among those of the tile.
-  template <int kCount>
-  __device__ __forceinline__ void finish_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
-                                                const Drops<C, kCount>& drops, FetchedBias<C, kCount>& fetched,
-                                                int first_query = 0) {
-    finish_transposed_scores<C, kCount, kLayout.bias_slots>(
-        s, p, flags, drops, fetched, params, control, ring.index, tiles + kLayout.bias, bias_ring,
-        first_row() + warp_row() + lane() / 4, first_query + lane() % 4 * 2);
+  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags, const Drops<C, kScores>& drops,
+                                                FetchedBias<C, kScores>& fetched) {
+    finish_transposed_scores<C, kScores, kLayout.bias_slots>(s, p, flags, drops, fetched, params, control, ring.index,
+                                                             tiles + kLayout.bias, bias_ring,
+                                                             first_row() + warp_row() + lane() / 4, lane() % 4 * 2);
   }
 
   // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
-  // weights: float[kCount], or unsigned[kCount / 2] rounded to the element type.
-  template <int kCount, class Weights>
-  __device__ __forceinline__ void finish_gradients(unsigned (&ds)[kCount / 2], const Weights& weights,
-                                                   const float (&dp)[kCount], int first_query = 0) {
-    const unsigned delta = shared_address(control.delta[ring.index]) + (first_query + lane() % 4 * 2) * 4;
-    transposed_gradients<C, kCount>(ds, weights, dp, delta, dropout_factor());
-    if constexpr (kGivesDs) ds_buffers.wait_empty();
+  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
+    const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
+    transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
     if constexpr (kFused) {
 #pragma unroll
-      for (int step = 0; step < kCount / 8; ++step) {
-        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), first_query / kStepDepth + step),
-                     ds[4 * step], ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
+      for (int step = 0; step < kScores / 8; ++step) {
+        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), step), ds[4 * step],
+                     ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
       }
     }
     if constexpr (C.stores_ds) {
-      static_assert(2 * kCount == C.tile_q);
       const int thread = ptx::thread_index_anew();  // kept across the step, the address would cost registers
       const int query = thread / 16 % 2 * 8 + thread % 8;
       const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
       const unsigned address = stored_ds_address() + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
 #pragma unroll
-      for (int step = 0; step < kCount / 8; ++step) {
+      for (int step = 0; step < kScores / 8; ++step) {
         store_matrix_transposed(address + step * kStepDepth * kChunkRowBytes, ds[4 * step], ds[4 * step + 1],
                                 ds[4 * step + 2], ds[4 * step + 3]);
       }
     }
-    if constexpr ((kFused && !kGivesDs) || C.stores_ds) {
-      // One fence, after the last half, for ds and for the staged dq.
-      if ((C.bulk_reduce || !C.ds_in_registers || C.stores_ds) && first_query + 2 * kCount == C.tile_q) {
+    if constexpr (kFused || C.stores_ds) {
+      // One fence for ds and for the staged dq.
+      if (C.bulk_reduce || !C.ds_in_registers || C.stores_ds) {
         fence_async_proxy();
         start_reduction();
       }
@@ -279,7 +254,7 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void finish_reductions() {
-    if constexpr (kFused && C.bulk_reduce && !kGivesDs) {
+    if constexpr (kFused && C.bulk_reduce) {
       fence_async_proxy();
       start_reduction();
     }
@@ -292,8 +267,8 @@ struct KeyConsumer {
   }
   __device__ __forceinline__ void wait_dout() const { wait(&control.second_full[ring.index], ring.parity); }
 
-  __device__ __forceinline__ void visit_plainly(Dk& dk, Dv& dv) {
-    Drops<C, C.tile_q / 2> drops;
+  __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
+    Drops<C, kScores> drops;
     decide_drops(drops, ring);
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
@@ -305,15 +280,14 @@ struct KeyConsumer {
       start_scores(s);
       wait_dout();
       start_dp(dp);
-      FetchedBias<C, C.tile_q / 2> fetched;
-      if constexpr (FetchedBias<C, C.tile_q / 2>::kUsed)
-        fetched.fetch(params.problem, control.terms[ring.index], origin());
+      FetchedBias<C, kScores> fetched;
+      if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, p, flags, drops, fetched);
       wait_products<0>();
       pin_registers(dp);
-      finish_gradients<C.tile_q / 2>(ds, s, dp);
+      finish_gradients(ds, s, dp);
       start_dv(dv, p);
       sync_gradients();
       find_warpgroup();
@@ -352,296 +326,6 @@ struct KeyConsumer {
     }
   }
 
-  // ds goes to the warpgroup for dq. Loop order 1: dk of a step runs over the back edge and under the next scores.
-  //
-  // Narrow heads: dp runs under the exponentials, in loop order 1 dv under ds. Wide heads leave no registers for dp beside the
-  // scores: dv and dp run under nothing of this warpgroup, but there are two others. dv comes first, because ptxas moves
-  // exponentials behind the product that does.
-  //
-  // A tile is freed by one thread, so behind a product that every warp has started after its last ordinary read of what
-  // lies beside the tile: delta is read until ds is made.
-  __device__ __forceinline__ void visit_giving(Dk& dk, Dv& dv) {
-    constexpr bool kLateDp = C.head_dim > 64 || C.head_dim_v > 64;
-    constexpr bool kLateDk = C.loop_order == 1;
-    constexpr bool kEarlyDv = kLateDp || kLateDk;
-    constexpr bool kKeepsWeights = kRoundsWeights && C.dropout;  // p is 0 for a dropped pair, whose ds needs its weight
-    int before = -1;                                             // stage whose q and dout the running products read
-    const auto release = [&](int stage) {
-      release_by_warpgroup(&control.first_empty[stage]);
-      if constexpr (kEarlyDv) release_by_warpgroup(&control.second_empty[stage]);
-    };
-    Drops<C, C.tile_q / 2> drops;
-    decide_drops(drops, ring);
-    pin_registers(dk);
-    pin_registers(dv);
-    for (bool last = false; !last; ring.advance()) {
-      Scores s, dp;
-      Fragments p, ds;
-      const int flags = wait_queries();
-      last = flags & kLastStep;
-      start_scores(s);
-      if constexpr (!kLateDp) {
-        wait_dout();
-        start_dp(dp);
-      }
-      FetchedBias<C, C.tile_q / 2> fetched;
-      if constexpr (FetchedBias<C, C.tile_q / 2>::kUsed) {
-        fetched.fetch(params.problem, control.terms[ring.index], origin());
-      }
-      wait_products<kLateDp ? 0 : 1>();
-      pin_registers(s);
-      if constexpr (kLateDk) {
-        pin_registers(dk);
-        pin_registers(dv);
-        if (before >= 0) release(before);
-        before = ring.index;
-      }
-      finish_scores(s, p, flags, drops, fetched);
-      Fragments weights;
-      if constexpr (kKeepsWeights) pack_weights<C>(weights, s);
-      if constexpr (kLateDp) wait_dout();
-      if constexpr (kEarlyDv) start_dv(dv, p);
-      if constexpr (kKeepsWeights) {  // dp takes the registers of p
-        wait_products<0>();
-        pin_registers(dv);
-        pin_registers(weights);
-      }
-      if constexpr (kLateDp) start_dp(dp);
-      wait_products<kEarlyDv && !kLateDp ? 1 : 0>();
-      pin_registers(dp);
-      if constexpr (kLateDp) pin_registers(dv);
-      if constexpr (kKeepsWeights) {
-        pin_registers(weights);
-        finish_gradients<C.tile_q / 2>(ds, weights, dp);
-      } else if constexpr (kRoundsWeights) {
-        pin_registers(p);  // not unpacked before dp is there: too many registers
-        finish_gradients<C.tile_q / 2>(ds, p, dp);
-      } else {
-        finish_gradients<C.tile_q / 2>(ds, s, dp);
-      }
-      ds_buffers.give(ring.index, last, warpgroup == 0 && warpgroup_thread() == 0);
-      if constexpr (!kEarlyDv) start_dv(dv, p);
-      start_dk(dk, ds);
-      if constexpr (C.dropout) {
-        if (!last) {
-          RingPosition<C.stages> next = ring;
-          next.advance();
-          decide_drops(drops, next);
-        }
-      }
-      if constexpr (!kEarlyDv) {
-        wait_products<1>();
-        pin_registers(dv);
-        release_by_warpgroup(&control.second_empty[ring.index]);
-      }
-      if constexpr (!kLateDk) {
-        wait_products<0>();
-        pin_registers(dk);
-        release(ring.index);
-      }
-    }
-    wait_products<0>();
-    pin_registers(dk);
-    pin_registers(dv);
-  }
-
-  // dk of a step runs over the back edge; its q is freed one step later.
-  __device__ __forceinline__ void visit_overlapped(Dk& dk, Dv& dv) {
-    int q_read = -1;  // stage of the q that the running dk product reads
-    pin_registers(dk);
-    pin_registers(dv);
-    for (bool last = false; !last; ring.advance()) {
-      Scores s, dp;
-      Fragments p, ds;
-      Dq dq;
-      DsFragments all_ds;
-      wait_products<0>();
-      pin_registers(dk);
-      if (q_read >= 0) release_by_warpgroup(&control.first_empty[q_read]);
-      q_read = ring.index;
-      const int flags = wait_queries();
-      last = flags & kLastStep;
-      start_scores(s);
-      wait_dout();
-      start_dp(dp);
-      wait_products<1>();
-      pin_registers(s);
-      const Drops<C, C.tile_q / 2> drops{};
-      FetchedBias<C, C.tile_q / 2> fetched;
-      finish_scores(s, p, flags, drops, fetched);
-      start_dv(dv, p);
-      wait_products<1>();
-      pin_registers(dp);
-      if constexpr (kRoundsWeights) {
-        finish_gradients<C.tile_q / 2>(ds, p, dp);
-      } else {
-        finish_gradients<C.tile_q / 2>(ds, s, dp);
-      }
-      sync_gradients();
-      finish_dv_for_ds(dv);
-      start_dq(dq, all_ds);
-      float* const target = dq_target(ring.index);  // as in visit_plainly(): before dk
-      start_dk(dk, ds);
-      wait_products<1>();
-      pin_registers(dv);
-      release_by_warpgroup(&control.second_empty[ring.index]);
-      if constexpr (kFused) pin_registers(dq);
-      add_dq(dq, target);
-      buffer ^= 1;
-    }
-    wait_products<0>();
-    pin_registers(dk);
-  }
-
-  // dq of a step is computed in the next one: neither warpgroup waits for the other's ds at once, the reductions run under
-  // the next scores, and dv and dk run over the back edge. In the first step the product for dq reads stale memory and is
-  // not used: a product must not stand under a condition.
-  __device__ __forceinline__ void visit_deferred(Dk& dk, Dv& dv) {
-    static_assert(kFused);
-    pin_registers(dk);
-    pin_registers(dv);
-    int before = -1;  // stage of the step before
-    unsigned ds_parity = 1;
-    float* target = nullptr;
-    for (bool last = false; !last; ring.advance()) {
-      Scores s, dp;
-      Fragments p, ds;
-      Dq dq;
-      DsFragments all_ds;
-      if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      if constexpr (C.ds_in_registers) {  // no product may run while operands are read (C7513)
-        wait_products<0>();
-        pin_registers(dk);
-        pin_registers(dv);
-      }
-      start_dq(dq, all_ds);
-      wait_products<1>();
-      pin_registers(dk);
-      pin_registers(dv);
-      if (before >= 0) {
-        target = dq_target(before);
-        release_by_warpgroup(&control.second_empty[before]);
-        release_by_warpgroup(&control.first_empty[before]);
-      }
-      const int flags = wait_queries();
-      last = flags & kLastStep;
-      start_scores(s);
-      wait_products<1>();
-      pin_registers(dq);
-      if (before >= 0) add_dq(dq, target);
-      before = ring.index;
-      buffer ^= 1;
-      ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
-      wait_dout();
-      start_dp(dp);
-      wait_products<1>();
-      pin_registers(s);
-      const Drops<C, C.tile_q / 2> drops{};
-      FetchedBias<C, C.tile_q / 2> fetched;
-      finish_scores(s, p, flags, drops, fetched);
-      start_dv(dv, p);
-      wait_products<1>();
-      pin_registers(dp);
-      finish_gradients(ds, s, dp);
-      release_by_warp(&control.exchange_full[buffer]);
-      start_dk(dk, ds);
-    }
-    Dq dq;
-    DsFragments all_ds;
-    wait(&control.exchange_full[buffer], ds_parity);
-    start_dq(dq, all_ds);
-    target = dq_target(before);
-    wait_products<0>();
-    pin_registers(dk);
-    pin_registers(dv);
-    pin_registers(dq);
-    add_dq(dq, target);
-  }
-
-  // The same for 128 queries in two halves, whose scores and gradients do not fit into registers at once: the products of
-  // one half run while the other's scores are worked on. dq takes the whole tile.
-  __device__ __forceinline__ void visit_halves(Dk& dk, Dv& dv) {
-    static_assert(kFused && C.tile_q == 128 && C.head_dim == 64 && C.head_dim_v == 64);
-    constexpr int kHalf = 64;
-    using HalfScores = float[kHalf / 2];
-    using HalfFragments = unsigned[kHalf / 4];
-    pin_registers(dk);
-    pin_registers(dv);
-    const unsigned k = tiles + kLayout.k + first_row() * kChunkRowBytes,
-                   v = tiles + kLayout.v + first_row() * kChunkRowBytes;
-    int before = -1;  // stage of the step before
-    unsigned ds_parity = 1;
-    float* target = nullptr;
-    for (bool last = false; !last; ring.advance()) {
-      HalfScores s, next_s, dp;
-      HalfFragments p, ds;
-      Dq dq;
-      DsFragments all_ds;
-      const unsigned q = q_address(ring.index), dout = dout_address(ring.index);
-      constexpr int kHalfBytes = kHalf * kChunkRowBytes;
-      if (before >= 0) wait(&control.exchange_full[buffer], ds_parity);
-      if constexpr (C.ds_in_registers) {  // no product may run while operands are read (C7513)
-        wait_products<0>();
-        pin_registers(dk);
-        pin_registers(dv);
-      }
-      start_dq(dq, all_ds);
-      wait_products<1>();
-      pin_registers(dk);
-      pin_registers(dv);
-      if (before >= 0) {
-        target = dq_target(before);
-        release_by_warpgroup(&control.second_empty[before]);
-        release_by_warpgroup(&control.first_empty[before]);
-      }
-      const int flags = wait_queries();
-      last = flags & kLastStep;
-      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(s, k, q);
-      wait_dout();
-      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout);
-      wait_products<2>();
-      pin_registers(dq);
-      if (before >= 0) add_dq(dq, target);
-      before = ring.index;
-      buffer ^= 1;
-      ds_parity ^= unsigned(buffer);  // the buffers take turns, 1 first
-      wait_products<1>();
-      pin_registers(s);
-      const Drops<C, kHalf / 2> drops{};
-      FetchedBias<C, kHalf / 2> fetched;
-      finish_scores(s, p, flags, drops, fetched);
-      start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, p, dout);
-      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, kHalf>(next_s, k, q + kHalfBytes);
-      wait_products<2>();
-      pin_registers(dp);
-      finish_gradients(ds, s, dp);
-      start_fragment_product<C.element, kHalf, C.head_dim, C.tile_q>(dk, ds, q);
-      start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v, kHalf>(dp, v, dout + kHalfBytes);
-      wait_products<2>();
-      pin_registers(next_s);
-      pin_registers(dv);
-      HalfFragments next_p, next_ds;
-      finish_scores(next_s, next_p, flags, drops, fetched, kHalf);
-      start_fragment_product<C.element, kHalf, C.head_dim_v, C.tile_q>(dv, next_p, dout + kHalfBytes);
-      wait_products<1>();
-      pin_registers(dp);
-      pin_registers(dk);
-      finish_gradients(next_ds, next_s, dp, kHalf);
-      release_by_warp(&control.exchange_full[buffer]);
-      start_fragment_product<C.element, kHalf, C.head_dim, C.tile_q>(dk, next_ds, q + kHalfBytes);
-    }
-    Dq dq;
-    DsFragments all_ds;
-    wait(&control.exchange_full[buffer], ds_parity);
-    start_dq(dq, all_ds);
-    target = dq_target(before);
-    wait_products<0>();
-    pin_registers(dk);
-    pin_registers(dv);
-    pin_registers(dq);
-    add_dq(dq, target);
-  }
-
   // Keys beyond their length get 0. Both tiles of keys are free when both warpgroups have arrived.
   __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) const {
     const BackwardItem item = control.item;  // read again: registers are short in the loop
@@ -653,7 +337,7 @@ struct KeyConsumer {
       dk_factor[r] = inside ? params.problem.scale : 0.0f;
       dv_factor[r] = inside ? dropout_factor(item.batch) : 0.0f;
     }
-    sync_consumers<kBackwardConsumers + (kGivesDs ? 1 : 0)>();
+    sync_consumers();
     const bool exists = first < params.problem.kv_len;
     store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup,
                                                        &params.dv, exists && params.wants_dv, first, item.head,
@@ -672,19 +356,7 @@ struct KeyConsumer {
 #pragma unroll
     for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
     wait(&control.own_full, 0);
-    if (control.item.runs) {
-      if constexpr (kGivesDs) {
-        visit_giving(dk, dv);
-      } else if constexpr (C.loop_order == 0) {
-        visit_plainly(dk, dv);
-      } else if constexpr (C.loop_order == 1) {
-        visit_overlapped(dk, dv);
-      } else if constexpr (C.tile_q == 128) {
-        visit_halves(dk, dv);
-      } else {
-        visit_deferred(dk, dv);
-      }
-    }
+    if (control.item.runs) visit(dk, dv);
     finish_reductions();
     find_warpgroup();
     write(dk, dv);

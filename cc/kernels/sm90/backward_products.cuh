@@ -5,9 +5,9 @@
 
 namespace jattn::sm90 {
 
-// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, kColumns rows of a tile of kRowsB.
-template <Element kElement, int kRowsA, int kRowsB, int kDepth, int kColumns = kRowsB>
-__device__ __forceinline__ void start_row_product(float (&c)[kColumns / 2], unsigned a_address, unsigned b_address) {
+// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, all rows of a tile of kRowsB.
+template <Element kElement, int kRowsA, int kRowsB, int kDepth>
+__device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsigned a_address, unsigned b_address) {
   const unsigned long long a = descriptor(a_address, kUnusedLeading);
   const unsigned long long b = descriptor(b_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
@@ -19,21 +19,20 @@ __device__ __forceinline__ void start_row_product(float (&c)[kColumns / 2], unsi
     const int a_step = (chunk * kRowsA * kChunkRowBytes + in_chunk) / 16;
     const int b_step = (chunk * kRowsB * kChunkRowBytes + in_chunk) / 16;
     if (step == 0) {
-      Wgmma<kColumns>::template shared<kElement, false, 0, 0>(c, a + a_step, b + b_step);
+      Wgmma<kRowsB>::template shared<kElement, false, 0, 0>(c, a + a_step, b + b_step);
     } else {
-      Wgmma<kColumns>::template shared<kElement, true, 0, 0>(c, a + a_step, b + b_step);
+      Wgmma<kRowsB>::template shared<kElement, true, 0, 0>(c, a + a_step, b + b_step);
     }
   }
   commit_products();
   pin_registers(c);
 }
 
-// c += a b, or c = a b: a as fragments in registers (64 x kDepth), b kDepth rows and kColumns columns of a tile of kRowsB
-// rows.
-template <Element kElement, int kDepth, int kColumns, int kRowsB = kDepth, bool kAdds = true>
+// c += a b, or c = a b: a as fragments in registers (64 x kDepth), b all kDepth rows and kColumns columns of a tile.
+template <Element kElement, int kDepth, int kColumns, bool kAdds = true>
 __device__ __forceinline__ void start_fragment_product(float (&c)[kColumns / 2], unsigned (&a)[kDepth / 4],
                                                        unsigned b_address) {
-  const unsigned long long b = descriptor(b_address, kRowsB * kChunkRowBytes);
+  const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes);
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
   if constexpr (kAdds) pin_registers(c);
   pin_registers(a);

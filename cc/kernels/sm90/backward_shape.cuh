@@ -9,7 +9,7 @@ namespace jattn::sm90 {
 inline constexpr int kBackwardConsumers = 2;
 inline constexpr int kScoreWarps = (1 + kBackwardConsumers) * kWarpgroupThreads / 32;
 
-// A third consumer warpgroup that computes dq and nothing else. Told by the number of warps.
+// A third consumer warpgroup that computes dq and nothing else: head dims from 128 to 192. Told by the number of warps.
 JATTN_HOST_DEVICE constexpr bool has_dq_warpgroup(const Config& config) {
   return config.num_warps == kScoreWarps + kWarpgroupThreads / 32;
 }
@@ -37,25 +37,12 @@ JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config
 }
 
 JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config) {
-  const bool spares = has_dq_warpgroup(config) && config.head_dim == 64 && config.head_dim_v == 64;
-  return has_wide_producer(config) || spares ? 40 : 24;
+  return has_wide_producer(config) ? 40 : 24;
 }
 
-// With a warpgroup for dq the launch takes 128 * 512 registers; these are what the producer leaves. ptxas (13.0) refuses
-// instructions with more than 128 registers then (C7602): head dims to 192.
-struct RoleRegisters {
-  int first, second, dq;  // the first and second warpgroup that work on scores, and that of dq
-};
-JATTN_HOST_DEVICE constexpr RoleRegisters role_registers(const Config& config) {
-  if (splits_gradients(config)) return {176, 184, 128};
-  const int consumer = (512 - 72 - backward_producer_registers(config)) / 2;
-  return {consumer, consumer, 72};
-}
-
-// Columns of dq that its warpgroup holds at once.
-JATTN_HOST_DEVICE constexpr int dq_columns_at_once(const Config& config) {
-  return splits_gradients(config) ? config.head_dim : 64;
-}
+// With a warpgroup for dq the launch takes 128 * 512 registers; the producer leaves this to those of dv and dk, that of dq
+// keeps its 128. ptxas (13.0) refuses instructions with more than 128 registers then (C7602): head dims to 192.
+inline constexpr int kDvRegisters = 176, kDkRegisters = 184;
 
 // Bytes of lse or delta of the queries of one stage.
 JATTN_HOST_DEVICE constexpr int statistics_bytes(const Config& config) { return 4 * config.tile_q; }

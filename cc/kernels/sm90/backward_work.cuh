@@ -128,7 +128,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   Barrier landed;    // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
-  Barrier exchange_full[2], exchange_empty[2];  // what warpgroups give each other; empty only where probabilities
+  Barrier exchange_full[2], exchange_empty[2];            // weights that the warpgroup of dv gives to that of dk
 };
 
 template <Config C>
@@ -313,8 +313,7 @@ __device__ __forceinline__ void clear_rows(unsigned tile, IsPadding is_padding) 
 }
 
 // releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it, or a tile of ds;
-// bias_readers:
-// warps that read tiles of a bias.
+// bias_readers: warps that read tiles of a bias.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
                                              int bias_readers) {

@@ -146,11 +146,6 @@ JATTN_HOST_DEVICE constexpr int document_tiles_min_blocks(const Config&) { retur
 // Runs of one side of a batch entry; with more the tiles lie as without documents.
 inline constexpr int kMaxDocuments = 1024;
 
-// Room for the tiles of a batch entry: each run adds at most one that is not full.
-JATTN_HOST_DEVICE constexpr int64_t max_document_tiles(int64_t q_len, int tile_q) {
-  return (q_len + tile_q - 1) / tile_q + kMaxDocuments;
-}
-
 // The same as constants, for device code.
 template <Config C>
 struct Shape {

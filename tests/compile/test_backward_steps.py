@@ -1,4 +1,4 @@
-"""The Hopper backward with a warpgroup for dq: a model of who waits for whom, and of what a late warp reads.
+"""The Hopper backward kernels that own keys: a model of who waits for whom, and of what a late warp reads.
 
 The model holds every wait, signal, read and write of the producer and of each warp
 (cc/kernels/sm90/backward_{producer,keys,split,gather}.cuh). A product brings the warps of a
@@ -32,22 +32,29 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A kernel: ``visit_giving`` with its compile-time choices, or the split form of wide heads."""
+    """A kernel: ``visit`` with its compile-time choices, or the split form of wide heads.
+
+    Attributes:
+      fused: with dq; the split form then has a warpgroup for it.
+      empty_rows: tiles of queries hold rows to be cleared, before they are announced.
+      bias_first: tiles of a bias are waited for before such tiles are announced, as was once so.
+    """
 
     split: bool = False
-    late_dp: bool = False
-    late_dk: bool = False
+    fused: bool = True
     dropout: bool = False
     bias_slots: int = 0
-    gather_products: int = 1
+    stores_ds: bool = False
+    empty_rows: bool = False
+    bias_first: bool = False
 
     @property
     def releases(self) -> int:
         return 2 * WARPS if self.split else 2
 
     @property
-    def givers(self) -> int:
-        return WARPS if self.split else 2 * WARPS
+    def bias_readers(self) -> int:
+        return 2 if self.stores_ds else WARPS if self.split else 2 * WARPS
 
 
 class Program:
@@ -56,7 +63,7 @@ class Program:
     def __init__(self, form: Form, stages: int, count: int, without: str) -> None:
         self.form, self.stages, self.count, self.without = form, stages, count, without
         self.steps: list[Step] = []
-        self.products = 0
+        self.met: Counter[str] = Counter()
 
     def wait(self, kind: str, place: int, phases: int, per_phase: int) -> None:
         if phases and kind != self.without:
@@ -71,11 +78,12 @@ class Program:
     def read(self, *place: object, version: int) -> None:
         self.steps.append(Step("read", place, version))
 
-    def product(self, warpgroup: str) -> None:
-        """Waits for the other warps, as the start of a product does."""
-        self.products += 1
-        self.steps.append(Step("signal", (warpgroup,)))
-        self.steps.append(Step("wait", (warpgroup,), WARPS * self.products, WARPS))
+    def meet(self, name: str, warps: int = WARPS) -> None:
+        """Waits for the other warps, as the start of a product or a barrier does."""
+        self.met[name] += 1
+        self.steps.append(Step("signal", (name,)))
+        if name != self.without:
+            self.steps.append(Step("wait", (name,), warps * self.met[name], warps))
 
     # A tile of queries (q, with its records) or of dout (d, with delta), of a step.
     def wait_full(self, kind: str, step: int) -> None:
@@ -87,29 +95,47 @@ class Program:
     def free(self, kind: str, step: int) -> None:
         self.signal(f"{kind} empty", step % self.stages)
 
-    # A tile of ds.
-    def give(self, step: int, giver: int, tells: bool) -> None:
+    # A tile of ds for the warpgroup of dq.
+    def give(self, step: int, giver: int) -> None:
         buffer = step % 2
         self.wait("ds empty", buffer, step // 2, 1)
         self.write("ds", buffer, giver)
-        if tells:
+        if giver == 0:
             self.read_tile("q", step)
             self.write("record", buffer)
         self.signal("ds full", buffer)
 
+    def load_bias(self, step: int) -> None:
+        slots = self.form.bias_slots
+        if slots:
+            self.wait("bias empty", step % slots, step // slots, self.form.bias_readers)
+            self.write("bias", step % slots)
+            self.signal("bias full", step % slots)
+
+    def read_bias(self, step: int) -> None:
+        slots = self.form.bias_slots
+        if slots:
+            self.wait("bias full", step % slots, step // slots + 1, 1)
+            self.read("bias", step % slots, version=step // slots + 1)
+            if not self.form.stores_ds:
+                self.signal("bias empty", step % slots)
+
     def produce(self) -> list[Step]:
         form = self.form
         for step in range(self.count):
+            stage = step % self.stages
             for kind in ("q", "d"):
-                stage = step % self.stages
                 self.wait(f"{kind} empty", stage, step // self.stages, form.releases)
                 self.write(kind, stage)
-                self.signal(f"{kind} full", stage)
-            if form.bias_slots:
-                slot, phases = step % form.bias_slots, step // form.bias_slots
-                self.wait("bias empty", slot, phases, 2 * WARPS)
-                self.write("bias", slot)
-                self.signal("bias full", slot)
+                if not form.empty_rows:
+                    self.signal(f"{kind} full", stage)
+            if form.bias_first:
+                self.load_bias(step)
+            if form.empty_rows:
+                self.signal("q full", stage)
+                self.signal("d full", stage)
+            if not form.bias_first:
+                self.load_bias(step)
         return self.steps
 
     def decide_drops(self, step: int) -> None:
@@ -117,67 +143,64 @@ class Program:
             self.wait_full("q", step)
             self.read_tile("q", step)
 
-    def visit_giving(self, warpgroup: int, warp: int) -> list[Step]:
+    def visit(self, warpgroup: int, warp: int) -> list[Step]:
         form, me = self.form, f"scores {warpgroup}"
-        early_dv = form.late_dp or form.late_dk
-
-        def release(step: int) -> None:
-            if warp == 0:
-                self.free("q", step)
-                if early_dv:
-                    self.free("d", step)
-
         self.decide_drops(0)
         for step in range(self.count):
             self.wait_full("q", step)
             self.read_tile("q", step)
-            self.product(me)
-            if not form.late_dp:
-                self.wait_full("d", step)
-                self.product(me)
-            if form.late_dk and step:
-                release(step - 1)
-            if form.bias_slots:
-                slot, phases = step % form.bias_slots, step // form.bias_slots
-                self.wait("bias full", slot, phases + 1, 1)
-                self.read("bias", slot, version=phases + 1)
-                self.signal("bias empty", slot)
+            self.meet(me)
+            self.wait_full("d", step)
+            self.meet(me)
+            self.read_bias(step)
             self.read_tile("q", step)
-            if form.late_dp:
-                self.wait_full("d", step)
-            for _ in range(early_dv + form.late_dp):
-                self.product(me)
             self.read_tile("d", step)
-            self.read_tile("q", step)  # the factor of dropout
-            self.give(step, WARPS * warpgroup + warp, warpgroup == warp == 0)
-            for _ in range(2 - early_dv):
-                self.product(me)
+            if form.fused:
+                self.write("ds", step % 2, WARPS * warpgroup + warp)
+            self.meet(me)
+            if form.fused:
+                self.meet("consumers", 2 * WARPS)
+            elif form.stores_ds:
+                self.meet(me)
+            if form.stores_ds and warp == 0:
+                self.read_tile("q", step)
+            if form.fused:
+                for giver in range(2 * WARPS):
+                    self.read("ds", step % 2, giver, version=step // 2 + 1)
+                self.meet(me)
+                if warp == 0:
+                    self.free("d", step)
+                self.read_tile("q", step)
+            self.meet(me)
             self.decide_drops(step + 1)
-            if not early_dv and warp == 0:
-                self.free("d", step)
-            if not form.late_dk:
-                release(step)
+            if warp == 0:
+                if not form.fused:
+                    self.free("d", step)
+                if form.stores_ds:
+                    self.signal("bias empty", step % form.bias_slots)
+                self.free("q", step)
         return self.steps
 
     def visit_for_dv(self, warp: int) -> list[Step]:
         for step in range(self.count):
             self.wait_full("q", step)
             self.read_tile("q", step)
-            self.product("dv")
+            self.meet("dv")
+            self.read_bias(step)
             self.read_tile("q", step)
             self.wait("weights empty", step % 2, step // 2, WARPS)
             self.write("weights", step % 2, warp)
             self.signal("weights full", step % 2)
             self.free("q", step)
             self.wait_full("d", step)
-            self.product("dv")
+            self.meet("dv")
             self.free("d", step)
         return self.steps
 
     def visit_for_dk(self, warp: int) -> list[Step]:
         for step in range(self.count):
             self.wait_full("d", step)
-            self.product("dk")
+            self.meet("dk")
             self.wait_full("q", step)
             self.read_tile("q", step)
             self.wait("weights full", step % 2, step // 2 + 1, WARPS)
@@ -185,20 +208,20 @@ class Program:
             self.signal("weights empty", step % 2)
             self.read_tile("d", step)
             self.free("d", step)
-            self.give(step, warp, warp == 0)
-            self.product("dk")
+            if self.form.fused:
+                self.give(step, warp)
+            self.meet("dk")
             self.free("q", step)
         return self.steps
 
     def gather(self, warp: int) -> list[Step]:
         for step in range(self.count):
             buffer, version = step % 2, step // 2 + 1
-            self.wait("ds full", buffer, version, self.form.givers)
+            self.wait("ds full", buffer, version, WARPS)
             self.read("record", buffer, version=version)
-            for _ in range(self.form.gather_products):
-                for giver in range(self.form.givers):
-                    self.read("ds", buffer, giver, version=version)
-                self.product("dq")
+            for giver in range(WARPS):
+                self.read("ds", buffer, giver, version=version)
+            self.meet("dq")
             if warp == 0:
                 self.signal("ds empty", buffer)
         return self.steps
@@ -210,12 +233,13 @@ def programs(form: Form, stages: int, count: int, without: str = "") -> list[lis
     def new() -> Program:
         return Program(form, stages, count, without)
 
-    found = [new().produce(), *(new().gather(warp) for warp in range(WARPS))]
+    found = [new().produce()]
     for warp in range(WARPS):
         if form.split:
             found += [new().visit_for_dv(warp), new().visit_for_dk(warp)]
+            found += [new().gather(warp)] if form.fused else []
         else:
-            found += [new().visit_giving(warpgroup, warp) for warpgroup in range(2)]
+            found += [new().visit(warpgroup, warp) for warpgroup in range(2)]
     return found
 
 
@@ -258,16 +282,17 @@ def faults(all_steps: list[list[Step]]) -> set[str]:
     return found
 
 
-NARROW = Form()
+STORED = Form(dropout=True, bias_slots=1, stores_ds=True, empty_rows=True)
 FORMS = {
-    "64": NARROW,
-    "64-over": dataclasses.replace(NARROW, late_dk=True),
-    "64-dropout": dataclasses.replace(NARROW, dropout=True),
-    "64-over-dropout-bias": Form(late_dk=True, dropout=True, bias_slots=1),
-    "128": Form(late_dp=True, gather_products=2),
-    "128-over": Form(late_dp=True, late_dk=True, gather_products=2),
-    "128-dropout-bias": Form(late_dp=True, dropout=True, bias_slots=2, gather_products=2),
-    "192": Form(split=True),
+    "plain": Form(empty_rows=True),
+    "dropout-bias": Form(dropout=True, bias_slots=1, empty_rows=True),
+    "dropout-bias-stored": STORED,
+    "dropout-bias-stored-in-two": dataclasses.replace(STORED, bias_slots=2),
+    "dkv": Form(fused=False, dropout=True, bias_slots=2),
+    "dkv-stored": dataclasses.replace(STORED, fused=False),
+    "split": Form(split=True),
+    "split-bias": Form(split=True, bias_slots=1, empty_rows=True),
+    "split-dkv": Form(split=True, fused=False, bias_slots=2, empty_rows=True),
 }
 
 
@@ -278,12 +303,23 @@ def test_no_warp_hangs_or_reads_another_step(form: Form, stages: int) -> None:
         assert faults(programs(form, stages, count)) == set()
 
 
-# In the other forms the wait for q covers that for dout, which is freed with it or before.
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_tile_of_empty_rows_must_not_wait_for_the_only_place_of_a_bias(fused: bool) -> None:
+    """The fault that an H200 showed: with dropout, consumers ask for the next tile before they free that place."""
+    form = dataclasses.replace(STORED, fused=fused, bias_first=True)
+    assert "stops at ('bias empty', 0)" in faults(programs(form, 2, 4))
+    for harmless in ({"bias_slots": 2}, {"dropout": False}, {"empty_rows": False}):
+        assert faults(programs(dataclasses.replace(form, **harmless), 2, 4)) == set()
+
+
+# In the plain form the wait for q covers that for dout, which is freed before it; that for the only place of a bias
+# covers both.
 @pytest.mark.parametrize(
     ("name", "barrier"),
     [
-        *((name, barrier) for name in ("64", "128-over") for barrier in ("ds empty", "q empty")),
-        *(("192", barrier) for barrier in ("ds empty", "q empty", "d empty", "weights empty")),
+        *(("plain", barrier) for barrier in ("q empty", "consumers")),
+        *((name, "bias empty") for name in ("dropout-bias", "dropout-bias-stored")),
+        *(("split", barrier) for barrier in ("ds empty", "q empty", "d empty", "weights empty")),
     ],
 )
 def test_a_wait_left_out_is_found(name: str, barrier: str) -> None:
@@ -291,9 +327,9 @@ def test_a_wait_left_out_is_found(name: str, barrier: str) -> None:
 
 
 def test_a_record_read_behind_the_last_product_is_found() -> None:
-    """The fault that an H200 showed: a late warp read the header of a later step."""
-    late = programs(NARROW, 2, 5)
-    for steps in late[1 + WARPS :]:
+    """Another fault that an H200 showed: a late warp read the header of a later step."""
+    late = programs(FORMS["plain"], 2, 5)
+    for steps in late[1:]:
         products = [i for i, step in enumerate(steps) if step.place[0] in ("scores 0", "scores 1")]
-        steps.insert(products[7] + 1, Step("read", ("q", 0), 1))  # behind dk of the first step
+        steps.insert(products[9] + 1, Step("read", ("q", 0), 1))  # behind dk of the first step
     assert faults(late) == {"q is read late"}

@@ -102,7 +102,10 @@ for name in "${stages[@]}"; do
       stage build "$limit_build" version_note \
         "$python" -m pip install --no-build-isolation --no-deps --editable . || build_failed=true
       ;;
-    tests) stage tests "$limit_tests" pytest_note "$python" -m pytest -q -n 12 -p no:benchmark tests/gpu ;;
+    tests)  # the oracle's products in one thread each: as many as there are cores in every worker stand in each other's way
+      stage tests "$limit_tests" pytest_note env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+        "$python" -m pytest -q -n 12 -p no:benchmark tests/gpu
+      ;;
     memcheck) sanitize memcheck "$limit_memcheck" ;;
     racecheck) sanitize racecheck "$limit_racecheck" ;;
     bench)

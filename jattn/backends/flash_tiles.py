@@ -40,9 +40,7 @@ _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
 _DOCUMENT_TILE_BYTES = 32
-_MOST_DOCUMENT_TILES = (
-    2  # for each tile of a grid: kMostDocumentTiles of cc/kernels/sm90/forward_params.cuh
-)
+_MOST_DOCUMENT_TILES = 2  # for each tile of a grid, as cc/kernels/sm90/forward_params.cuh says
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,6 @@ from benchmarks.rivals import (
     packed_borders,
 )
 from benchmarks.torch_check import Oracle
-from jattn.backends import flash_tiles
 from jattn.testing.cases import Case
 
 TOKENS = 16_384
@@ -65,8 +64,7 @@ PROBLEMS_AT_ONCE = 6  # built together, so that threads share the work of compil
 class Problem:
     """A case, whether a quick run has it, and the forms in which ours runs it.
 
-    Forms: "flash" as it is; "padded": documents as batch entries with lengths; "ragged": by their borders; "documents":
-    the first and the last with tiles that begin with documents.
+    Forms: "flash" as it is; "padded": documents as batch entries with lengths; "ragged": by their borders.
     """
 
     case: Case
@@ -141,7 +139,7 @@ def problems() -> list[Problem]:
         Problem(
             _case(name, TOKENS, 128, is_causal=True, segments="documents"),
             in_quick=True,
-            forms=("flash", "ragged", "padded", "documents"),
+            forms=("flash", "ragged", "padded"),
         )
         for name in ("documents", "documents shuffled")
     ]
@@ -280,20 +278,10 @@ def builders(
     def add_ours(name: str, attention: Callable[..., jax.Array]) -> None:
         makers[name] = lambda backward: jax_contender(name, arrays, attention, backward)
 
-    def add_documents(name: str, attention: Callable[..., jax.Array]) -> None:
-        def make(backward: bool) -> timing.Contender:
-            with flash_tiles.forward_tile_changes(documents=True):
-                return jax_contender(name, arrays, attention, backward)
-
-        makers[name] = make
-
     if "flash" in problem.forms:
         add_ours(OURS, jattn_attention(case, arrays, implementation))
     if "ragged" in problem.forms and hasattr(jattn, RAGGED):
         add_ours("jattn:ragged", ragged_attention(case, arrays))
-    if "documents" in problem.forms:
-        add_documents(f"{OURS} documents", jattn_attention(case, arrays, implementation))
-        add_documents("jattn:ragged documents", ragged_attention(case, arrays))
     if "padded" in problem.forms:
         padded = Padded.make(case, arrays)
 

@@ -122,7 +122,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """Returns the variants of a standard run: "kept" is what the planner picks."""
+    """Returns the variants of a standard run: "kept" is what the planner picks, "kept_long" from 8192 keys on."""
     found: list[Variant] = []
     for band in (0, 1):
         mask = "band" if band else "full"
@@ -142,14 +142,11 @@ def variants() -> list[Variant]:
         add("kept", **chained)
         add("kept_nvrtc", **chained, compiler="nvrtc")
         add("mid", **d64)
-        add("turns", **d64, loop_order=1, take_turns=1)
-        add("64_keys", **(chained | {"tile_kv": 64, "stages": 8}))
+        add("kept_long", **d64, loop_order=1, take_turns=1)
         add("q128_mid", **(d64 | {"tile_q": 128, "q_in_registers": 1}))
         add("kept", **best)
         add("kept_nvrtc", **best, compiler="nvrtc")
         add("last", **best, loop_order=1)
-        add("turns", **best, take_turns=1)
-        add("last_turns", **best, loop_order=1, take_turns=1)
         add("series", **series)
         add("kept", head_dim=256, tile_kv=64)
         add("kept", head_dim=96, **series)
@@ -199,14 +196,12 @@ def variants() -> list[Variant]:
     turns = replace(checked, take_turns=1)
     found.append(replace(turns, name="check_turns"))
     found.append(replace(turns, name="check_turns_last", loop_order=1, q_in_registers=1))
-    found.append(replace(turns, name="check_turns_grid", schedule=0))
-    found.append(replace(turns, name="check_turns_segments", segments=1))
     d64 = replace(turns, head_dim=64, tile_q=192, loop_order=1, stages=4)
     found.append(replace(d64, name="check_turns64"))
-    found.append(replace(turns, name="check_turns256", head_dim=256, tile_kv=64))
     series = replace(checked, softcap=1, cap_series=1, integer_max=1)
     found.append(replace(series, name="check_series"))
-    found.append(replace(series, name="check_series_turns", take_turns=1, q_in_registers=1))
+    found.append(replace(series, name="check_series64", head_dim=64, tile_q=192, loop_order=2))
+    found.append(replace(series, name="check_series256", head_dim=256, tile_kv=64))
     return found
 
 

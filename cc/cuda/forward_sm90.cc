@@ -93,14 +93,14 @@ bool packs_heads(const Problem& problem, const Config& config) {
 // The list of document tiles.
 int64_t documents_bytes(const Problem& problem, const Config& config) {
   if (!config.documents) return 0;
-  return problem.batch * sm90::max_document_tiles(problem.q_len, config.tile_q) * int64_t{sizeof(sm90::DocumentTile)};
+  return problem.batch * sm90::document_tiles_room(problem.q_len, config.tile_q) * int64_t{sizeof(sm90::DocumentTile)};
 }
 
 // Fills the list, and the counters of its tiles and of refusals.
 const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Plan& plan, const Config& config,
                                                 void* scratch, int32_t* counters, CUstream stream) {
   const Kernel& kernel = require_family(plan, "document_tiles");
-  const int64_t items = problem.num_heads * problem.batch * sm90::max_document_tiles(problem.q_len, config.tile_q);
+  const int64_t items = problem.num_heads * problem.batch * sm90::document_tiles_room(problem.q_len, config.tile_q);
   JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of documents may be ", items,
                 ", must be below 2^31");
   auto* tiles = static_cast<sm90::DocumentTile*>(scratch);

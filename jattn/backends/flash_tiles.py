@@ -26,6 +26,7 @@ from jattn.backends.kernel_plan import (
     tile_pass_keys,
 )
 from jattn.backends.key_splits import choose_splits
+from jattn.masks import UNBOUNDED
 from jattn.spec import Dropout, Spec
 
 KEY_ARCH = "sm_90a"
@@ -38,8 +39,10 @@ MAX_SHARED_BYTES = 227 * 1024
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
-_MAX_DOCUMENTS = 1024  # cc/kernels/sm90/shape.cuh
 _DOCUMENT_TILE_BYTES = 32
+_MOST_DOCUMENT_TILES = (
+    2  # for each tile of a grid: kMostDocumentTiles of cc/kernels/sm90/forward_params.cuh
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +110,26 @@ def _has_head_numbers(spec: Spec) -> bool:
     return any(feature is not None for feature in found)
 
 
-def _can_list_documents(spec: Spec) -> bool:
-    """Whether tiles may begin with runs of segment ids (``Config::documents``)."""
-    return spec.segments and _is_plain(spec) and not (spec.q_lengths or spec.kv_lengths)
+def _lists_documents(spec: Spec, tile: Tile) -> bool:
+    """Whether tiles begin with runs of segment ids (``Config::documents``): with one tile there is nothing to gain."""
+    lengths = spec.q_lengths or spec.kv_lengths
+    return spec.segments and _is_plain(spec) and not lengths and spec.q_len > tile.tile_q
 
 
 def _document_tiles_bytes(spec: Spec, tile: Tile) -> int:
-    """Scratch of the list of document tiles of a batch entry (``max_document_tiles``)."""
-    return (-(-spec.q_len // tile.tile_q) + _MAX_DOCUMENTS) * _DOCUMENT_TILE_BYTES
+    """Scratch of the list of document tiles of a batch entry (``document_tiles_room``)."""
+    return _MOST_DOCUMENT_TILES * -(-spec.q_len // tile.tile_q) * _DOCUMENT_TILE_BYTES
+
+
+def _caps_by_series(spec: Spec) -> bool:
+    """Whether the softcap may be a polynomial (``Config::cap_series``): no terms on it, and it ascends.
+
+    Beside dropout 16 bytes of registers spill at head dims 192 and 128, 8 beside dropout and a mask.
+    """
+    adds_terms = spec.bias is not None or spec.alibi_slopes is not None
+    narrow = max(spec.head_dim, spec.head_dim_v) <= 128
+    has_room = spec.dropout is None or (narrow and _count_terms(spec) == 2)
+    return spec.softcap > 0 and spec.scale > 0 and not adds_terms and has_room
 
 
 def can_stage_bias(spec: Spec) -> bool:
@@ -146,14 +161,15 @@ def _reads_bias_directly(spec: Spec) -> bool:
 
 
 def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
-    """Picks the tile of a problem with terms or tests for every pair: two consumer warpgroups, q in shared memory.
+    """Picks the tile of a problem with terms or tests for every pair: two consumer warpgroups.
 
     A bias is staged where a tile of it fits beside the stages, if need be with fewer keys.
     """
     row_bias = spec.bias is not None and spec.bias[2] == 1
     light = _count_terms(spec) == 1 and spec.dropout is None
     light = light and not _reads_bias_directly(spec)
-    if light and max(head_dim, head_dim_v) <= 64 and not spec.positions:
+    largest = max(head_dim, head_dim_v)
+    if light and largest <= 64 and not spec.positions:
         has_tiles = spec.bias is not None and not row_bias
         return Tile(
             head_dim,
@@ -167,7 +183,8 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             staged_bias=has_tiles,
             row_bias=row_bias,
         )
-    stages = 3 if max(head_dim, head_dim_v) <= 64 else 2
+    stages = 3 if largest <= 64 else 2
+    by_turns = light and 64 < largest <= 128 and spec.alibi_slopes is not None
     found: Tile | None = None
     # Registers: with 256 columns of output two products stay in flight only beside a single term.
     terms = _count_terms(spec)
@@ -179,10 +196,11 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             128,
             tile_kv,
             stages=stages,
-            loop_order=_IN_SERIES if in_series else 0,
-            q_in_registers=light and max(head_dim, head_dim_v) <= 128,
+            loop_order=_IN_SERIES if in_series else _SOFTMAX_LAST if by_turns else 0,
+            q_in_registers=light and largest <= 128 and spec.mask is None,
             integer_max=head_dim_v <= 128,
             row_bias=row_bias,
+            take_turns=by_turns,
         )
         if head_dim_v // 2 + 3 * tile_kv // 4 > 192:
             continue
@@ -195,6 +213,15 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     if found is None:
         raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
     return found
+
+
+def _has_long_rows(spec: Spec) -> bool:
+    """Whether items are so long that turns pay more than starting the next item before the end of this one.
+
+    At head dim 64 with 8192 keys turns gain 1.2 % and causally 2.6 %, with 1024 causally they lose 3.9 %.
+    """
+    whole = not (spec.segments or spec.q_lengths or spec.kv_lengths) and spec.band.left == UNBOUNDED
+    return whole and spec.q_len >= 8192 and spec.kv_len >= 8192
 
 
 def _head_dim_tile(head_dim: int) -> int:
@@ -210,8 +237,7 @@ _CHANGES: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.Context
 def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
-    For measurements of tiles that are not picked. Where a problem or the rest of its tile cannot go
-    with ``take_turns``, ``cap_series`` or ``documents``, these stay away.
+    For measurements of tiles that are not picked. Turns stay away from tiles in series, and chains from turns.
     """
     token = _CHANGES.set(changes)
     try:
@@ -226,21 +252,21 @@ def forward_tile(spec: Spec) -> Tile:
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
-    tile = _picked_forward_tile(spec)
+    check_head_dims(spec)
+    head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
+    pick = _plain_tile if _is_plain(spec) else _tile_with_terms
+    tile = pick(spec, head_dim, head_dim_v)
+    tile = dataclasses.replace(
+        tile,
+        cap_series=tile.integer_max and _caps_by_series(spec),
+        documents=_lists_documents(spec, tile),
+    )
     changes = _CHANGES.get()
     if changes is None:
         return tile
     tile = dataclasses.replace(tile, **changes)
-    adds_terms = spec.bias is not None or spec.alibi_slopes is not None
-    capped = spec.softcap > 0 and not adds_terms
-    tile = dataclasses.replace(
-        tile,
-        take_turns=tile.take_turns and tile.loop_order != _IN_SERIES,
-        cap_series=tile.cap_series and capped and tile.integer_max,
-        documents=tile.documents and _can_list_documents(spec),
-    )
-    chains = tile.chain_items and not (tile.take_turns or tile.documents)
-    return dataclasses.replace(tile, chain_items=chains)
+    turns = tile.take_turns and tile.loop_order != _IN_SERIES
+    return dataclasses.replace(tile, take_turns=turns, chain_items=tile.chain_items and not turns)
 
 
 def check_head_dims(spec: Spec) -> None:
@@ -255,14 +281,13 @@ def check_head_dims(spec: Spec) -> None:
         )
 
 
-def _picked_forward_tile(spec: Spec) -> Tile:
-    check_head_dims(spec)
-    head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
+def _plain_tile(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
+    """Picks the tile of a problem without terms: at most segments and a softcap."""
     largest = max(head_dim, head_dim_v)
-    if not _is_plain(spec):
-        return _tile_with_terms(spec, head_dim, head_dim_v)
-    small = largest <= 96 and not spec.softcap > 0  # with softcap 24 bytes of registers spill
-    if small and largest <= 64:
+    # With a softcap 24 bytes of registers spill; by the series and with products in series none do.
+    small = largest <= 96 and (not spec.softcap > 0 or _caps_by_series(spec))
+    if small and largest <= 64 and not spec.softcap > 0:
+        by_turns = _has_long_rows(spec)
         return Tile(
             head_dim,
             head_dim_v,
@@ -270,11 +295,15 @@ def _picked_forward_tile(spec: Spec) -> Tile:
             128,
             stages=4,
             loop_order=_SOFTMAX_LAST,
-            chain_items=not spec.segments,  # with both 4 bytes of registers spill
+            chain_items=not (spec.segments or by_turns),  # with segments 4 bytes of registers spill
             integer_max=True,
+            take_turns=by_turns,
         )
     if small:
-        return Tile(head_dim, head_dim_v, 192, 128, loop_order=_IN_SERIES, integer_max=True)
+        stages = 4 if largest <= 64 else 2
+        return Tile(
+            head_dim, head_dim_v, 192, 128, stages=stages, loop_order=_IN_SERIES, integer_max=True
+        )
     # Measured with 32/8 heads at 8192 keys: 692 TFLOP/s against 668; with one head per group equal, causal worse.
     shared_keys = spec.num_heads >= 4 * spec.num_kv_heads and spec.q_len >= 2048
     full = spec.band.unbounded and not spec.segments and not spec.softcap > 0
@@ -290,7 +319,7 @@ def _picked_forward_tile(spec: Spec) -> Tile:
             128,
             tile_kv,
             q_in_registers=q_in_registers,
-            integer_max=head_dim_v <= 128,
+            integer_max=head_dim_v <= 128 or _caps_by_series(spec),
         )
         registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
         if registers <= 192 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
@@ -375,12 +404,14 @@ _HOT_HEAD_DIMS = {
 }
 
 
-# What is added to scores most often, by the head dims and the bands (causal or not) that it goes with; bfloat16.
+# What most often goes with scores, by the head dims and the bands (causal or not) that it goes with; bfloat16.
 _HOT_TERMS: tuple[tuple[dict[str, Any], tuple[int, ...], tuple[bool, ...]], ...] = (
+    ({"segments": True}, (64, 128), (False, True)),
     ({"bias": (1, 16, 4096, 4096), "bias_dtype": "bfloat16"}, (64, 128), (False,)),
     ({"mask": (1, 1, 4096, 4096)}, (64, 128), (False,)),
     ({"dropout": Dropout((4, 16))}, (64, 128), (False, True)),
     ({"sinks": (1, 16)}, (64, 128), (True,)),
+    ({"softcap": 50.0}, (128,), (False,)),
     ({"softcap": 50.0}, (128, 256), (True,)),
 )
 
@@ -392,6 +423,9 @@ def _hot_problems() -> Iterator[Spec]:
                 yield hot_problem(dtype, *head_dims, causal=causal)
     plain = hot_problem("bfloat16", 128, 128, causal=False)
     yield dataclasses.replace(plain, num_heads=32, num_kv_heads=8)
+    for causal in (False, True):
+        narrow = hot_problem("bfloat16", 64, 64, causal=causal)
+        yield dataclasses.replace(narrow, q_len=8192, kv_len=8192)
     for term, widths, bands in _HOT_TERMS:
         for width in widths:
             for causal in bands:

@@ -4,6 +4,7 @@ The unit is compiled by the host compiler with one thread in the place of a bloc
 an entry of the list (cc/kernels/sm90/work.cuh) is compiled along.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -111,7 +112,7 @@ int main() {
     std::vector<int> q_ids(problem.batch * problem.q_len), kv_ids(problem.batch * problem.kv_len);
     for (int& id : q_ids) std::cin >> id;
     for (int& id : kv_ids) std::cin >> id;
-    std::vector<DocumentTile> tiles(problem.batch * max_document_tiles(problem.q_len, 128));
+    std::vector<DocumentTile> tiles(problem.batch * document_tiles_room(problem.q_len, 128));
     int counters[kDocumentCounters]{};
     params.documents = tiles.data();
     for (blockIdx.x = 0; blockIdx.x < problem.batch; ++blockIdx.x) {
@@ -176,11 +177,22 @@ def problem(batch: int, q_rows: list[list[int]], kv_rows: list[list[int]], band:
 BANDS = ("0 0 0 0", "1 1073741824 0 0", "1 1073741824 0 1", "1 100 30 0", "1 0 0 1", "1 -40 90 0")
 
 
+def tiles_of(row: list[int]) -> int:
+    """How many tiles of 128 queries begin with the runs of a row."""
+    runs = itertools.groupby(max(name, -1) for name in row)
+    return sum(-(-len(list(run)) // 128) for _, run in runs)
+
+
+def room(q_len: int) -> int:
+    """How many tiles the list takes of a batch entry: twice those of the grid."""
+    return 2 * -(-q_len // 128)
+
+
 def test_every_row_sees_what_it_may(program: Path) -> None:
     draw = random.Random(1)
-    problems = []
+    problems, too_many = [], []
     for _ in range(40):
-        batch, q_len = draw.randint(1, 2), draw.choice([1, 127, 300, 513])
+        batch, q_len = draw.randint(1, 2), draw.choice([1, 127, 300, 513, 700])
         same = draw.random() < 0.5
         kv_len = q_len if same else draw.choice([1, 64, 200, 450])
         q_rows, kv_rows = [], []
@@ -192,12 +204,15 @@ def test_every_row_sees_what_it_may(program: Path) -> None:
             draw.shuffle(kv_ids)
             kv_rows.append(q_rows[-1] if same else runs(draw, kv_ids, kv_len))
         problems.append(problem(batch, q_rows, kv_rows, draw.choice(BANDS)))
+        too_many.append(any(tiles_of(row) > room(q_len) for row in q_rows))
+    assert 3 < sum(too_many) < 20
     found = answers(program, problems)
-    assert len(found) == len(problems)
-    for text, answer in zip(problems, found, strict=True):
-        refused, tiles, falls, wrong = answer
-        assert (refused, falls, wrong) == (0, 1, 0), text[:60]
-        assert tiles > 0
+    for text, refuses, answer in zip(problems, too_many, found, strict=True):
+        assert answer[0] == refuses, text[:60]
+        if not refuses:
+            _, tiles, falls, wrong = answer
+            assert (falls, wrong) == (1, 0), text[:60]
+            assert tiles > 0
 
 
 def test_keys_in_two_places_are_refused(program: Path) -> None:
@@ -216,6 +231,14 @@ def test_keys_in_two_places_are_refused(program: Path) -> None:
     )
     assert [answer[0] for answer in found] == [1, 0, 1, 1]
     assert found[1][3] == 0
+
+
+@pytest.mark.parametrize(("length", "refused"), [(64, 0), (63, 1), (200, 0), (20, 1)])
+def test_short_documents_are_refused(program: Path, length: int, refused: int) -> None:
+    row = [i // length for i in range(640)]
+    assert (tiles_of(row) > room(640)) == refused
+    [answer] = answers(program, [problem(1, [row], [row], BANDS[1])])
+    assert answer[0] == refused
 
 
 def test_tiles_of_a_packed_sequence(program: Path) -> None:

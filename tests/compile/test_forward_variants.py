@@ -1,5 +1,6 @@
-"""Forms of the Hopper forward kernel that the planner knows but does not pick: no spills, products in flight."""
+"""Forms of the Hopper forward kernel that few problems have: where they are picked, no spills, products in flight."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -15,40 +16,75 @@ from jattn.masks import Band
 from jattn.spec import Dropout, Spec
 
 FULL = (1, 4, 1024, 1024)
-TURNS = {"take_turns": True}
-SERIES = {"cap_series": True}
-DOCUMENTS = {"documents": True}
+SLOPES = {"alibi_slopes": (1, 4)}
+CAP = {"softcap": 30.0}
 CAUSAL = Band(right=0)
-# Head dim, problem, changes of its tile, words of the key.
-VARIANTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
-    "softcap, series, turns": (128, {"softcap": 30.0}, SERIES | TURNS),
-    "softcap, series, turns, last": (128, {"softcap": 30.0}, SERIES | TURNS | {"loop_order": 1}),
-    "dropout, turns": (128, {"dropout": Dropout((2, 4))}, TURNS),
-    "bias, turns": (128, {"bias": FULL, "bias_dtype": "bfloat16"}, TURNS),
-    "bias 64, turns": (64, {"bias": FULL, "bias_dtype": "bfloat16"}, TURNS),
-    "alibi, turns": (128, {"alibi_slopes": (1, 4), "band": CAUSAL}, TURNS),
-    "documents": (128, {"segments": True, "band": CAUSAL}, DOCUMENTS),
-    "documents 64": (64, {"segments": True, "band": CAUSAL}, DOCUMENTS),
+WINDOW = Band(left=100, right=0)
+LONG = {"q_len": 8192, "kv_len": 8192}
+DROPOUT = Dropout((2, 4))
+FORMS = ("take_turns", "cap_series", "documents")
+# Head dims of q and v, problem, the forms that its kernel has.
+VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] = {
+    "softcap": ((128, 128), CAP, ("cap_series",)),
+    "softcap 64 causal": ((64, 64), CAP | {"band": CAUSAL}, ("cap_series",)),
+    "softcap 96": ((96, 96), CAP, ("cap_series",)),
+    "softcap 192-128": ((192, 128), CAP, ("cap_series",)),
+    "softcap 256 causal": ((256, 256), CAP | {"band": CAUSAL}, ("cap_series",)),
+    "softcap dropout": ((128, 128), CAP | {"dropout": DROPOUT}, ("cap_series",)),
+    "softcap mask": ((128, 128), CAP | {"mask": FULL}, ("cap_series",)),
+    "alibi causal": ((128, 128), SLOPES | {"band": CAUSAL}, ("take_turns",)),
+    "alibi 96": ((96, 96), SLOPES | {"sinks": (1, 4)}, ("take_turns",)),
+    "long 64": ((64, 64), LONG, ("take_turns",)),
+    "long 64 causal": ((64, 64), LONG | {"band": CAUSAL}, ("take_turns",)),
+    "documents": ((128, 128), {"segments": True}, ("documents",)),
+    "documents 64": ((64, 64), {"segments": True, "band": CAUSAL}, ("documents",)),
+    "documents 96": ((96, 96), {"segments": True, "band": CAUSAL}, ("documents",)),
+    "documents 192": ((192, 192), {"segments": True}, ("documents",)),
+    "documents 256": ((256, 256), {"segments": True, "band": WINDOW}, ("documents",)),
+    "documents softcap": ((128, 128), {"segments": True} | CAP, ("cap_series", "documents")),
+    "documents softcap 64": ((64, 64), {"segments": True} | CAP, ("cap_series", "documents")),
+}
+# Problems that look like those above and have none of these forms.
+WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
+    "softcap, negative scale": (128, CAP | {"scale": -0.1}),
+    "softcap, alibi": (64, CAP | SLOPES),
+    "softcap, bias": (128, CAP | {"bias": FULL, "bias_dtype": "bfloat16"}),
+    "softcap, dropout, mask": (128, CAP | {"dropout": DROPOUT, "mask": FULL}),
+    "softcap, dropout, wide": (192, CAP | {"dropout": DROPOUT}),
+    "alibi, narrow": (64, SLOPES),
+    "alibi, wide": (192, SLOPES),
+    "alibi, mask": (128, SLOPES | {"mask": FULL}),
+    "long, window": (64, LONG | {"band": WINDOW}),
+    "long, lengths": (64, LONG | {"kv_lengths": True}),
+    "long, wider": (96, LONG),
+    "segments, lengths": (128, {"segments": True, "kv_lengths": True}),
+    "segments, positions": (128, {"segments": True, "positions": True, "band": CAUSAL}),
+    "segments, mask": (64, {"segments": True, "mask": FULL}),
+    "segments, one tile": (64, {"segments": True, "q_len": 192}),
 }
 
 
-def spec(head_dim: int, **terms: object) -> Spec:
+def spec(*head_dims: int, **terms: object) -> Spec:
     """A problem of some heads."""
-    return Spec(2, 1024, 1024, 4, 4, head_dim, head_dim, "bfloat16", 0.1, **terms)  # type: ignore[arg-type]
+    plain = Spec(2, 1024, 1024, 4, 4, head_dims[0], head_dims[-1], "bfloat16", 0.1)
+    return dataclasses.replace(plain, **terms)  # type: ignore[arg-type]
 
 
-def plan(name: str) -> Plan:
-    """The plan of a variant."""
-    head_dim, terms, changes = VARIANTS[name]
-    with flash_tiles.forward_tile_changes(**changes):
-        return flash_tiles.plan_forward(spec(head_dim, **terms))
+def forms(plan: Plan) -> tuple[str, ...]:
+    """Which of the forms the kernel of a plan has."""
+    words = plan.kernels.split(";")[0].split()
+    return tuple(form for form in FORMS if f"{form}=1" in words)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_compiles_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picked_and_compiles_well(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_dims, terms, wanted = VARIANTS[name]
+    plan = flash_tiles.plan_forward(spec(*head_dims, **terms))
+    assert forms(plan) == wanted
     toolchain.require_nvrtc()
-    key = plan(name).kernels.split(";")[0]
-    assert {f"{member}=1" for member in VARIANTS[name][2]} <= set(key.split())
+    key = plan.kernels.split(";")[0]
     code, log = _core.compile_kernel(key)
     assert resources.read_log(key, log).faults == ()
     if tool := toolchain.find_tool("cuobjdump"):
@@ -57,12 +93,24 @@ def test_compiles_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
 
 
-def test_the_list_of_documents_has_its_pass_and_its_room() -> None:
-    listed, plain = plan("documents"), flash_tiles.plan_forward(spec(128, segments=True))
-    assert "family=document_tiles arch=sm_90a" in listed.kernels.split(";")
-    assert "documents=1" not in plain.kernels
-    tiles = 2 * (1024 // 128 + 1024)
-    assert listed.scratch_bytes - plain.scratch_bytes == tiles * 32
+@pytest.mark.parametrize("name", WITHOUT)
+def test_other_problems_have_none(name: str) -> None:
+    head_dim, terms = WITHOUT[name]
+    assert forms(flash_tiles.plan_forward(spec(head_dim, **terms))) == ()
+
+
+@pytest.mark.parametrize(("head_dim", "tile_q"), [(64, 192), (128, 128), (256, 128)])
+def test_the_list_of_documents_has_its_pass_and_its_room(head_dim: int, tile_q: int) -> None:
+    packed = spec(head_dim, segments=True, band=CAUSAL)
+    listed = flash_tiles.plan_forward(packed)
+    with flash_tiles.forward_tile_changes(documents=False):
+        grid = flash_tiles.plan_forward(packed)
+    assert set(listed.kernels.split(";")) - set(grid.kernels.split(";")) == {
+        listed.kernels.split(";")[0],
+        "family=document_tiles arch=sm_90a",
+    }
+    tiles = 2 * 2 * -(-1024 // tile_q)
+    assert listed.scratch_bytes - grid.scratch_bytes == tiles * 32
     asked = _core.cuda_scratch_bytes(
         backward=False,
         kernels=listed.kernels,
@@ -72,8 +120,8 @@ def test_the_list_of_documents_has_its_pass_and_its_room() -> None:
         kv_len=1024,
         num_heads=4,
         num_kv_heads=4,
-        head_dim=128,
-        head_dim_v=128,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
         dtype="bfloat16",
         bias_shape=(0, 0, 0, 0),
         mask_shape=(0, 0, 0, 0),
@@ -82,18 +130,16 @@ def test_the_list_of_documents_has_its_pass_and_its_room() -> None:
     assert asked <= listed.scratch_bytes
 
 
-@pytest.mark.parametrize(
-    "terms",
-    [
-        {"segments": True, "kv_lengths": True},
-        {"segments": True, "positions": True, "band": CAUSAL},
-        {"segments": True, "sinks": (1, 4), "alibi_slopes": (1, 4)},
-        {},
-    ],
-)
-def test_changes_stay_away_where_they_cannot_go(terms: dict[str, object]) -> None:
-    with flash_tiles.forward_tile_changes(take_turns=True, cap_series=True, documents=True):
-        tile = flash_tiles.forward_tile(spec(96, **terms))
-    assert not tile.documents
-    assert not tile.cap_series
-    assert tile.take_turns == (tile.loop_order != 2)
+def test_parts_of_the_keys_have_no_list_of_documents() -> None:
+    few = spec(128, q_len=256, kv_len=65536, segments=True)
+    assert forms(flash_tiles.plan_forward(few, heads=4)) == ()
+    assert forms(flash_tiles.plan_forward(few)) == ("documents",)
+
+
+def test_turns_stay_away_from_tiles_in_series_and_chains_from_turns() -> None:
+    with flash_tiles.forward_tile_changes(take_turns=True):
+        in_series, narrow = (flash_tiles.forward_tile(spec(head_dim)) for head_dim in (96, 64))
+    assert in_series.loop_order == 2
+    assert not in_series.take_turns
+    assert narrow.take_turns
+    assert not narrow.chain_items

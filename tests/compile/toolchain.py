@@ -51,8 +51,6 @@ def one_key_per_family() -> dict[str, str]:
         cuda_tiles.plan_forward(biased, hopper).kernels,
         cuda_tiles.plan_forward(moved, hopper).kernels,
     ]
-    with flash_tiles.forward_tile_changes(documents=True):
-        plans.append(flash_tiles.plan_forward(plain).kernels)
     for deterministic in (False, True):
         plan = cuda_tiles.plan_backward(
             biased, hopper, wants=(True,) * 4, deterministic=deterministic

@@ -3,9 +3,10 @@
 // Unit of the family document_tiles: entry document_tiles<kConfig>, parameters DocumentTilesParams; one block per batch
 // entry. Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of
 // 16384 tokens against 833, and two or three tiles a row whose pairs must be tested against one.
-// A list is possible where the keys of each id are one run of neighbours, as in packed sequences; else, and with more
-// than kMaxDocuments runs, the entry is refused and the kernel takes its tiles from the grid. Runs of padding become
-// tiles without keys, so that every row of the result has one owner.
+// A list is possible where the keys of each id are one run of neighbours, as in packed sequences; else, with more than
+// kMaxDocuments runs, and where documents are so short that the list would be longer than document_tiles_room(), the
+// entry is refused and the kernel takes all its tiles from the grid. Runs of padding become tiles without keys, so that
+// every row of the result has one owner.
 //
 // Order: longest document first, and of each the last tile first. The tiles of a document stay together because they
 // share its keys in L2.
@@ -83,6 +84,10 @@ __device__ __forceinline__ void document_tiles(const DocumentTilesParams& params
     atomicAdd(&tiles, ceil_div(queries.end[run] - queries.begin[run], params.tile_q));
   }
   __syncthreads();
+  if (tiles > document_tiles_room(params.length[0], params.tile_q)) {
+    if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
+    return;
+  }
   if (threadIdx.x == 0) first = atomicAdd(params.counters + kDocumentTiles, tiles);
   __syncthreads();
   const bool padded = keys.run_of(-1) >= 0;

@@ -51,6 +51,14 @@ struct alignas(32) DocumentTile {
   int32_t keys_are_padded;  // keys of padding are among those of the batch entry
 };
 
+// Tiles of the list of a batch entry, for each tile of the grid. By the log's model of packed documents (an item begins
+// and ends in the time of one tile of keys) documents of half a tile take as long by the list as on the grid; with
+// more tiles, of shorter documents, the entry is refused.
+inline constexpr int kMostDocumentTiles = 2;
+JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t q_len, int tile_q) {
+  return kMostDocumentTiles * ((q_len + tile_q - 1) / tile_q);
+}
+
 // Words of the counters at ForwardParams::next_item, zero at launch.
 enum DocumentCounter { kNextItem, kDocumentTiles, kDocumentsRefused, kDocumentCounters };
 
@@ -60,7 +68,7 @@ struct DocumentTilesParams {
   int32_t length[2];
   int32_t tile_q;
   int32_t* counters;    // DocumentCounter
-  DocumentTile* tiles;  // room for max_document_tiles() a batch entry
+  DocumentTile* tiles;  // room for document_tiles_room() a batch entry
 };
 
 struct ForwardParams {

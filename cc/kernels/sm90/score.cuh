@@ -138,6 +138,25 @@ __device__ __forceinline__ void add_bias_directly(float (&s)[C.tile_kv / 2], con
   }
 }
 
+// Adds what depends on the distance of key and query alone; term(n) is that of the upper row, n columns from this thread's
+// first. The rows of a fragment are eight apart, and so are its pairs of columns: the lower row has the terms of the pair
+// before, so that two scores share one.
+template <Config C, class Term>
+__device__ __forceinline__ void add_by_distance(float (&s)[C.tile_kv / 2], float scale, Term term) {
+  using Stage = ScoreStage<C>;
+  float before[2] = {term(-8), term(-7)};
+#pragma unroll
+  for (int i = 0; i < C.tile_kv / 8; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float here = term(8 * i + c);
+      Stage::template add<!C.bias>(s[4 * i + c], here, scale);
+      Stage::template add<!C.bias>(s[4 * i + 2 + c], before[c], scale);
+      before[c] = here;
+    }
+  }
+}
+
 // s - slope * |distance|.
 template <Config C>
 __device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
@@ -160,24 +179,15 @@ __device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const Tile
   } else {
     const int offset = problem.lower_right ? context.item.kv_length - context.item.q_length : 0;
     // Distances beyond 2^24 are rounded, as they would be on the way to a float.
-    float distance[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) distance[r] = float(context.first_key() - context.query(r) - offset);
+    const float distance = float(context.first_key() - context.query(0) - offset);
     const int first_key = context.header.kv_tile * C.tile_kv, first_query = context.first_row + offset;
     const bool below = first_key + C.tile_kv <= first_query + 1;  // no distance of the warp is positive
     if (below || first_key >= first_query + 15) {
       const float rise = below ? -fall : fall;
-      const float base[2] = {distance[0] * rise, distance[1] * rise};
-#pragma unroll
-      for (int i = 0; i < C.tile_kv / 2; ++i) {
-        Stage::template add<!C.bias>(s[i], fmaf(float(i / 4 * 8 + i % 2), rise, base[i / 2 % 2]), problem.scale);
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < C.tile_kv / 2; ++i) {
-      const float d = distance[i / 2 % 2] + float(i / 4 * 8 + i % 2);
-      Stage::template add<!C.bias>(s[i], fabsf(d) * fall, problem.scale);
+      const float base = distance * rise;
+      add_by_distance<C>(s, problem.scale, [&](int columns) { return fmaf(float(columns), rise, base); });
+    } else {
+      add_by_distance<C>(s, problem.scale, [&](int columns) { return fabsf(distance + float(columns)) * fall; });
     }
   }
 }

@@ -1,0 +1,103 @@
+"""The slopes of the Hopper forward kernel, run on the host: every score of a warp gets the term of its own distance.
+
+The unit is compiled by the host compiler; its threads are one after the other.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_document_tiles import KERNELS, SHIM
+
+MORE_SHIM = """
+namespace jattn {
+struct Anything {
+  template <class T> operator T() const;
+};
+struct QueryRowDrops {  // only device compilers are shown it
+  template <class A, class B> QueryRowDrops(const A&, const B&);
+  Anything bits(int) const;
+};
+}
+inline bool __any_sync(unsigned, bool x) { return x; }
+inline bool __all_sync(unsigned, bool x) { return x; }
+inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
+inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }
+inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
+inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(a, max(b, c)); }
+inline unsigned __vimin3_u32(unsigned a, unsigned b, unsigned c) { return min(a, min(b, c)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+template <class T> T __ldg(const T* x) { return *x; }
+"""
+
+MAIN = """
+#include "sm90/score.cuh"
+
+using namespace jattn;
+using namespace jattn::sm90;
+
+// The greatest error of a score over what rounding may do to it.
+template <int kTileKv>
+double error_of_warp(int q_begin, int warp_row, int kv_tile, bool lower_right, float slope) {
+  constexpr Config kConfig{.tile_q = 128, .tile_kv = kTileKv, .alibi = true};
+  static sm90::ForwardParams params{};
+  static ForwardControl<kConfig> control{};
+  params.problem.scale = 0.125f;
+  params.problem.lower_right = lower_right;
+  ItemRecord item{};
+  item.q_begin = q_begin;
+  item.q_length = 700;
+  item.kv_length = 900;
+  control.numbers[0].slope = slope;
+  const int offset = lower_right ? 200 : 0;
+  double worst = 0.0;
+  for (int lane = 0; lane < 32; ++lane) {
+    const FragmentPlace place{warp_row + lane / 4, lane % 4 * 2};
+    const TileContext<kConfig> context{params, control, item, {kv_tile, 0}, 0, 0, place, q_begin + warp_row};
+    float s[kTileKv / 2];
+    for (int i = 0; i < kTileKv / 2; ++i) s[i] = float(i % 7 - 3) + 0.25f * float(lane);
+    float before[kTileKv / 2];
+    std::copy(std::begin(s), std::end(s), before);
+    add_slopes<kConfig>(s, context);
+    for (int i = 0; i < kTileKv / 2; ++i) {
+      const int row = q_begin + place.row + i / 2 % 2 * 8;
+      const int column = kv_tile * kTileKv + place.column + i / 4 * 8 + i % 2;
+      const double product = 0.125 * before[i], term = double(slope) * std::abs(column - row - offset);
+      // The distance of the thread's first key, which may be longer, is multiplied by the slope first.
+      const double sizes = std::abs(product) + std::abs(term) + std::abs(double(slope)) * kTileKv;
+      worst = std::max(worst, std::abs(double(s[i]) - (product - term)) / sizes);
+    }
+  }
+  return worst * 16777216.0;
+}
+
+int main() {
+  for (int kv_tile = 0; kv_tile < 7; ++kv_tile) {
+    for (int q_begin : {0, 128, 256, 384, 512}) {
+      for (int warp_row = 0; warp_row < 128; warp_row += 16) {
+        for (bool lower_right : {false, true}) {
+          for (float slope : {0.7f, 0.00390625f, -0.3f}) {
+            std::cout << error_of_warp<128>(q_begin, warp_row, kv_tile, lower_right, slope) << ' '
+                      << error_of_warp<96>(q_begin, warp_row, kv_tile, lower_right, slope) << std::endl;
+          }
+        }
+      }
+    }
+  }
+}
+"""
+
+
+def test_every_score_has_its_distance(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
+    (tmp_path / "main.cc").write_text(SHIM + MORE_SHIM + MAIN)
+    command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(tmp_path / "main")]
+    subprocess.run([*command, str(tmp_path / "main.cc")], check=True)
+    done = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True)
+    errors = [float(word) for word in done.stdout.split()]
+    assert len(errors) == 2 * 7 * 5 * 8 * 2 * 3
+    assert max(errors) < 2.0  # units of 2^-24: three roundings of half a unit and one of the sum

@@ -54,9 +54,17 @@ struct DropWarp {
     }
   }
 
+  // Bits of a tile for every third consumer warp.
+  __device__ __forceinline__ void decide(const Dropout& dropout, const DropRecord& record, int stage, int first) const {
+    const HalvesThreshold threshold = halves_threshold(dropout.threshold_high);
+#pragma unroll 1
+    for (int consumer = first; consumer < 4 * num_consumers(C); consumer += kDropWarps) {
+      make(dropout, record.q_begin + 16 * consumer, record.kv_tile * C.tile_kv, threshold,
+           control.drop_bits[stage][32 * consumer + threadIdx.x % 32]);
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    constexpr int kWarps = 4 * num_consumers(C);
-    const int lane = threadIdx.x % 32;
     int batch = -1, head = -1;
     Dropout dropout{};
     // The first consumer warp whose bits this warp makes changes from tile to tile, so that all make equally many.
@@ -71,14 +79,9 @@ struct DropWarp {
       }
       // Said anew by a shuffle that the whole warp has the same key: its schedule then lies in uniform registers.
       dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
-      const HalvesThreshold threshold = halves_threshold(dropout.threshold_high);
-#pragma unroll 1
-      for (int consumer = first; consumer < kWarps; consumer += kDropWarps) {
-        make(dropout, record.q_begin + 16 * consumer, record.kv_tile * C.tile_kv, threshold,
-             control.drop_bits[ring.index][32 * consumer + lane]);
-      }
+      decide(dropout, record, ring.index, first);
       __syncwarp();
-      if (lane == 0) arrive(&control.bits_full[ring.index]);
+      if (threadIdx.x % 32 == 0) arrive(&control.bits_full[ring.index]);
     }
   }
 };

@@ -83,7 +83,7 @@ DROPS: dict[str, tuple[dict[str, object], Case]] = {
     "full": ({}, BASE.but("dropped", dropout_rate=0.1)),
     "causal": ({}, BASE.but("dropped", dropout_rate=0.5, is_causal=True, dtype="float16")),
     "window": ({}, BASE.but("dropped", dropout_rate=0.3, window=(90, 30), kv_len=611)),
-    "none-dropped": ({}, BASE.but("dropped", dropout_rate=0.0001, kv_len=401)),
+    "none-dropped": ({}, BASE.but("dropped", dropout_rate=0.000001, kv_len=401)),
     "few-left": ({}, BASE.but("dropped", dropout_rate=0.98)),
     "lengths": (
         {},

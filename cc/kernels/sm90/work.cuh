@@ -48,19 +48,6 @@ struct HeadNumbers {
   Dropout dropout;
 };
 
-// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move.
-template <Config C, bool kThere = has_control_extras(C)>
-struct ControlExtras {};
-template <Config C>
-struct ControlExtras<C, true> {
-  alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
-  float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? C.tile_kv : 2];  // natural units
-  int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
-  int q_positions[C.positions ? item_slots(C) : 1][C.positions ? C.tile_q : 2];
-  HeadNumbers numbers[has_head_numbers(C) ? item_slots(C) : 1];
-  int parts[C.partial_results ? item_slots(C) : 1];
-};
-
 // What the drop warps need of a tile of keys, beside k; kv_tile is negative when no tile follows.
 struct alignas(16) DropRecord {
   int kv_tile;
@@ -79,8 +66,22 @@ struct DropControl<C, true> {
   Barrier bits_full[C.stages];
 };
 
+// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move. All bases lie at
+// the start: nvcc asks whether the address is null before it adds the place of another.
+template <Config C, bool kThere = has_control_extras(C)>
+struct ControlExtras {};
 template <Config C>
-struct ForwardControl : ControlExtras<C>, DropControl<C> {
+struct ControlExtras<C, true> : DropControl<C> {
+  alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
+  float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? C.tile_kv : 2];  // natural units
+  int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
+  int q_positions[C.positions ? item_slots(C) : 1][C.positions ? C.tile_q : 2];
+  HeadNumbers numbers[has_head_numbers(C) ? item_slots(C) : 1];
+  int parts[C.partial_results ? item_slots(C) : 1];
+};
+
+template <Config C>
+struct ForwardControl : ControlExtras<C> {
   Barrier q_full[q_buffers(C)], q_empty[q_buffers(C)];
   Barrier v_landed;  // a v tile whose padding rows must be cleared before the consumers may see it
   Barrier k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];

@@ -1,10 +1,12 @@
-// Decisions of dropout as bits that one warp makes for another (Config::drops_beside): 1 for a pair that is kept. A fragment of
-// 16 rows of queries, columns [16 p, 16 p + 16) for p in [0, kPairs), has eight pairs of a call of Philox (attn/dropout.cuh).
+// Decisions of dropout as bits that one warp makes for another (Config::drops_beside): 1 for a pair that is kept. A
+// fragment of 16 rows of queries, columns [16 p, 16 p + 16) for p in [0, kPairs), has eight pairs of a call of Philox
+// (attn/dropout.cuh).
 //
-// Layout. One word for the rows h = 0, one for h = 1; value e of block w has byte 2 e + w of it, and p has its bit kPairs - 1 - p
-// of the byte. So the maker appends the eight bits of a call in a few operations on halves of words, and the reader brings
-// the bits of p to the signs of the bytes by one shift and makes the mask of a register of two packed values by one byte
-// permutation that repeats the signs. Up to 64 columns both words share one: half the bytes in shared memory.
+// Layout. One word for the rows h = 0, one for h = 1; value e of block w has byte 2 e + w of it, and p has its bit
+// kPairs - 1 - p of the byte. So the maker appends the eight bits of a call in a few operations on halves of words, and
+// the reader brings the bits of p to the signs of the bytes by one shift and makes the mask of a register of two packed
+// values by one byte permutation that repeats the signs. Up to 64 columns both words share one: half the bytes in
+// shared memory.
 #pragma once
 
 #include "attn/dropout.cuh"

@@ -1,11 +1,11 @@
 // The drop warps: the warps of the producer warpgroup that copy nothing decide which pairs dropout removes, while the
-// consumers compute (Config::drops_beside). What a consumer warp does stands in a row with its products; the calls of Philox
-// are more instructions than its softmax, and beside it they cost it two words a thread and tile of keys.
+// consumers compute (Config::drops_beside). What a consumer warp does stands in a row with its products; the calls of
+// Philox are more instructions than its softmax, and beside it they cost it two words a thread and tile of keys.
 //
-// Protocol. Beside every tile of k travels what it needs (DropRecord), and its bits belong to the stage of k like the tile: made
-// behind k_full, announced by bits_full, read by every consumer warp before it arrives at k_empty. So the wait of the producer
-// for the stage covers the record and the bits, and the drop warps wait for nothing but k_full. They see no items: a record
-// after the last tile ends their work. tests/compile/test_drop_steps.py has a model of it.
+// Protocol. Beside every tile of k travels what it needs (DropRecord), and its bits belong to the stage of k like the
+// tile: made behind k_full, announced by bits_full, read by every consumer warp before it arrives at k_empty. So the
+// wait of the producer for the stage covers the record and the bits, and the drop warps wait for nothing but k_full.
+// They see no items: a record after the last tile ends their work. tests/compile/test_drop_steps.py has a model of it.
 #pragma once
 
 #include "attn/drop_bits.cuh"

@@ -1,6 +1,6 @@
 // Attention forward on Hopper: tensor memory accelerator, warpgroup products, one producer warp and two or three
-// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes, and in one form drops.cuh
-// decides beside them what dropout removes.
+// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes, and in one form
+// drops.cuh decides beside them what dropout removes.
 //
 // Element float16 or bfloat16; tile_q 128 or 192 (one warpgroup per 64 rows); head dims multiples of 16 up to 256,
 // smaller ones are filled up with zeros by the copies. Definition of the result: core/problem.h.

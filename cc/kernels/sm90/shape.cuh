@@ -59,7 +59,8 @@ JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
   return config.mask || config.row_bias || config.positions || config.partial_results || has_head_numbers(config);
 }
 
-// The warps beside the producer (Config::drops_beside), and the words of the bits that they make for a thread and tile of keys.
+// The warps beside the producer (Config::drops_beside), and the words of the bits that they make for a thread and tile
+// of keys.
 inline constexpr int kDropWarps = 3;
 JATTN_HOST_DEVICE constexpr int drop_words(const Config& config) { return config.tile_kv > 64 ? 2 : 1; }
 
@@ -138,8 +139,8 @@ JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
 }
 
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
-// all; where warps read the stage themselves, each must speak for itself. The bits of dropout are read before the end of the
-// product, at a time of each warp.
+// all; where warps read the stage themselves, each must speak for itself. The bits of dropout are read before the end
+// of the product, at a time of each warp.
 JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) {
   return reads_beside_k(config) || config.drops_beside ? 4 : 1;
 }

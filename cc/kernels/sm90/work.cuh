@@ -66,8 +66,8 @@ struct DropControl<C, true> {
   Barrier bits_full[C.stages];
 };
 
-// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move. All bases lie at
-// the start: nvcc asks whether the address is null before it adds the place of another.
+// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move. All
+// bases lie at the start: nvcc asks whether the address is null before it adds the place of another.
 template <Config C, bool kThere = has_control_extras(C)>
 struct ControlExtras {};
 template <Config C>

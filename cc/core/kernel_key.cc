@@ -76,6 +76,7 @@ constexpr Member kMembers[] = {
     {"take_turns", &Config::take_turns},
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
+    {"drops_beside", &Config::drops_beside},
 };
 
 struct AnyValue {

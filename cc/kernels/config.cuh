@@ -57,6 +57,7 @@ struct Config {
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =
       false;  // forward: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
+  bool drops_beside = false;  // forward: idle warps of the producer's warpgroup decide what is dropped (sm90/drops.cuh)
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

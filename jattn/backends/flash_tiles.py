@@ -50,7 +50,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series, documents: see ``Config``.
+        cap_series, documents, drops_beside: see ``Config``.
     """
 
     head_dim: int
@@ -67,6 +67,7 @@ class Tile:
     take_turns: bool = False
     cap_series: bool = False
     documents: bool = False
+    drops_beside: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -98,6 +99,9 @@ def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
     control += 24 * slots if head_numbers else 0
     if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
+    if tile.drops_beside:
+        words = 2 if tile.tile_kv > 64 else 1
+        control += tile.stages * (8 + 16 + 4 * words * 2 * tile.tile_q)
     rest = tile.stages * stage + control
     chunk, chunks = tile.tile_q * 128, -(-tile.head_dim_v // 64)
     places = max(0, MAX_SHARED_BYTES - q - rest) // chunk  # of the output that are its own
@@ -131,6 +135,18 @@ def _caps_by_series(spec: Spec) -> bool:
     narrow = max(spec.head_dim, spec.head_dim_v) <= 128
     has_room = spec.dropout is None or (narrow and _count_terms(spec) == 2)
     return spec.softcap > 0 and spec.scale > 0 and not adds_terms and has_room
+
+
+def _can_drop_beside(spec: Spec, tile: Tile) -> bool:
+    """Whether idle warps may decide what is dropped (``Config::drops_beside``).
+
+    Beside a bias that is read directly 16 bytes of registers spill at head dim 128.
+    """
+    if spec.dropout is None or spec.dropout.rows or tile.tile_q != 128:
+        return False
+    if _reads_bias_directly(spec):
+        return False
+    return tile.tile_kv % 32 == 0 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
 
 
 def can_stage_bias(spec: Spec) -> bool:
@@ -241,7 +257,7 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
     For measurements of tiles that are not picked. Turns stay away from tiles in series, chains from turns and from
-    every order but the softmax last.
+    every order but the softmax last, drop warps from what they have no form for.
     """
     token = _CHANGES.set(changes)
     try:
@@ -270,8 +286,11 @@ def forward_tile(spec: Spec) -> Tile:
         return tile
     tile = dataclasses.replace(tile, **changes)
     turns = tile.take_turns and tile.loop_order != _IN_SERIES
-    chains = tile.chain_items and not turns and tile.loop_order == _SOFTMAX_LAST
-    return dataclasses.replace(tile, take_turns=turns, chain_items=chains)
+    drops_beside = tile.drops_beside and _can_drop_beside(spec, tile)
+    chains = tile.chain_items and tile.loop_order == _SOFTMAX_LAST and not (turns or drops_beside)
+    return dataclasses.replace(
+        tile, take_turns=turns, chain_items=chains, drops_beside=drops_beside
+    )
 
 
 def check_head_dims(spec: Spec) -> None:
@@ -361,6 +380,7 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         take_turns=tile.take_turns,
         cap_series=tile.cap_series,
         documents=tile.documents,
+        drops_beside=tile.drops_beside,
     )
 
 

@@ -12,6 +12,9 @@ import pytest
 from test_document_tiles import KERNELS, SHIM
 
 MORE_SHIM = """
+struct uint2 {
+  unsigned x, y;
+};
 namespace jattn {
 struct Anything {
   template <class T> operator T() const;

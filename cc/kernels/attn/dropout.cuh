@@ -51,19 +51,26 @@ JATTN_HOST_DEVICE constexpr PhiloxColumnPart philox_column_part(PhiloxKey key, u
   return {uint32_t(product >> 32), uint32_t(product)};
 }
 
+// What rounds 1 and 2 leave.
+JATTN_HOST_DEVICE constexpr PhiloxWords philox_begin(PhiloxRowPart row, PhiloxColumnPart column) {
+  return {{row.word0, row.word1, column.high ^ row.mask2, column.low}};
+}
+
+JATTN_HOST_DEVICE constexpr void philox_round(PhiloxWords& c, PhiloxKey key, uint32_t round) {
+  const uint64_t product0 = uint64_t(kPhiloxMultiplier0) * c.word[0];
+  const uint64_t product1 = uint64_t(kPhiloxMultiplier1) * c.word[2];
+  c.word[0] = uint32_t(product1 >> 32) ^ c.word[1] ^ (key.low + round * kPhiloxStep0);
+  c.word[1] = uint32_t(product1);
+  c.word[2] = uint32_t(product0 >> 32) ^ c.word[3] ^ (key.high + round * kPhiloxStep1);
+  c.word[3] = uint32_t(product0);
+}
+
 // Rounds 3 to 10.
 JATTN_HOST_DEVICE constexpr PhiloxWords philox(PhiloxKey key, PhiloxRowPart row, PhiloxColumnPart column) {
-  uint32_t c0 = row.word0, c1 = row.word1, c2 = column.high ^ row.mask2, c3 = column.low;
+  PhiloxWords c = philox_begin(row, column);
 #pragma unroll
-  for (uint32_t round = 2; round < 10; ++round) {
-    const uint64_t product0 = uint64_t(kPhiloxMultiplier0) * c0;
-    const uint64_t product1 = uint64_t(kPhiloxMultiplier1) * c2;
-    c0 = uint32_t(product1 >> 32) ^ c1 ^ (key.low + round * kPhiloxStep0);
-    c1 = uint32_t(product1);
-    c2 = uint32_t(product0 >> 32) ^ c3 ^ (key.high + round * kPhiloxStep1);
-    c3 = uint32_t(product0);
-  }
-  return {{c0, c1, c2, c3}};
+  for (uint32_t round = 2; round < 10; ++round) philox_round(c, key, round);
+  return c;
 }
 
 // The groups of a coordinate: an index, or the bit pattern of a position of either sign.

@@ -3,6 +3,7 @@
 A test that takes the argument `backend` runs once for every backend of its tier. A session that ran nothing fails.
 """
 
+import collections
 import os
 from pathlib import Path
 
@@ -25,15 +26,28 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="full lists of the acceptance rows")
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of every test function each Nth case"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the long lists out, unless they are asked for."""
-    if config.getoption("--full"):
-        return
-    long = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=long)
+    """Leaves the long lists out, unless they are asked for, and what `--every` passes over."""
+    chosen = items
+    if not config.getoption("--full"):
+        chosen = [item for item in chosen if not item.get_closest_marker("full")]
+    every = config.getoption("--every")
+    if every > 1:
+        seen: collections.Counter[str] = collections.Counter()
+        numbers = []
+        for item in chosen:
+            function = item.nodeid.partition("[")[0]
+            numbers.append(seen[function])
+            seen[function] += 1
+        chosen = [item for item, number in zip(chosen, numbers, strict=True) if number % every == 0]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 def tier_of(path: Path) -> str:

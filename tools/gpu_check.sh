@@ -4,6 +4,9 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
+# The tier is sampled, each EVERYth case of a test (default 6), so that all stages end within eight minutes; `make test-gpu` runs
+# the whole of it.
+#
 # FOLDER gets log.txt (of all stages), summary.json, the JSON of the benchmarks and what the demo writes. Every stage has its
 # own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
 # later one; only a failed build stops the rest. Needs: python3 with jax for CUDA, flax, optax, pytest, cmake, ninja,
@@ -11,7 +14,7 @@
 set -uo pipefail
 
 if [ $# -lt 1 ]; then
-  sed -n '2,10p' "$0" >&2
+  sed -n '2,13p' "$0" >&2
   exit 2
 fi
 mkdir -p "$1"
@@ -104,7 +107,7 @@ for name in "${stages[@]}"; do
       ;;
     tests)  # the oracle's products in one thread each: as many as there are cores in every worker stand in each other's way
       stage tests "$limit_tests" pytest_note env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
-        "$python" -m pytest -q -n 12 -p no:benchmark tests/gpu
+        "$python" -m pytest -q -n 12 -p no:benchmark --every "${EVERY:-6}" tests/gpu
       ;;
     memcheck) sanitize memcheck "$limit_memcheck" ;;
     racecheck) sanitize racecheck "$limit_racecheck" ;;

@@ -12,22 +12,9 @@ import dataclasses
 from collections import Counter
 
 import pytest
+from late_steps import Step, faults
 
 WARPS = 4
-Place = tuple[object, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One action: "wait" until `number` signals of a barrier, "signal", "write", or "read" of the version `number`.
-
-    per_phase: signals that end a phase of the barrier that is waited for.
-    """
-
-    action: str
-    place: Place
-    number: int = 0
-    per_phase: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,45 +227,6 @@ def programs(form: Form, stages: int, count: int, without: str = "") -> list[lis
             found += [new().gather(warp)] if form.fused else []
         else:
             found += [new().visit(warpgroup, warp) for warpgroup in range(2)]
-    return found
-
-
-def run(
-    all_steps: list[list[Step]], hold: tuple[int, int] | None = None
-) -> tuple[list[int], Counter[tuple[str, Place]]]:
-    """Runs all programs as far as they come; `hold`: this program stops before this step."""
-    at = [0] * len(all_steps)
-    counted: Counter[tuple[str, Place]] = Counter()
-    moved = True
-    while moved:
-        moved = False
-        for i, steps in enumerate(all_steps):
-            while at[i] < len(steps) and (i, at[i]) != hold:
-                step = steps[at[i]]
-                if step.action == "wait" and step.number > counted["signal", step.place]:
-                    break
-                counted[step.action, step.place] += step.action != "wait"
-                at[i] += 1
-                moved = True
-    return at, counted
-
-
-def faults(all_steps: list[list[Step]]) -> set[str]:
-    """What is wrong: a program that does not end, a barrier that runs ahead of who waits, a read of a later version."""
-    at, _ = run(all_steps)
-    found = {
-        f"stops at {steps[at[i]].place}" for i, steps in enumerate(all_steps) if at[i] < len(steps)
-    }
-    for i, steps in enumerate(all_steps):
-        for j, step in enumerate(steps):
-            if step.action not in ("wait", "read"):
-                continue
-            counted = run(all_steps, (i, j))[1]
-            if step.action == "read" and counted["write", step.place] != step.number:
-                found.add(f"{step.place[0]} is read late")
-            ahead = counted["signal", step.place] - step.number
-            if step.action == "wait" and ahead >= step.per_phase:
-                found.add(f"{step.place} runs ahead")
     return found
 
 

@@ -5,13 +5,12 @@ an entry of the list (cc/kernels/sm90/work.cuh) is compiled along.
 """
 
 import itertools
-import os
 import random
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from toolchain import require_host_compiler
 
 KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 
@@ -139,9 +138,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
+    compiler = require_host_compiler()
     folder = tmp_path_factory.mktemp("document_tiles")
     (folder / "main.cc").write_text(SHIM + MAIN)
     command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(folder / "main")]

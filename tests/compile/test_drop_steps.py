@@ -15,31 +15,10 @@ import random
 from collections import Counter
 
 import pytest
+from late_steps import Step, faults, run
+from test_turns import Item, draw_items
 
 WARPS, WARPGROUPS, DROP_WARPS = 4, 2, 3
-Place = tuple[object, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One action: "wait" until `number` signals of a barrier, "signal", "write", or "read" of the version `number`.
-
-    per_phase: signals that end a phase of the barrier that is waited for.
-    """
-
-    action: str
-    place: Place
-    number: int = 0
-    per_phase: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A number of key tiles, and for each warpgroup those that it skips first and those that it leaves at the end."""
-
-    tiles: int
-    skips: tuple[int, ...]
-    leaves: tuple[int, ...]
 
 
 @dataclasses.dataclass
@@ -211,45 +190,6 @@ def all_programs(items: list[Item], stages: int, **choices: object) -> list[list
     return programs
 
 
-def run(
-    programs: list[list[Step]], hold: tuple[int, int] | None = None
-) -> tuple[list[int], Counter[tuple[str, Place]]]:
-    """Runs all programs as far as they come; `hold`: this program stops before this step."""
-    at = [0] * len(programs)
-    counted: Counter[tuple[str, Place]] = Counter()
-    moved = True
-    while moved:
-        moved = False
-        for i, steps in enumerate(programs):
-            while at[i] < len(steps) and (i, at[i]) != hold:
-                step = steps[at[i]]
-                if step.action == "wait" and step.number > counted["signal", step.place]:
-                    break
-                counted[step.action, step.place] += step.action != "wait"
-                at[i] += 1
-                moved = True
-    return at, counted
-
-
-def faults(programs: list[list[Step]]) -> set[str]:
-    """What is wrong: a program that does not end, a barrier that runs ahead of who waits, a read of another version."""
-    at, _ = run(programs)
-    found = {
-        f"stops at {steps[at[i]].place}" for i, steps in enumerate(programs) if at[i] < len(steps)
-    }
-    for i, steps in enumerate(programs):
-        for j, step in enumerate(steps):
-            if step.action not in ("wait", "read"):
-                continue
-            counted = run(programs, (i, j))[1]
-            if step.action == "read" and counted["write", step.place] != step.number:
-                found.add(f"{step.place[0]} is read late")
-            ahead = counted["signal", step.place] - step.number
-            if step.action == "wait" and ahead >= step.per_phase:
-                found.add(f"{step.place} runs ahead")
-    return found
-
-
 def unwritten(programs: list[list[Step]]) -> set[str]:
     """What is read before it is written when the one who writes is held at any of its waits."""
     found = set()
@@ -265,17 +205,6 @@ def unwritten(programs: list[list[Step]]) -> set[str]:
     return found
 
 
-def draw_items(draw: random.Random) -> list[Item]:
-    """Items of up to four tiles, some of them empty, with any tiles left out at both ends."""
-    items = []
-    for _ in range(draw.randint(1, 3)):
-        tiles = draw.randint(0, 4)
-        skips = tuple(draw.randint(0, tiles) for _ in range(WARPGROUPS))
-        leaves = tuple(draw.randint(0, max(tiles - skip - 1, 0)) for skip in skips)
-        items.append(Item(tiles, skips, leaves))
-    return items
-
-
 LONG = [Item(5, (0, 0), (0, 0)), Item(0, (0, 0), (0, 0)), Item(3, (1, 0), (0, 1))]
 
 
@@ -284,7 +213,11 @@ LONG = [Item(5, (0, 0), (0, 0)), Item(0, (0, 0), (0, 0)), Item(3, (1, 0), (0, 1)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_no_warp_hangs_or_reads_another_tile(softmax_last: bool, turns: bool, stages: int) -> None:
     draw = random.Random(stages)
-    for items in (LONG, [], *(draw_items(draw) for _ in range(3))):
+    for items in (
+        LONG,
+        [],
+        *(draw_items(draw, WARPGROUPS, most_items=3, most_tiles=4) for _ in range(3)),
+    ):
         programs = all_programs(items, stages, softmax_last=softmax_last, turns=turns)
         assert faults(programs) == set(), items
         assert unwritten(programs) == set(), items

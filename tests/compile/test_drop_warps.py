@@ -4,8 +4,6 @@ The unit is compiled by the host compiler; the lanes of the drop warps, and then
 after the other.
 """
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from test_document_tiles import KERNELS, SHIM
 from test_dropout_bits import wanted
 from test_slopes import MORE_SHIM
+from toolchain import require_host_compiler
 
 MAIN = """
 #include "attn/dropout.cuh"
@@ -73,9 +72,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
+    compiler = require_host_compiler()
     folder = tmp_path_factory.mktemp("drops")
     (folder / "main.cc").write_text(SHIM + MORE_SHIM + MAIN)
     command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(folder / "main")]

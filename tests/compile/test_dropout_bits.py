@@ -4,13 +4,12 @@ The host programs play the lanes of a warp, exchange of words included, for both
 warps of which one makes bits for the other.
 """
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from toolchain import require_host_compiler
 
 from jattn import _core
 
@@ -137,9 +136,7 @@ def wanted(key: tuple[int, int], query0: int, key0: int, threshold: int) -> np.n
 
 def compiled(source: str, folder: Path) -> Path:
     """Compiles a program with the headers *inside the module*."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a host C++ compiler")
+    compiler = require_host_compiler()
     for name, text in _core.kernel_headers().items():
         path = folder / "include" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -160,7 +160,14 @@ def shared_bytes(keys: list[str], folder: Path) -> list[int]:
     )
     source, binary = folder / "bytes.cc", folder / "bytes"
     source.write_text(program)
-    command = ["g++", "-std=c++20", f"-I{KERNELS}", "-o", str(binary), str(source)]
+    command = [
+        toolchain.require_host_compiler(),
+        "-std=c++20",
+        f"-I{KERNELS}",
+        "-o",
+        str(binary),
+        str(source),
+    ]
     subprocess.run(command, check=True)
     done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
     return [int(line) for line in done.stdout.split()]

@@ -154,7 +154,14 @@ def test_bits_of_drop_warps_count_in_shared_memory(tmp_path: Path) -> None:
     text += "using namespace jattn::sm90;\nint main() {\n" + "\n".join(lines) + "\n}"
     source, binary = tmp_path / "bytes.cc", tmp_path / "bytes"
     source.write_text(text)
-    command = ["g++", "-std=c++20", f"-I{KERNELS}", "-o", str(binary), str(source)]
+    command = [
+        toolchain.require_host_compiler(),
+        "-std=c++20",
+        f"-I{KERNELS}",
+        "-o",
+        str(binary),
+        str(source),
+    ]
     subprocess.run(command, check=True)
     done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
     assert [int(line) for line in done.stdout.split()] == counted

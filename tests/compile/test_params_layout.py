@@ -3,9 +3,7 @@
 The host compiler prints size and offsets; the device compiler gets them back as static assertions.
 """
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,9 +35,7 @@ def host_layout(
     header: str, namespace: str, structs: dict[str, list[str]], folder: Path
 ) -> dict[str, int]:
     """Sizes and offsets as expressions -> numbers, from a program of the host compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a host C++ compiler")
+    compiler = toolchain.require_host_compiler()
     expressions = []
     for struct, names in structs.items():
         expressions += [f"sizeof({namespace}::{struct})", f"alignof({namespace}::{struct})"]

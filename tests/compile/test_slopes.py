@@ -3,13 +3,11 @@
 The unit is compiled by the host compiler; its threads are one after the other.
 """
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from test_document_tiles import KERNELS, SHIM
+from toolchain import require_host_compiler
 
 MORE_SHIM = """
 struct uint2 {
@@ -94,9 +92,7 @@ int main() {
 
 
 def test_every_score_has_its_distance(tmp_path: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
+    compiler = require_host_compiler()
     (tmp_path / "main.cc").write_text(SHIM + MORE_SHIM + MAIN)
     command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(tmp_path / "main")]
     subprocess.run([*command, str(tmp_path / "main.cc")], check=True)

@@ -175,11 +175,13 @@ def faults(programs: list[list[Step]]) -> list[str]:
     return found
 
 
-def draw_items(draw: random.Random, warpgroups: int) -> list[Item]:
-    """Items of up to five tiles, some of them empty, with any tiles left out at both ends."""
+def draw_items(
+    draw: random.Random, warpgroups: int, most_items: int = 4, most_tiles: int = 5
+) -> list[Item]:
+    """Items, some of them empty, with any tiles left out at both ends."""
     items = []
-    for _ in range(draw.randint(1, 4)):
-        tiles = draw.randint(0, 5)
+    for _ in range(draw.randint(1, most_items)):
+        tiles = draw.randint(0, most_tiles)
         skips = tuple(draw.randint(0, tiles) for _ in range(warpgroups))
         leaves = tuple(draw.randint(0, max(tiles - skip - 1, 0)) for skip in skips)
         items.append(Item(tiles, skips, leaves))

@@ -113,6 +113,14 @@ def require_nvcc() -> str:
     return find_tool("nvcc")
 
 
+def require_host_compiler() -> str:
+    """The C++ compiler of this machine; skips where there is none (a wheel needs none)."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
+    return compiler
+
+
 def require_nvrtc() -> tuple[int, int]:
     """The release of NVRTC; skips the test without one."""
     ffi.register_targets()

@@ -112,6 +112,7 @@ class Variant:
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
+    ascends: int = 0  # 1: query tiles upwards and head after head where the library takes the other order
 
     def config(self, **changes: Any) -> str:
         """Returns the members of Config as device code."""
@@ -178,7 +179,12 @@ def variants() -> list[Variant]:
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
             replace(d256, name=f"d256_{mask}_two"),
         ]
-        if not band:
+        if band:
+            found += [
+                replace(d64, name="d64_band_bulk_up", bulk_reduce=1, ascends=1),
+                replace(d128, name="d128_band_bulk_up", bulk_reduce=1, ascends=1),
+            ]
+        else:
             found += [
                 replace(d64, name="d64_softcap", softcap=1, tile_q=64),
                 replace(d128, name="d128_softcap", softcap=1),
@@ -267,7 +273,7 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv"),
+        *("wants_dk", "wants_dv", "descends"),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
@@ -340,6 +346,12 @@ def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
     return max(range(wanted, min(2 * wanted, heads) + 1), key=lambda x: last(x) / x)
 
 
+def descends(variant: Variant, case: Case) -> bool:
+    """Returns whether blocks walk query tiles from the last one down, as cc/cuda/backward_sm90.cc decides it."""
+    uneven = variant.band and case.left is None and case.right is not None
+    return bool(uneven and case.group > 1 and not variant.ascends)
+
+
 @dataclass
 class Pass:
     """A backward pass ready to be launched, whole or by role."""
@@ -396,6 +408,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "tiles": tiles,
             "section_heads": heads_of_section,
             "rotation": variant.rotation,
+            "descends": descends(variant, case),
             "wants_dk": True,
             "wants_dv": True,
         }

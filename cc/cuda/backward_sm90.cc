@@ -142,6 +142,13 @@ int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_
   return full_sections(std::max(by_bytes, ceil_div(sm_count, tiles)), problem.batch * problem.num_kv_heads);
 }
 
+// Whether blocks of a key/value head share more in L2 when they walk its query tiles from the last one down, heads of the
+// group inside (sm90::can_descend): bands without a limit to the left, whose key tiles differ in the tiles that they visit.
+bool descends(const Problem& problem, const Config& config) {
+  const bool uneven = problem.band_left >= problem.kv_len && problem.band_right < problem.kv_len;
+  return sm90::can_descend(config) && uneven && problem.group_size() > 1;
+}
+
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                     const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "backward_prepare");
@@ -271,6 +278,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = static_cast<int32_t>(
       kv_heads_of_section(problem, config, params.tiles, device_facts(plan.device_ordinal).sm_count));
+  params.descends = descends(problem, config);
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   const Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                      .num_threads = sm90::backward_threads(config),

@@ -49,10 +49,10 @@ from sm90_bench import (
 
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
+FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce casts".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
-    "ds_in_registers bulk_reduce"
+    "ds_in_registers bulk_reduce casts"
 ).split()
 
 
@@ -109,10 +109,13 @@ class Variant:
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
+    casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
-    ascends: int = 0  # 1: query tiles upwards and head after head where the library takes the other order
+    ascends: int = (
+        0  # 1: query tiles upwards and head after head where the library takes the other order
+    )
 
     def config(self, **changes: Any) -> str:
         """Returns the members of Config as device code."""
@@ -151,7 +154,7 @@ class Variant:
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
-        else:
+        elif not self.casts:
             found["cast"] = Unit(
                 "backward_cast",
                 f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}",
@@ -177,6 +180,12 @@ def variants() -> list[Variant]:
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
+            replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, casts=1),
+            replace(d128, name=f"d128_{mask}_regs_casts", ds_in_registers=1, casts=1),
+            replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, casts=1),
+            replace(
+                d192, name=f"d192_{mask}_apart_bulk_casts", dq_warpgroup=1, bulk_reduce=1, casts=1
+            ),
             replace(d256, name=f"d256_{mask}_two"),
         ]
         if band:
@@ -210,6 +219,21 @@ def variants() -> list[Variant]:
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
+        replace(checked, name="check_casts", casts=1),
+        replace(checked, name="check_casts_f16", element="f16", bulk_reduce=1, casts=1),
+        replace(checked, name="check_casts_d64v128", head_dim=64, head_dim_v=128, casts=1),
+        replace(
+            checked,
+            name="check_casts64",
+            segments=1,
+            head_dim=64,
+            tile_q=128,
+            bulk_reduce=1,
+            casts=1,
+            section_mib=0.2,
+        ),
+        replace(apart, name="check_casts_apart", bulk_reduce=1, casts=1, section_mib=0.2),
+        replace(apart, name="check_casts_apart_f16", element="f16", segments=1, casts=1),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -268,18 +292,25 @@ int main() {{
 """
 
 
+CAST_ORDER = (
+    *("items", "leading_items", "items_between", "passing", "tickets_of_passing"),
+    *("tiles", "tickets"),
+)
+TICKET_TILES = 4  # kTicketTiles
+
 # Members of the parameter structs that launches fill in; the rest is zero.
 STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "descends"),
+        *("wants_dk", "wants_dv", "descends", "signals"),
+        *("cast_order." + name for name in CAST_ORDER),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "accumulator_width", "q_len", "num_heads"),
-        "head_dim_v",
+        *("head_dim_v", "signals", "num_signals"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -344,6 +375,28 @@ def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
         return (heads - 1) % section + 1
 
     return max(range(wanted, min(2 * wanted, heads) + 1), key=lambda x: last(x) / x)
+
+
+def cast_order(
+    variant: Variant, case: Case, items: int, section_items: int, num_sms: int
+) -> tuple[dict[str, int], int]:
+    """Returns CastOrder and the number of casting blocks, as cc/kernels/sm90/cast_order.cuh does."""
+    tiles = -(-case.q_len // variant.tile_q)
+    tickets = -(-case.batch * case.heads * tiles // TICKET_TILES)
+    order = dict.fromkeys(CAST_ORDER, 0)
+    order |= {"items": items, "leading_items": items, "items_between": 1}
+    order |= {"tiles": tiles, "tickets": tickets}
+    most = max(num_sms - 1, 1)
+    others = items - section_items - 2 * num_sms
+    if (variant.band or variant.lengths or variant.segments) and others > 0 and most >= 8:
+        between = -(-others // (most - most * 3 // 8))
+        passing = others // between
+        warpgroups = 4 if variant.dq_warpgroup else 3
+        share = tickets * between // items // warpgroups
+        if share:
+            order |= {"leading_items": items - others, "items_between": between}
+            order |= {"passing": passing, "tickets_of_passing": share}
+    return order, order["passing"] + min(most - order["passing"], tickets)
 
 
 def descends(variant: Variant, case: Case) -> bool:
@@ -413,6 +466,16 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "wants_dv": True,
         }
 
+    order: dict[str, int] = {}
+    num_signals = case.batch * case.kv_heads + 1
+    signals = torch.full((num_signals,), 12345, device="cuda", dtype=torch.int32)
+    keep.append(signals)
+    blocks = case.batch * case.kv_heads * kv_tiles
+    if variant.casts:
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        section = section_heads(torch, variant, case, kv_tiles) * kv_tiles
+        order, casting = cast_order(variant, case, blocks, section, num_sms)
+        blocks += casting
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
     launches["prepare"] = (
         "sm90::PrepareParams",
@@ -427,6 +490,8 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "row_flags": row_flags.data_ptr(),
             "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
             "rows_padded": rows_padded,
+            "signals": signals.data_ptr(),
+            "num_signals": num_signals if variant.casts else 0,
             "accumulator_width": width,
             "q_len": case.q_len,
             "num_heads": case.heads,
@@ -441,8 +506,11 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             variant.tile_kv,
             kv_tiles,
             section_heads(torch, variant, case, kv_tiles),
-        ),
-        case.batch * case.kv_heads * kv_tiles,
+        )
+        | {"cast_order." + name: value for name, value in order.items()}
+        | ({"dq": driver.tensor_map(results["dq"], variant.tile_q)} if order else {})
+        | {"signals": signals.data_ptr()},
+        blocks,
     )
     if variant.two_kernels:
         tiles = -(-case.q_len // 128)
@@ -456,7 +524,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             ),
             flat_heads * tiles,
         )
-    else:
+    elif not variant.casts:
         tiles = -(-case.q_len // variant.tile_q)
         launches["cast"] = (
             "sm90::CastParams",

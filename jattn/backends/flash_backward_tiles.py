@@ -6,7 +6,10 @@ What was measured for each choice stands in ``docs/kernels/log-backward.md``.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 
 from jattn.backends.flash_tiles import (
     KEY_ARCH,
@@ -39,6 +42,8 @@ _STATISTICS_ROWS = 128
 _LARGEST_UNSPLIT_HEAD_DIM = 128
 # Above this one there are no registers for a third.
 _LARGEST_FUSED_HEAD_DIM = 192
+# Whether blocks of the kernel that adds dq up also cast it (``Config::casts``), instead of a kernel behind it.
+_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar("casting blocks", default=False)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -50,7 +55,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
-      ds_in_registers, bulk_reduce, staged_bias, stores_ds: see ``Config``.
+      ds_in_registers, bulk_reduce, staged_bias, stores_ds, casts: see ``Config``.
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
     """
 
@@ -63,7 +68,21 @@ class Tile:
     bulk_reduce: bool = False
     staged_bias: bool = False
     stores_ds: bool = False
+    casts: bool = False
     dq_warpgroup: bool = False
+
+
+@contextlib.contextmanager
+def casting_blocks(there: bool) -> Iterator[None]:
+    """Casts dq by blocks of the kernel that adds it up, or by a kernel of its own, in calls traced by this thread.
+
+    For measurements; kernels that store gradients of scores have no such blocks.
+    """
+    token = _CASTS.set(there)
+    try:
+        yield
+    finally:
+        _CASTS.reset(token)
 
 
 def _has_step_terms(spec: Spec) -> bool:
@@ -278,6 +297,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         ds_in_registers=tile.ds_in_registers,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
+        casts=tile.casts,
     )
 
 
@@ -309,6 +329,8 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     keys = keys_tile(spec, fused=want_q and not deterministic, stores_ds=stores_ds)
     fuses = not _splits(keys) or keys.dq_warpgroup
     fused = want_q and want_keys and not deterministic and fuses
+    # Kernels that store ds are launched for some heads at a time.
+    keys = dataclasses.replace(keys, casts=_CASTS.get() and fused and not stores_ds)
 
     rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT
@@ -319,8 +341,11 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         kernels.append(_attention_key(family, spec, keys))
         scratch += tile_facts_bytes(spec, keys.tile_q, keys.tile_kv, owns_keys=True)
     if fused:
-        cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
-        kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
+        if keys.casts:
+            scratch += 4 * (spec.batch * spec.num_kv_heads + 1) + SCRATCH_ALIGNMENT
+        else:
+            cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
+            kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
         scratch += rows * keys.head_dim * 4 + SCRATCH_ALIGNMENT
     elif want_q:
         tile = queries_tile(spec)

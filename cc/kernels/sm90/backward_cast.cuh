@@ -1,6 +1,7 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head.
+// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head. Where Config::casts
+// is set, blocks of sm90_backward do the same instead (backward_casts.cuh).
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
 // one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
@@ -11,46 +12,78 @@
 
 namespace jattn::sm90 {
 
+// Volatile: whoever reads the accumulator in the kernel that adds it up must not do so before its items have signalled.
+__device__ __forceinline__ float4 load_once(const float* source) {
+  float4 x;
+  asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(source)
+               : "memory");
+  return x;
+}
+
+// Casts kParts parts, `first_part` and every fourth from there, into a tile in shared memory, by one warp. source: the tile in
+// the accumulator; length: rows of it that count. wait_free() returns when the tile may be written.
+template <Config C, int kParts, class WaitFree>
+__device__ __forceinline__ void cast_parts(unsigned tile, const float* source, int first_part, int length, float scale,
+                                           WaitFree wait_free) {
+  constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
+  float4 x[kParts][kColumns / 8];
+#pragma unroll
+  for (int p = 0; p < kParts; ++p) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+      x[p][i] = load_once(source + (first_part + 4 * p) * kPartFloats + i * 128 + lane() * 4);
+    }
+  }
+  wait_free();
+#pragma unroll
+  for (int p = 0; p < kParts; ++p) {
+    const int part = first_part + 4 * p, half = part / 4;
+    const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
+    const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
+    bool inside[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) inside[r] = row + lane() / 4 + 8 * r < length;
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) {
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 value = x[p][2 * step + i / 2];
+        const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
+        words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * scale, high * scale) : 0;
+      }
+      store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2],
+                   words[3]);
+    }
+  }
+  fence_async_proxy();
+}
+
+// Sends the tile of dq whose first row is `first`. By one thread.
+template <Config C>
+__device__ __forceinline__ void store_cast(unsigned tile, const TensorMap* dq, int first, int head, int entry) {
+#pragma unroll
+  for (int chunk = 0; chunk < num_chunks(C.head_dim); ++chunk) {
+    store_box(dq, tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, head, entry);
+  }
+  commit_stores();
+}
+
 template <Config C>
 __device__ __forceinline__ void backward_cast(const CastParams& params) {
-  constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned tile = shared_address(shared);
   const int flat_head = blockIdx.x / params.tiles;
   const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
   const int entry = flat_head / params.num_heads;
-  const int head = flat_head - entry * params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
-  const int part = threadIdx.x / 32, half = part / 4;
-  const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
-  const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
-  const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim +
-                        part * kPartFloats + lane() * 4;
-  float4 x[kColumns / 8];
-#pragma unroll
-  for (int i = 0; i < kColumns / 8; ++i) x[i] = __ldcs(reinterpret_cast<const float4*>(source + i * 128));
-  bool inside[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) inside[r] = first + row + lane() / 4 + 8 * r < length;
-#pragma unroll
-  for (int step = 0; step < kColumns / 16; ++step) {
-    unsigned words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 value = x[2 * step + i / 2];
-      const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
-      words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
-    }
-    store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2], words[3]);
-  }
-  fence_async_proxy();
+  const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
+  cast_parts<C, 1>(tile, source, threadIdx.x / 32, length - first, params.scale, [] {});
   __syncthreads();
   if (threadIdx.x == 0) {
-#pragma unroll
-    for (int chunk = 0; chunk < num_chunks(C.head_dim); ++chunk) {
-      store_box(&params.dq, tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, head, entry);
-    }
-    commit_stores();
+    store_cast<C>(tile, &params.dq, first, flat_head - entry * params.num_heads, entry);
     wait_stores_read();
   }
 }

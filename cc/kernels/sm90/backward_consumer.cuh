@@ -124,13 +124,15 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns 
   }
   fence_async_proxy();
   sync_warpgroup(warpgroup);
-  if (warpgroup_thread() == 0 && wanted) {
+  if (warpgroup_thread() == 0) {
+    if (wanted) {
 #pragma unroll
-    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-      store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head,
-                batch);
+      for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+        store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head,
+                  batch);
+      }
     }
-    commit_stores();
+    commit_stores();  // wanted or not: tell_sums() counts groups
   }
 }
 

@@ -5,6 +5,7 @@
 // buffers, so that one barrier is enough. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
+#include "sm90/backward_casts.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
 
@@ -345,6 +346,7 @@ struct KeyConsumer {
     store_gradient<C.element, C.tile_kv, C.head_dim>(dk, dk_factor, tiles + kLayout.k, first_row(), warpgroup,
                                                      &params.dk, exists && params.wants_dk, first, item.head,
                                                      item.batch);
+    tell_sums<C, 2>(warpgroup_thread() == 0);
     if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 

@@ -1,6 +1,7 @@
 // What the sm90 backward kernels are given. Plain C++20: the host compiler reads it too.
 #pragma once
 
+#include "sm90/cast_order.cuh"
 #include "sm90/forward_params.cuh"
 
 namespace jattn::sm90 {
@@ -15,7 +16,7 @@ struct BackwardParams {
   TensorMap k;     // axes (D, S, K, B)
   TensorMap v;     // axes (Dv, S, K, B)
   TensorMap dout;  // axes (Dv, T, N, B)
-  TensorMap dq;    // axes (D, T, N, B); read by sm90_backward_dq
+  TensorMap dq;    // axes (D, T, N, B); read by sm90_backward_dq, and with a box (64, tile_q, 1, 1) if Config::casts
   TensorMap dk;    // axes (D, S, K, B); read if wants_dk
   TensorMap dv;    // axes (Dv, S, K, B); read if wants_dv
   ProblemParams problem;
@@ -29,7 +30,7 @@ struct BackwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
   bool wants_dk, wants_dv;
-  bool descends;  // query tiles from the last one down, in each all query heads of the group; can_descend() only
+  bool descends;       // query tiles from the last one down, in each all query heads of the group; can_descend() only
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
   PackedMask mask;     // for the axis that the kernel owns; read if Config::mask
   bool batch_fastest;  // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
@@ -37,6 +38,9 @@ struct BackwardParams {
   TensorMap ds;  // axes (S, T, query heads of the launch or all, B), box (64, tile_q, 1, 1)
   int32_t first_kv_head, launched_kv_heads;
   int32_t first_ds_head;  // query head that stands first in ds
+  // Config::casts
+  CastOrder cast_order;
+  int32_t* signals;  // [B, K]: 1 for every finished item; then the next ticket. Zeroed by backward_prepare
 };
 
 // backward_dbias.cuh
@@ -70,7 +74,9 @@ struct PrepareParams {
   float* delta;
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null
+  int32_t* signals;       // likewise
   int64_t rows_padded;
+  int32_t num_signals;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t q_len, num_heads, head_dim_v;
 };

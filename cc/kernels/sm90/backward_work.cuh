@@ -156,16 +156,17 @@ __device__ __forceinline__ WorkItem place_of_block(const BackwardParams& params,
   const int batch = params.problem.batch;
   if constexpr (C.stores_ds) heads = params.launched_kv_heads;
   const int first_head = C.stores_ds ? params.first_kv_head : 0;
+  const int block = C.casts ? role_of_block(params.cast_order, blockIdx.x).item : int(blockIdx.x);
   if constexpr (C.bias) {
     if (params.batch_fastest) {
-      const WorkItem turned = work_item<kHeaviest>(blockIdx.x, batch, heads, params.tiles, 1, params.section_heads);
+      const WorkItem turned = work_item<kHeaviest>(block, batch, heads, params.tiles, 1, params.section_heads);
       return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
     }
-    WorkItem place = work_item<kHeaviest>(blockIdx.x, heads, batch, params.tiles, 1, params.section_heads);
+    WorkItem place = work_item<kHeaviest>(block, heads, batch, params.tiles, 1, params.section_heads);
     place.head += first_head;
     return place;
   }
-  return work_item<kHeaviest>(blockIdx.x, heads, batch, params.tiles, 1, params.section_heads);
+  return work_item<kHeaviest>(block, heads, batch, params.tiles, 1, params.section_heads);
 }
 
 // Walks tiles upwards from position `start` of a range, round its end, or the same mirrored, leaving out those in which no pair is visible by

@@ -1,0 +1,140 @@
+"""Casting blocks of the Hopper backward kernel, and blocks of groups that walk down: results as of the other forms."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.backends import flash_backward_tiles
+from jattn.testing import compare
+from jattn.testing.cases import Case
+from jattn.testing.run import run
+
+BASE = Case(
+    name="casts",
+    q_len=700,
+    kv_len=700,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    head_dim_v=128,
+    dtype="bfloat16",
+)
+NARROW = BASE.but("64", head_dim=64, head_dim_v=64)
+D192 = BASE.but("192", head_dim=192, head_dim_v=192)
+CASES = [
+    BASE.but("full"),
+    BASE.but("causal", is_causal=True, dtype="float16"),
+    BASE.but("window", window=(90, 30), kv_len=611),
+    BASE.but(
+        "lengths",
+        q_lengths=(333, 0),
+        kv_lengths=(700, 77),
+        lower_right=True,
+        is_causal=True,
+    ),
+    BASE.but("no-keys", q_lengths=(700, 65), kv_lengths=(0, 700)),
+    BASE.but("segments", segments="random", num_segments=7, is_causal=True),
+    BASE.but("mask", mask_form="b1ts"),
+    BASE.but("bias", bias_form="bn1s"),
+    BASE.but("softcap", softcap=5.0, is_causal=True),
+    BASE.but("dropout", dropout_rate=0.2, is_causal=True),
+    BASE.but("alibi", alibi_form="n", is_causal=True),
+    BASE.but("few", q_len=1, kv_len=4096),
+    NARROW.but("full"),
+    NARROW.but("causal", is_causal=True),
+    NARROW.but("softcap", softcap=5.0),
+    D192.but("full"),
+    D192.but("causal", is_causal=True, dtype="float16"),
+    D192.but("lengths", q_lengths=(333, 700), kv_lengths=(700, 77), is_causal=True),
+    BASE.but("uneven", head_dim=120, head_dim_v=104, is_causal=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.backends("flash")
+def test_casting_blocks(case: Case) -> None:
+    operands, solution = compare.solved(case)
+    with flash_backward_tiles.casting_blocks(True):
+        outcome = run(case, operands, "flash")
+    assert "casts=1" in outcome.lowered
+    compare.assert_close(case, operands, outcome.results, solution=solution)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "head_dim", "causal"),
+    [
+        (16, 1024, 16, 16, 128, True),  # casting blocks among the items
+        (2, 4096, 32, 8, 128, True),
+        (8, 1024, 32, 4, 64, True),
+        (4, 2048, 11, 11, 192, True),
+        (16, 1024, 16, 16, 128, False),  # behind them
+    ],
+)
+@pytest.mark.backends("flash")
+def test_many_items(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> None:
+    """dq, run after run, is that of the kernel apart but for the order of its sums; dk and dv have the same bits."""
+    rng = np.random.default_rng(heads)
+
+    def array(n: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(batch, length, n, head_dim)), jnp.bfloat16)
+
+    q, k, v, dout = array(heads), array(kv_heads), array(kv_heads), array(heads)
+
+    def gradients(there: bool) -> Callable[[], tuple[np.ndarray, ...]]:
+        def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> object:
+            attend = functools.partial(
+                jattn.dot_product_attention, is_causal=causal, implementation="flash"
+            )
+            return jax.vjp(attend, q, k, v)[1](dout)
+
+        with flash_backward_tiles.casting_blocks(there):
+            lowered = jax.jit(step).lower(q, k, v, dout)
+        assert ("casts=1" in lowered.as_text()) == there
+        compiled = lowered.compile()
+        return lambda: jax.device_get(compiled(q, k, v, dout))
+
+    apart, among = gradients(False)(), gradients(True)
+    want = np.asarray(apart[0], np.float32)
+    for _ in range(20):
+        dq, dk, dv = among()
+        got = np.asarray(dq, np.float32)
+        # Rounded to 8 bits after sums of float32 in another order: at most a step apart, and seldom.
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5)
+        assert np.mean(got != want) < 0.01
+        np.testing.assert_array_equal(dk, apart[1])
+        np.testing.assert_array_equal(dv, apart[2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.backends("flash")
+def test_groups_of_causal_heads(head_dim: int) -> None:
+    """Gradients of grouped heads are the sums of those of heads of their own, which are walked upwards."""
+    rng = np.random.default_rng(head_dim)
+    q, dout = (jnp.asarray(rng.normal(size=(2, 1500, 8, head_dim)), jnp.bfloat16) for _ in "qd")
+    k, v = (jnp.asarray(rng.normal(size=(2, 1500, 2, head_dim)), jnp.bfloat16) for _ in "kv")
+
+    def gradients(k: jax.Array, v: jax.Array) -> list[np.ndarray]:
+        _, pullback = jax.vjp(
+            lambda *a: jattn.dot_product_attention(*a, is_causal=True, implementation="flash"),
+            q,
+            k,
+            v,
+        )
+        return [np.asarray(x, np.float32) for x in jax.device_get(pullback(dout))]
+
+    dq, dk, dv = gradients(k, v)
+    want_dq, wide_dk, wide_dv = gradients(*(jnp.repeat(x, 4, axis=2) for x in (k, v)))
+    np.testing.assert_allclose(dq, want_dq, rtol=2**-6, atol=2e-3)
+    for got, wide in ((dk, wide_dk), (dv, wide_dv)):
+        want = wide.reshape(2, 1500, 2, 4, head_dim).sum(3)
+        # Each of the four summands was rounded to 8 bits.
+        error = np.abs(got - want)
+        assert error.max() < 2**-7 * np.abs(wide).max() * 4
+        assert error.mean() < 2**-8 * np.abs(wide).mean() * 4

@@ -111,6 +111,9 @@ class Variant:
     ds_in_registers: int = 0
     bulk_reduce: int = 0
     casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
+    casts_among: int = (
+        -1
+    )  # 1: casting blocks stand among the items, 0: behind them, -1: as the library has it
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -184,6 +187,13 @@ def variants() -> list[Variant]:
             replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, casts=1),
             replace(d128, name=f"d128_{mask}_regs_casts", ds_in_registers=1, casts=1),
             replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, casts=1),
+            replace(
+                d128,
+                name=f"d128_{mask}_bulk_casts_{'behind' if band else 'among'}",
+                bulk_reduce=1,
+                casts=1,
+                casts_among=1 - band,
+            ),
             replace(
                 d192, name=f"d192_{mask}_apart_bulk_casts", dq_warpgroup=1, bulk_reduce=1, casts=1
             ),
@@ -389,7 +399,10 @@ def cast_order(
     order |= {"tiles": tiles, "tickets": tickets}
     most = max(num_sms - 1, 1)
     others = items - section_items - 2 * num_sms
-    if (variant.band or variant.lengths or variant.segments) and others > 0 and most >= 8:
+    among = variant.casts_among
+    if among < 0:
+        among = variant.band or variant.lengths or variant.segments
+    if among and others > 0 and most >= 8:
         between = -(-others // (most - most * 3 // 8))
         passing = others // between
         warpgroups = 4 if variant.dq_warpgroup else 3

@@ -22,24 +22,22 @@ __device__ __forceinline__ float4 load_once(const float* source) {
   return x;
 }
 
-// Casts kParts parts, `first_part` and every fourth from there, into a tile in shared memory, by one warp. source: the tile in
-// the accumulator; length: rows of it that count. wait_free() returns when the tile may be written.
-template <Config C, int kParts, class WaitFree>
-__device__ __forceinline__ void cast_parts(unsigned tile, const float* source, int first_part, int length, float scale,
-                                           WaitFree wait_free) {
-  constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
-  float4 x[kParts][kColumns / 8];
+// A part of a tile on its way through the registers of one warp.
+template <Config C>
+struct CastPart {
+  static constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
+
+  float4 x[kColumns / 8];
+
+  // source: the tile in the accumulator.
+  __device__ __forceinline__ void load(const float* source, int part) {
 #pragma unroll
-  for (int p = 0; p < kParts; ++p) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-      x[p][i] = load_once(source + (first_part + 4 * p) * kPartFloats + i * 128 + lane() * 4);
-    }
+    for (int i = 0; i < kColumns / 8; ++i) x[i] = load_once(source + part * kPartFloats + i * 128 + lane() * 4);
   }
-  wait_free();
-#pragma unroll
-  for (int p = 0; p < kParts; ++p) {
-    const int part = first_part + 4 * p, half = part / 4;
+
+  // Into a tile in shared memory. length: rows of the tile that count.
+  __device__ __forceinline__ void cast(unsigned tile, int part, int length, float scale) const {
+    const int half = part / 4;
     const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
     const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
     bool inside[2];
@@ -50,7 +48,7 @@ __device__ __forceinline__ void cast_parts(unsigned tile, const float* source, i
       unsigned words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 value = x[p][2 * step + i / 2];
+        const float4 value = x[2 * step + i / 2];
         const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
         words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * scale, high * scale) : 0;
       }
@@ -58,8 +56,7 @@ __device__ __forceinline__ void cast_parts(unsigned tile, const float* source, i
                    words[3]);
     }
   }
-  fence_async_proxy();
-}
+};
 
 // Sends the tile of dq whose first row is `first`. By one thread.
 template <Config C>
@@ -83,7 +80,10 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   const int flat_head = entry * params.num_heads + head;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
   const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
-  cast_parts<C, 1>(tile, source, threadIdx.x / 32, length - first, params.scale, [] {});
+  CastPart<C> part;
+  part.load(source, threadIdx.x / 32);
+  part.cast(tile, threadIdx.x / 32, length - first, params.scale);
+  fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) {
     store_cast<C>(tile, &params.dq, first, head, entry);

@@ -6,7 +6,7 @@
 // the key/value head are done, and casts.
 //
 // Blocks start in the order of their index, so that all items that a casting block waits for run or are done. CUDA does not
-// promise it. Whatever the order, kernels end: casting blocks are fewer than multiprocessors (cc/cuda/backward_sm90.cc), and
+// promise it. Whatever the order, kernels end: casting blocks are fewer than multiprocessors (cast_order()), and
 // items wait for nobody, so that there is always one multiprocessor on which items run.
 #pragma once
 
@@ -53,7 +53,11 @@ template <Config C>
 struct CastBlock {
   static constexpr int kWarpgroups = backward_threads(C) / kWarpgroupThreads;
   static constexpr int kTileBytes = tile_bytes(C.tile_q, C.head_dim);
-  static_assert(kWarpgroups * kTileBytes + kWarpgroups * 4 <= key_layout(C, true).bytes);
+  // The loads of a part for the next tile start as soon as its registers are free. Threads of four warpgroups have none for that.
+  static constexpr bool kLoadsAhead = !has_dq_warpgroup(C);
+  static constexpr int kStagings = kLoadsAhead ? 2 : 1;
+  static_assert(kTicketTiles % kStagings == 0);  // from one ticket to the next too, tiles alternate
+  static_assert(kStagings * kWarpgroups * kTileBytes + kWarpgroups * 4 <= key_layout(C, true).bytes);
 
   const BackwardParams& params;
   unsigned char* shared;
@@ -63,7 +67,7 @@ struct CastBlock {
 
   // The same for all threads of the warpgroup.
   __device__ __forceinline__ int take_ticket() const {
-    int* const place = reinterpret_cast<int*>(shared + kWarpgroups * kTileBytes) + warpgroup();
+    int* const place = reinterpret_cast<int*>(shared + kStagings * kWarpgroups * kTileBytes) + warpgroup();
     if (warpgroup_thread() == 0) {
       *place = atomicAdd(params.signals + params.problem.batch * params.problem.num_kv_heads, 1);
     }
@@ -85,41 +89,68 @@ struct CastBlock {
     sync_warpgroup(warpgroup());
   }
 
-  __device__ __forceinline__ void cast(int flat_head, int entry, int tile) const {
+  // Tiles of dq are counted over all heads.
+  __device__ __forceinline__ int head_of(int tile) const { return tile / params.cast_order.tiles; }
+
+  __device__ __forceinline__ void wait_done(int tile, int& done_head) const {
+    const int kv_head = head_of(tile) / params.problem.group_size;
+    if (kv_head != done_head) wait_items(kv_head);
+    done_head = kv_head;
+  }
+
+  __device__ __forceinline__ const float* source(int tile) const {
+    const int head = head_of(tile);
+    const int64_t row = int64_t(head) * params.rows_padded + (tile - head * params.cast_order.tiles) * C.tile_q;
+    return params.dq_accumulator + row * C.head_dim;
+  }
+
+  // A warp casts two parts of a tile.
+  __device__ __forceinline__ void cast_tiles(int begin, int end, int& done_head) const {
     const ProblemParams& problem = params.problem;
-    const unsigned staging = shared_address(shared) + warpgroup() * kTileBytes;
-    const int first = tile * C.tile_q;
-    int length = problem.q_len;
-    if constexpr (C.lengths) {
-      if (problem.q_lengths) length = min(max(problem.q_lengths[entry], 0), length);
-    }
-    const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
-    cast_parts<C, 2>(staging, source, warpgroup_thread() / 32, length - first, problem.scale, [&] {
-      if (warpgroup_thread() == 0) wait_stores_read();
+    const int part = warpgroup_thread() / 32;
+    CastPart<C> parts[2];
+    const auto load = [&](int tile) {
+      wait_done(tile, done_head);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) parts[p].load(source(tile), part + 4 * p);
+    };
+    if constexpr (kLoadsAhead) load(begin);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+      if constexpr (!kLoadsAhead) load(tile);
+      const bool goes_on = kLoadsAhead && tile + 1 < end;
+      if (goes_on) wait_done(tile + 1, done_head);
+      const unsigned staging = shared_address(shared) + (warpgroup() * kStagings + tile % kStagings) * kTileBytes;
+      const int flat_head = head_of(tile), entry = flat_head / problem.num_heads;
+      const int first = (tile - flat_head * params.cast_order.tiles) * C.tile_q;
+      int length = problem.q_len;
+      if constexpr (C.lengths) {
+        if (problem.q_lengths) length = min(max(problem.q_lengths[entry], 0), length);
+      }
+      if (warpgroup_thread() == 0) wait_stores_read<kStagings - 1>();
       sync_warpgroup(warpgroup());
-    });
-    sync_warpgroup(warpgroup());
-    if (warpgroup_thread() == 0) {
-      store_cast<C>(staging, &params.dq, first, flat_head - entry * problem.num_heads, entry);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        parts[p].cast(staging, part + 4 * p, length - first, problem.scale);
+        if (goes_on) parts[p].load(source(tile + 1), part + 4 * p);
+      }
+      fence_async_proxy();
+      sync_warpgroup(warpgroup());
+      if (warpgroup_thread() == 0) {
+        store_cast<C>(staging, &params.dq, first, flat_head - entry * problem.num_heads, entry);
+      }
     }
   }
 
   __device__ __forceinline__ void run() const {
     const CastOrder& order = params.cast_order;
-    const int heads = params.problem.num_heads, tiles = params.problem.batch * heads * order.tiles;
+    const int tiles = params.problem.batch * params.problem.num_heads * order.tiles;
     const int most = number < order.passing ? order.tickets_of_passing : order.tickets;
     int done_head = -1;
     for (int count = 0; count < most; ++count) {
       const int ticket = take_ticket();
       if (ticket >= order.tickets) break;
-      const int end = min((ticket + 1) * kTicketTiles, tiles);
-      for (int flat_tile = ticket * kTicketTiles; flat_tile < end; ++flat_tile) {
-        const int flat_head = flat_tile / order.tiles;
-        const int kv_head = flat_head / params.problem.group_size;
-        if (kv_head != done_head) wait_items(kv_head);
-        done_head = kv_head;
-        cast(flat_head, flat_head / heads, flat_tile - flat_head * order.tiles);
-      }
+      cast_tiles(ticket * kTicketTiles, min((ticket + 1) * kTicketTiles, tiles), done_head);
     }
     if (warpgroup_thread() == 0) wait_stores_read();
   }

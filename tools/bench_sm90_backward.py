@@ -51,7 +51,7 @@ STATISTICS_ROWS = 128
 
 FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
 ORDER = (
-    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
     "ds_in_registers bulk_reduce"
 ).split()
 
@@ -109,6 +109,7 @@ class Variant:
     scale_first: int = 0
     ds_in_registers: int = 0
     bulk_reduce: int = 0
+    loop_order: int = 0  # 1: dq of a step is computed in the next one; 2: and the second warpgroup begins later
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -124,6 +125,7 @@ class Variant:
             "tile_kv": str(chosen.tile_kv),
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
+            "loop_order": str(chosen.loop_order),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -147,6 +149,7 @@ class Variant:
                 stages=self.dq_stages,
                 ds_in_registers=0,
                 bulk_reduce=0,
+                loop_order=0,
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
@@ -172,6 +175,20 @@ def variants() -> list[Variant]:
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
             replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
+            *(
+                replace(variant, name=variant.name + suffix, loop_order=order)
+                for order, suffix in ((1, "_late"), (2, "_staggered"))
+                for variant in (
+                    replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
+                    replace(d64, name=f"d64_{mask}_red"),
+                    replace(d64, name=f"d64_{mask}_regs", ds_in_registers=1),
+                    replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
+                    replace(d128, name=f"d128_{mask}_red"),
+                    replace(d128, name=f"d128_{mask}_red_three", stages=3),
+                    replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
+                    replace(d128, name=f"d128_{mask}_regs_three", ds_in_registers=1, stages=3),
+                )
+            ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
@@ -204,6 +221,17 @@ def variants() -> list[Variant]:
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
+        replace(checked, name="check_late", loop_order=1, bulk_reduce=1),
+        replace(checked, name="check_late_f16", loop_order=2, element="f16"),
+        replace(checked, name="check_late_regs", loop_order=1, ds_in_registers=1),
+        replace(checked, name="check_late_softcap", loop_order=1, softcap=1, bulk_reduce=1),
+        replace(checked, name="check_late_segments", loop_order=2, segments=1, bulk_reduce=1),
+        replace(
+            checked, name="check_late64", loop_order=1, head_dim=64, tile_q=128, bulk_reduce=1
+        ),
+        replace(
+            checked, name="check_late64_segments", loop_order=2, segments=1, head_dim=64, tile_q=128
+        ),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),

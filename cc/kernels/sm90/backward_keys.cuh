@@ -10,6 +10,8 @@
 
 namespace jattn::sm90 {
 
+inline constexpr int kStaggerBarrier = 7;
+
 template <Config C, bool kFused>
 struct KeyConsumer {
   static constexpr KeyLayout kLayout = key_layout(C, kFused);
@@ -25,6 +27,8 @@ struct KeyConsumer {
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
   using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
+  // dq of a step is computed in the next one: the warpgroups then need not come together.
+  static constexpr bool kLateDq = kFused && C.loop_order != 0;
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -32,7 +36,7 @@ struct KeyConsumer {
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
   RingPosition<kLayout.bias_slots> bias_ring;
-  int buffer = 0;           // of ds
+  unsigned step = 0;        // of ds: its lowest bit is the buffer, the next one the parity of its barriers
   float* staged = nullptr;  // where the part of dq in staging memory goes
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
@@ -40,7 +44,9 @@ struct KeyConsumer {
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
-  __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
+  __device__ __forceinline__ unsigned ds_address(unsigned of_step) const {
+    return tiles + kLayout.ds + (of_step & 1) * kDsBytes;
+  }
 
   __device__ __forceinline__ void start_scores(Scores& s) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
@@ -59,12 +65,12 @@ struct KeyConsumer {
 
   // The fragments of ds for this warp's 16 queries and all keys, transposed on the way. Ordinary reads: no fence between
   // proxies is needed, and such a fence waits for whatever the warp has running.
-  __device__ __forceinline__ void load_ds(DsFragments& ds) const {
+  __device__ __forceinline__ void load_ds(DsFragments& ds, unsigned of_step) const {
     const int query = (C.tile_q == 128 ? first_row() : 0) + warp_row();
     const int row = lane() % 8 + lane() / 16 * 8;
     const int column16 = query % kChunkColumns / 8 + lane() / 8 % 2;
     const unsigned address =
-        ds_address() + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes + (column16 ^ row % 8) * 16;
+        ds_address(of_step) + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes + (column16 ^ row % 8) * 16;
 #pragma unroll
     for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +89,7 @@ struct KeyConsumer {
   }
 
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
-  __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds) const {
+  __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds, unsigned of_step) const {
     constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
     constexpr int kColumnOffset = C.tile_q == 128                ? 0
                                   : kPartColumns < kChunkColumns ? kPartColumns * 2
@@ -92,11 +98,11 @@ struct KeyConsumer {
     if constexpr (!kFused) {
       return;
     } else if constexpr (C.ds_in_registers) {
-      load_ds(ds);
+      load_ds(ds, of_step);
       start_fragment_product<C.element, C.tile_kv, kPartColumns, false>(dq, ds, k);
     } else {
       start_column_product<C.element, C.tile_kv, kPartColumns>(
-          dq, ds_address() + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
+          dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
     }
   }
 
@@ -141,11 +147,12 @@ struct KeyConsumer {
   __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
+    if constexpr (kLateDq) wait(&control.exchange_empty[step & 1], ~step >> 1 & 1);
     if constexpr (kFused) {
 #pragma unroll
-      for (int step = 0; step < kScores / 8; ++step) {
-        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), step), ds[4 * step],
-                     ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
+      for (int i = 0; i < kScores / 8; ++i) {
+        store_matrix(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds[4 * i], ds[4 * i + 1],
+                     ds[4 * i + 2], ds[4 * i + 3]);
       }
     }
     if constexpr (C.stores_ds) {
@@ -154,9 +161,9 @@ struct KeyConsumer {
       const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
       const unsigned address = stored_ds_address() + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
 #pragma unroll
-      for (int step = 0; step < kScores / 8; ++step) {
-        store_matrix_transposed(address + step * kStepDepth * kChunkRowBytes, ds[4 * step], ds[4 * step + 1],
-                                ds[4 * step + 2], ds[4 * step + 3]);
+      for (int i = 0; i < kScores / 8; ++i) {
+        store_matrix_transposed(address + i * kStepDepth * kChunkRowBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2],
+                                ds[4 * i + 3]);
       }
     }
     if constexpr (kFused || C.stores_ds) {
@@ -169,7 +176,10 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ void sync_gradients() const {
-    if constexpr (kFused) {
+    if constexpr (kLateDq) {
+      release_by_warp(&control.exchange_full[step & 1]);
+      if constexpr (C.stores_ds) sync_warpgroup(warpgroup);
+    } else if constexpr (kFused) {
       sync_consumers();
     } else if constexpr (C.stores_ds) {
       sync_warpgroup(warpgroup);
@@ -270,6 +280,8 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
+    float* late_target = nullptr;
+    if (C.loop_order == 2 && warpgroup == 1) sync_named(kStaggerBarrier, kBackwardConsumers * kWarpgroupThreads);
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
@@ -280,6 +292,9 @@ struct KeyConsumer {
       start_scores(s);
       wait_dout();
       start_dp(dp);
+      if (C.loop_order == 2 && warpgroup == 0 && step == 0) {
+        arrive_named(kStaggerBarrier, kBackwardConsumers * kWarpgroupThreads);
+      }
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -293,7 +308,12 @@ struct KeyConsumer {
       find_warpgroup();
       start_ds_store();
       finish_dv_for_ds(dv);
-      start_dq(dq, all_ds);
+      if constexpr (kLateDq) {
+        wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
+        start_dq(dq, all_ds, step - 1);
+      } else {
+        start_dq(dq, all_ds, step);
+      }
       if constexpr (kFused) {
         wait_products<1>();
         pin_registers(dv);
@@ -301,7 +321,8 @@ struct KeyConsumer {
       }
       // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
       // dropout by all the calls below: on an H200 dq went to wrong rows).
-      float* const target = dq_target(ring.index);
+      float* const target = kLateDq ? late_target : dq_target(ring.index);
+      if constexpr (kLateDq) late_target = dq_target(ring.index);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
         if (!last) {
@@ -313,7 +334,10 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        add_dq(dq, target);
+        if (!kLateDq || target != nullptr) {
+          if constexpr (kLateDq) release_by_warp(&control.exchange_empty[~step & 1]);
+          add_dq(dq, target);
+        }
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
@@ -322,7 +346,17 @@ struct KeyConsumer {
       pin_registers(dk);
       finish_ds_store();
       release_by_warpgroup(&control.first_empty[ring.index]);
-      buffer ^= 1;
+      ++step;
+    }
+    if constexpr (kLateDq) {
+      finish_reductions();
+      Dq dq;
+      DsFragments all_ds;
+      wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
+      start_dq(dq, all_ds, step - 1);
+      wait_products<0>();
+      pin_registers(dq);
+      add_dq(dq, late_target);
     }
   }
 

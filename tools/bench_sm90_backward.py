@@ -177,16 +177,14 @@ def variants() -> list[Variant]:
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
             *(
                 replace(variant, name=variant.name + suffix, loop_order=order)
-                for order, suffix in ((1, "_late"), (2, "_staggered"))
+                for order, suffix in ((1, "_late"), (3, "_three"), (5, "_five"))
                 for variant in (
                     replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
                     replace(d64, name=f"d64_{mask}_red"),
                     replace(d64, name=f"d64_{mask}_regs", ds_in_registers=1),
                     replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
+                    replace(d128, name=f"d128_{mask}_bulk_3st", bulk_reduce=1, stages=3),
                     replace(d128, name=f"d128_{mask}_red"),
-                    replace(d128, name=f"d128_{mask}_red_three", stages=3),
-                    replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
-                    replace(d128, name=f"d128_{mask}_regs_three", ds_in_registers=1, stages=3),
                 )
             ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
@@ -222,15 +220,15 @@ def variants() -> list[Variant]:
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
         replace(checked, name="check_late", loop_order=1, bulk_reduce=1),
-        replace(checked, name="check_late_f16", loop_order=2, element="f16"),
+        replace(checked, name="check_late_f16", loop_order=5, element="f16"),
         replace(checked, name="check_late_regs", loop_order=1, ds_in_registers=1),
         replace(checked, name="check_late_softcap", loop_order=1, softcap=1, bulk_reduce=1),
-        replace(checked, name="check_late_segments", loop_order=2, segments=1, bulk_reduce=1),
+        replace(checked, name="check_late_segments", loop_order=5, segments=1, bulk_reduce=1),
         replace(
             checked, name="check_late64", loop_order=1, head_dim=64, tile_q=128, bulk_reduce=1
         ),
         replace(
-            checked, name="check_late64_segments", loop_order=2, segments=1, head_dim=64, tile_q=128
+            checked, name="check_late64_segments", loop_order=5, segments=1, head_dim=64, tile_q=128
         ),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),

@@ -10,8 +10,6 @@
 
 namespace jattn::sm90 {
 
-inline constexpr int kStaggerBarrier = 7;
-
 template <Config C, bool kFused>
 struct KeyConsumer {
   static constexpr KeyLayout kLayout = key_layout(C, kFused);
@@ -216,10 +214,11 @@ struct KeyConsumer {
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
-  __device__ __forceinline__ float* dq_target(int stage) const {
+  __device__ __forceinline__ float* dq_target(unsigned of_step) const {
     if constexpr (!kFused) return nullptr;
+    if (kLateDq && int(of_step) < 0) return nullptr;
     const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
-    return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
+    return params.dq_accumulator + control.dq_rows[of_step % kDqRows] * C.head_dim + part * kPartFloats;
   }
 
   __device__ __forceinline__ unsigned staging_address() const {
@@ -241,12 +240,16 @@ struct KeyConsumer {
       }
       staged = target;
     } else if constexpr (kFused) {
+      const int adds = target != nullptr;
       target += lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128),
-                     "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+        asm volatile(
+            "{\n.reg .pred adds;\n"
+            "setp.ne.s32 adds, %5, 0;\n"
+            "@adds red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(target + i * 128),
+            "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]), "r"(adds)
+            : "memory");
       }
     }
   }
@@ -280,21 +283,28 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
-    float* late_target = nullptr;
-    if (C.loop_order == 2 && warpgroup == 1) sync_named(kStaggerBarrier, kBackwardConsumers * kWarpgroupThreads);
+    Dq dq;
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
       Scores s, dp;
       Fragments p, ds;
-      Dq dq;
       DsFragments all_ds;
       start_scores(s);
+      if constexpr (C.loop_order == 5) {
+        wait_products<1>();
+        pin_registers(dk);
+        pin_registers(dq);
+        if (step > 0) {
+          finish_ds_store();
+          release_by_warpgroup(&control.first_empty[(ring.index + C.stages - 1) % C.stages]);
+        }
+      }
+      if (C.loop_order == 3 || C.loop_order == 5) {
+        add_dq(dq, dq_target(step - 2));
+      }
       wait_dout();
       start_dp(dp);
-      if (C.loop_order == 2 && warpgroup == 0 && step == 0) {
-        arrive_named(kStaggerBarrier, kBackwardConsumers * kWarpgroupThreads);
-      }
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -321,8 +331,7 @@ struct KeyConsumer {
       }
       // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
       // dropout by all the calls below: on an H200 dq went to wrong rows).
-      float* const target = kLateDq ? late_target : dq_target(ring.index);
-      if constexpr (kLateDq) late_target = dq_target(ring.index);
+      float* const target = dq_target(kLateDq ? step - 1 : step);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
         if (!last) {
@@ -334,29 +343,37 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        if (!kLateDq || target != nullptr) {
-          if constexpr (kLateDq) release_by_warp(&control.exchange_empty[~step & 1]);
-          add_dq(dq, target);
-        }
+        if (kLateDq && step > 0) release_by_warp(&control.exchange_empty[~step & 1]);
+        if (C.loop_order < 3) add_dq(dq, target);
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
+      if constexpr (C.loop_order != 5) {
+        wait_products<0>();
+        pin_registers(dk);
+        finish_ds_store();
+        release_by_warpgroup(&control.first_empty[ring.index]);
+      }
+      ++step;
+    }
+    if constexpr (C.loop_order == 5) {
       wait_products<0>();
       pin_registers(dk);
       finish_ds_store();
-      release_by_warpgroup(&control.first_empty[ring.index]);
-      ++step;
     }
     if constexpr (kLateDq) {
       finish_reductions();
-      Dq dq;
+      if (C.loop_order >= 3) {
+        add_dq(dq, dq_target(step - 2));
+        finish_reductions();
+      }
       DsFragments all_ds;
       wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
       start_dq(dq, all_ds, step - 1);
       wait_products<0>();
       pin_registers(dq);
-      add_dq(dq, late_target);
+      add_dq(dq, dq_target(step - 1));
     }
   }
 

@@ -177,7 +177,7 @@ def variants() -> list[Variant]:
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
             *(
                 replace(variant, name=variant.name + suffix, loop_order=order)
-                for order, suffix in ((1, "_late"), (3, "_three"), (5, "_five"))
+                for order, suffix in ((1, "_late"), (5, "_five"), (6, "_six"))
                 for variant in (
                     replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
                     replace(d64, name=f"d64_{mask}_red"),
@@ -221,11 +221,11 @@ def variants() -> list[Variant]:
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
         replace(checked, name="check_late", loop_order=1, bulk_reduce=1),
         replace(checked, name="check_late_f16", loop_order=5, element="f16"),
-        replace(checked, name="check_late_regs", loop_order=1, ds_in_registers=1),
+        replace(checked, name="check_late_regs", loop_order=6, ds_in_registers=1),
         replace(checked, name="check_late_softcap", loop_order=1, softcap=1, bulk_reduce=1),
         replace(checked, name="check_late_segments", loop_order=5, segments=1, bulk_reduce=1),
         replace(
-            checked, name="check_late64", loop_order=1, head_dim=64, tile_q=128, bulk_reduce=1
+            checked, name="check_late64", loop_order=6, head_dim=64, tile_q=128, bulk_reduce=1
         ),
         replace(
             checked, name="check_late64_segments", loop_order=5, segments=1, head_dim=64, tile_q=128

@@ -284,6 +284,11 @@ struct KeyConsumer {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
     Dq dq;
+    if constexpr (C.loop_order == 6) {
+#pragma unroll
+      for (int i = 0; i < int(sizeof(Dq) / 4); ++i) dq[i] = 0.0f;
+      pin_registers(dq);
+    }
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
@@ -300,7 +305,12 @@ struct KeyConsumer {
           release_by_warpgroup(&control.first_empty[(ring.index + C.stages - 1) % C.stages]);
         }
       }
-      if (C.loop_order == 3 || C.loop_order == 5) {
+      if constexpr (C.loop_order == 6) {
+        wait_products<1>();
+        pin_registers(dq);
+        if (step > 1) release_by_warp(&control.exchange_empty[step & 1]);
+      }
+      if (C.loop_order == 6 || C.loop_order == 5) {
         add_dq(dq, dq_target(step - 2));
       }
       wait_dout();
@@ -318,6 +328,26 @@ struct KeyConsumer {
       find_warpgroup();
       start_ds_store();
       finish_dv_for_ds(dv);
+      if constexpr (C.loop_order == 6) {
+        start_dk(dk, ds);
+        if constexpr (C.dropout) {
+          if (!last) {
+            RingPosition<C.stages> next = ring;
+            next.advance();
+            decide_drops(drops, next);
+          }
+        }
+        wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
+        start_dq(dq, all_ds, step - 1);
+        wait_products<1>();
+        pin_registers(dv);
+        pin_registers(dk);
+        release_by_warpgroup(&control.second_empty[ring.index]);
+        finish_ds_store();
+        release_by_warpgroup(&control.first_empty[ring.index]);
+        ++step;
+        continue;
+      }
       if constexpr (kLateDq) {
         wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
         start_dq(dq, all_ds, step - 1);
@@ -357,9 +387,10 @@ struct KeyConsumer {
       }
       ++step;
     }
-    if constexpr (C.loop_order == 5) {
+    if constexpr (C.loop_order >= 5) {
       wait_products<0>();
       pin_registers(dk);
+      pin_registers(dq);
       finish_ds_store();
     }
     if constexpr (kLateDq) {

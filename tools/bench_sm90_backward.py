@@ -177,13 +177,11 @@ def variants() -> list[Variant]:
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
             *(
                 replace(variant, name=variant.name + suffix, loop_order=order)
-                for order, suffix in ((1, "_late"), (5, "_five"), (6, "_six"))
+                for order, suffix in ((1, "_late"), (5, "_five"), (11, "_late_turns"), (21, "_late_turns2"), (15, "_five_turns"), (25, "_five_turns2"))
                 for variant in (
                     replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
                     replace(d64, name=f"d64_{mask}_red"),
-                    replace(d64, name=f"d64_{mask}_regs", ds_in_registers=1),
                     replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-                    replace(d128, name=f"d128_{mask}_bulk_3st", bulk_reduce=1, stages=3),
                     replace(d128, name=f"d128_{mask}_red"),
                 )
             ),
@@ -219,16 +217,16 @@ def variants() -> list[Variant]:
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
-        replace(checked, name="check_late", loop_order=1, bulk_reduce=1),
-        replace(checked, name="check_late_f16", loop_order=5, element="f16"),
-        replace(checked, name="check_late_regs", loop_order=6, ds_in_registers=1),
-        replace(checked, name="check_late_softcap", loop_order=1, softcap=1, bulk_reduce=1),
-        replace(checked, name="check_late_segments", loop_order=5, segments=1, bulk_reduce=1),
+        replace(checked, name="check_late", loop_order=11, bulk_reduce=1),
+        replace(checked, name="check_late_f16", loop_order=21, element="f16"),
+        replace(checked, name="check_late_regs", loop_order=15, ds_in_registers=1),
+        replace(checked, name="check_late_softcap", loop_order=25, softcap=1, bulk_reduce=1),
+        replace(checked, name="check_late_segments", loop_order=15, segments=1, bulk_reduce=1),
         replace(
-            checked, name="check_late64", loop_order=6, head_dim=64, tile_q=128, bulk_reduce=1
+            checked, name="check_late64", loop_order=15, head_dim=64, tile_q=128, bulk_reduce=1
         ),
         replace(
-            checked, name="check_late64_segments", loop_order=5, segments=1, head_dim=64, tile_q=128
+            checked, name="check_late64_segments", loop_order=11, segments=1, head_dim=64, tile_q=128
         ),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),

@@ -27,6 +27,10 @@ struct KeyConsumer {
   using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
   // dq of a step is computed in the next one: the warpgroups then need not come together.
   static constexpr bool kLateDq = kFused && C.loop_order != 0;
+  static constexpr int kOrder = C.loop_order % 10, kTurns = C.loop_order / 10;
+  static constexpr int kTurnBarrier = 6;
+  __device__ __forceinline__ void wait_turn() const { sync_named(kTurnBarrier + warpgroup, 256); }
+  __device__ __forceinline__ void give_turn() const { arrive_named(kTurnBarrier + 1 - warpgroup, 256); }
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -284,7 +288,8 @@ struct KeyConsumer {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
     Dq dq;
-    if constexpr (C.loop_order == 6) {
+    if (kTurns > 0 && warpgroup == 1) give_turn();
+    if constexpr (kOrder == 6) {
 #pragma unroll
       for (int i = 0; i < int(sizeof(Dq) / 4); ++i) dq[i] = 0.0f;
       pin_registers(dq);
@@ -296,7 +301,7 @@ struct KeyConsumer {
       Fragments p, ds;
       DsFragments all_ds;
       start_scores(s);
-      if constexpr (C.loop_order == 5) {
+      if constexpr (kOrder == 5) {
         wait_products<1>();
         pin_registers(dk);
         pin_registers(dq);
@@ -305,16 +310,17 @@ struct KeyConsumer {
           release_by_warpgroup(&control.first_empty[(ring.index + C.stages - 1) % C.stages]);
         }
       }
-      if constexpr (C.loop_order == 6) {
+      if constexpr (kOrder == 6) {
         wait_products<1>();
         pin_registers(dq);
         if (step > 1) release_by_warp(&control.exchange_empty[step & 1]);
       }
-      if (C.loop_order == 6 || C.loop_order == 5) {
+      if (kOrder == 6 || kOrder == 5) {
         add_dq(dq, dq_target(step - 2));
       }
       wait_dout();
       start_dp(dp);
+      if (kTurns == 1 && step > 0) give_turn();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -323,12 +329,13 @@ struct KeyConsumer {
       wait_products<0>();
       pin_registers(dp);
       finish_gradients(ds, s, dp);
+      if (kTurns > 0) wait_turn();
       start_dv(dv, p);
       sync_gradients();
       find_warpgroup();
       start_ds_store();
       finish_dv_for_ds(dv);
-      if constexpr (C.loop_order == 6) {
+      if constexpr (kOrder == 6) {
         start_dk(dk, ds);
         if constexpr (C.dropout) {
           if (!last) {
@@ -363,6 +370,8 @@ struct KeyConsumer {
       // dropout by all the calls below: on an H200 dq went to wrong rows).
       float* const target = dq_target(kLateDq ? step - 1 : step);
       start_dk(dk, ds);
+      if (kTurns == 1 && last && warpgroup == 0) give_turn();
+      if (kTurns == 2 && (!last || warpgroup == 0)) give_turn();
       if constexpr (C.dropout) {
         if (!last) {
           RingPosition<C.stages> next = ring;
@@ -374,12 +383,12 @@ struct KeyConsumer {
       if constexpr (kFused) {
         pin_registers(dq);
         if (kLateDq && step > 0) release_by_warp(&control.exchange_empty[~step & 1]);
-        if (C.loop_order < 3) add_dq(dq, target);
+        if (kOrder < 3) add_dq(dq, target);
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
-      if constexpr (C.loop_order != 5) {
+      if constexpr (kOrder != 5) {
         wait_products<0>();
         pin_registers(dk);
         finish_ds_store();
@@ -387,7 +396,7 @@ struct KeyConsumer {
       }
       ++step;
     }
-    if constexpr (C.loop_order >= 5) {
+    if constexpr (kOrder >= 5) {
       wait_products<0>();
       pin_registers(dk);
       pin_registers(dq);
@@ -395,7 +404,7 @@ struct KeyConsumer {
     }
     if constexpr (kLateDq) {
       finish_reductions();
-      if (C.loop_order >= 3) {
+      if (kOrder >= 3) {
         add_dq(dq, dq_target(step - 2));
         finish_reductions();
       }

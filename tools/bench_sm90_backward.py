@@ -49,10 +49,10 @@ from sm90_bench import (
 
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce".split()
+FLAGS = "band lengths segments softcap scale_first bulk_reduce".split()
 ORDER = (
-    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap loop_order scale_first "
-    "ds_in_registers bulk_reduce"
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
+    "bulk_reduce"
 ).split()
 
 
@@ -107,9 +107,7 @@ class Variant:
     segments: int = 0
     softcap: int = 0
     scale_first: int = 0
-    ds_in_registers: int = 0
     bulk_reduce: int = 0
-    loop_order: int = 0  # 1: dq of a step is computed in the next one; 2: and the second warpgroup begins later
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -125,7 +123,6 @@ class Variant:
             "tile_kv": str(chosen.tile_kv),
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
-            "loop_order": str(chosen.loop_order),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -147,9 +144,7 @@ class Variant:
                 tile_q=128,
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
-                ds_in_registers=0,
                 bulk_reduce=0,
-                loop_order=0,
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
@@ -173,18 +168,9 @@ def variants() -> list[Variant]:
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
         found += [
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
+            replace(d64, name=f"d64_{mask}_red"),
+            replace(d128, name=f"d128_{mask}_red"),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-            *(
-                replace(variant, name=variant.name + suffix, loop_order=order)
-                for order, suffix in ((1, "_late"), (5, "_five"), (11, "_late_turns"), (21, "_late_turns2"), (15, "_five_turns"), (25, "_five_turns2"))
-                for variant in (
-                    replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-                    replace(d64, name=f"d64_{mask}_red"),
-                    replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-                    replace(d128, name=f"d128_{mask}_red"),
-                )
-            ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
@@ -213,21 +199,10 @@ def variants() -> list[Variant]:
         replace(apart, name="check_apart_f16", element="f16", scale_first=1, bulk_reduce=1),
         replace(apart, name="check_apart_softcap", softcap=1),
         replace(apart, name="check_apart_d192v128", head_dim_v=128, bulk_reduce=1),
-        replace(checked, name="check_regs", segments=1, ds_in_registers=1),
+        replace(checked, name="check_red64", segments=1, head_dim=64, tile_q=128),
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
-        replace(checked, name="check_late", loop_order=11, bulk_reduce=1),
-        replace(checked, name="check_late_f16", loop_order=21, element="f16"),
-        replace(checked, name="check_late_regs", loop_order=15, ds_in_registers=1),
-        replace(checked, name="check_late_softcap", loop_order=25, softcap=1, bulk_reduce=1),
-        replace(checked, name="check_late_segments", loop_order=15, segments=1, bulk_reduce=1),
-        replace(
-            checked, name="check_late64", loop_order=15, head_dim=64, tile_q=128, bulk_reduce=1
-        ),
-        replace(
-            checked, name="check_late64_segments", loop_order=11, segments=1, head_dim=64, tile_q=128
-        ),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),

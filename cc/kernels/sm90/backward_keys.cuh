@@ -1,8 +1,9 @@
 // Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
 //
 // Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
-// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups: one barrier between them per step. ds has two
-// buffers, so that one barrier is enough. The rules of consumer.cuh for accumulators apply.
+// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. It is computed a step late: by then the other
+// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and one
+// with its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -24,13 +25,6 @@ struct KeyConsumer {
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
-  using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
-  // dq of a step is computed in the next one: the warpgroups then need not come together.
-  static constexpr bool kLateDq = kFused && C.loop_order != 0;
-  static constexpr int kOrder = C.loop_order % 10, kTurns = C.loop_order / 10;
-  static constexpr int kTurnBarrier = 6;
-  __device__ __forceinline__ void wait_turn() const { sync_named(kTurnBarrier + warpgroup, 256); }
-  __device__ __forceinline__ void give_turn() const { arrive_named(kTurnBarrier + 1 - warpgroup, 256); }
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -38,7 +32,7 @@ struct KeyConsumer {
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
   RingPosition<kLayout.bias_slots> bias_ring;
-  unsigned step = 0;        // of ds: its lowest bit is the buffer, the next one the parity of its barriers
+  unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
   float* staged = nullptr;  // where the part of dq in staging memory goes
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
@@ -46,6 +40,9 @@ struct KeyConsumer {
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
+  // Each warp fills and reads a buffer of ds.
+  __device__ __forceinline__ Barrier* ds_full(unsigned of_step) const { return &control.exchange_full[of_step & 1]; }
+  __device__ __forceinline__ Barrier* ds_empty(unsigned of_step) const { return &control.exchange_empty[of_step & 1]; }
   __device__ __forceinline__ unsigned ds_address(unsigned of_step) const {
     return tiles + kLayout.ds + (of_step & 1) * kDsBytes;
   }
@@ -65,47 +62,15 @@ struct KeyConsumer {
     start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
   }
 
-  // The fragments of ds for this warp's 16 queries and all keys, transposed on the way. Ordinary reads: no fence between
-  // proxies is needed, and such a fence waits for whatever the warp has running.
-  __device__ __forceinline__ void load_ds(DsFragments& ds, unsigned of_step) const {
-    const int query = (C.tile_q == 128 ? first_row() : 0) + warp_row();
-    const int row = lane() % 8 + lane() / 16 * 8;
-    const int column16 = query % kChunkColumns / 8 + lane() / 8 % 2;
-    const unsigned address =
-        ds_address(of_step) + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes + (column16 ^ row % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(ds[4 * step]), "=r"(ds[4 * step + 1]), "=r"(ds[4 * step + 2]), "=r"(ds[4 * step + 3])
-                   : "r"(address + step * kStepDepth * kChunkRowBytes)
-                   : "memory");
-    }
-  }
-
-  // With head dim 128 there are registers for all of ds only when those of p are free; ptxas serialises otherwise (C7512).
-  __device__ __forceinline__ void finish_dv_for_ds(Dv& dv) const {
-    if constexpr (kFused && C.ds_in_registers && C.head_dim_v > 64) {
-      wait_products<0>();
-      pin_registers(dv);
-    }
-  }
-
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
-  __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds, unsigned of_step) const {
+  __device__ __forceinline__ void start_dq(Dq& dq, unsigned of_step) const {
     constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
     constexpr int kColumnOffset = C.tile_q == 128                ? 0
                                   : kPartColumns < kChunkColumns ? kPartColumns * 2
                                                                  : C.tile_kv * kChunkRowBytes;
     const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
-    if constexpr (!kFused) {
-      return;
-    } else if constexpr (C.ds_in_registers) {
-      load_ds(ds, of_step);
-      start_fragment_product<C.element, C.tile_kv, kPartColumns, false>(dq, ds, k);
-    } else {
-      start_column_product<C.element, C.tile_kv, kPartColumns>(
-          dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
-    }
+    start_column_product<C.element, C.tile_kv, kPartColumns>(
+        dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
   }
 
   // Of this thread's first score in the sequences and in their tiles.
@@ -149,8 +114,8 @@ struct KeyConsumer {
   __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
-    if constexpr (kLateDq) wait(&control.exchange_empty[step & 1], ~step >> 1 & 1);
     if constexpr (kFused) {
+      wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
         store_matrix(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds[4 * i], ds[4 * i + 1],
@@ -169,22 +134,23 @@ struct KeyConsumer {
       }
     }
     if constexpr (kFused || C.stores_ds) {
-      // One fence for ds and for the staged dq.
-      if (C.bulk_reduce || !C.ds_in_registers || C.stores_ds) {
-        fence_async_proxy();
-        start_reduction();
-      }
+      fence_async_proxy();  // for ds and for the staged dq
+      start_reduction();
     }
   }
 
-  __device__ __forceinline__ void sync_gradients() const {
-    if constexpr (kLateDq) {
-      release_by_warp(&control.exchange_full[step & 1]);
-      if constexpr (C.stores_ds) sync_warpgroup(warpgroup);
-    } else if constexpr (kFused) {
-      sync_consumers();
-    } else if constexpr (C.stores_ds) {
-      sync_warpgroup(warpgroup);
+  // Behind finish_gradients().
+  __device__ __forceinline__ void give_gradients() const {
+    if constexpr (kFused) release_by_warp(ds_full(step));
+    if constexpr (C.stores_ds) sync_warpgroup(warpgroup);
+  }
+
+  // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
+  // uses: as a branch, ptxas would serialise all products (C7518).
+  __device__ __forceinline__ void start_late_dq(Dq& dq) const {
+    if constexpr (kFused) {
+      wait(ds_full(step - 1), (step - 1) >> 1 & 1);
+      start_dq(dq, step - 1);
     }
   }
 
@@ -196,7 +162,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void find_warpgroup() {
     if constexpr (C.stores_ds) warpgroup = uniform(ptx::thread_index_anew() / kWarpgroupThreads - 1);
   }
-  // Behind sync_gradients().
+  // Behind give_gradients().
   __device__ __forceinline__ void start_ds_store() const {
     if constexpr (C.stores_ds) {
       if (warpgroup_thread() == 0) {
@@ -218,11 +184,10 @@ struct KeyConsumer {
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
-  __device__ __forceinline__ float* dq_target(unsigned of_step) const {
+  __device__ __forceinline__ float* dq_target(int stage) const {
     if constexpr (!kFused) return nullptr;
-    if (kLateDq && int(of_step) < 0) return nullptr;
     const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
-    return params.dq_accumulator + control.dq_rows[of_step % kDqRows] * C.head_dim + part * kPartFloats;
+    return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
   }
 
   __device__ __forceinline__ unsigned staging_address() const {
@@ -244,16 +209,12 @@ struct KeyConsumer {
       }
       staged = target;
     } else if constexpr (kFused) {
-      const int adds = target != nullptr;
       target += lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile(
-            "{\n.reg .pred adds;\n"
-            "setp.ne.s32 adds, %5, 0;\n"
-            "@adds red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(target + i * 128),
-            "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3]), "r"(adds)
-            : "memory");
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128),
+                     "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+                     : "memory");
       }
     }
   }
@@ -287,40 +248,16 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
-    Dq dq;
-    if (kTurns > 0 && warpgroup == 1) give_turn();
-    if constexpr (kOrder == 6) {
-#pragma unroll
-      for (int i = 0; i < int(sizeof(Dq) / 4); ++i) dq[i] = 0.0f;
-      pin_registers(dq);
-    }
+    float* late_target = nullptr;  // of the step before
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
       Scores s, dp;
       Fragments p, ds;
-      DsFragments all_ds;
+      Dq dq;
       start_scores(s);
-      if constexpr (kOrder == 5) {
-        wait_products<1>();
-        pin_registers(dk);
-        pin_registers(dq);
-        if (step > 0) {
-          finish_ds_store();
-          release_by_warpgroup(&control.first_empty[(ring.index + C.stages - 1) % C.stages]);
-        }
-      }
-      if constexpr (kOrder == 6) {
-        wait_products<1>();
-        pin_registers(dq);
-        if (step > 1) release_by_warp(&control.exchange_empty[step & 1]);
-      }
-      if (kOrder == 6 || kOrder == 5) {
-        add_dq(dq, dq_target(step - 2));
-      }
       wait_dout();
       start_dp(dp);
-      if (kTurns == 1 && step > 0) give_turn();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -329,38 +266,11 @@ struct KeyConsumer {
       wait_products<0>();
       pin_registers(dp);
       finish_gradients(ds, s, dp);
-      if (kTurns > 0) wait_turn();
       start_dv(dv, p);
-      sync_gradients();
+      give_gradients();
       find_warpgroup();
       start_ds_store();
-      finish_dv_for_ds(dv);
-      if constexpr (kOrder == 6) {
-        start_dk(dk, ds);
-        if constexpr (C.dropout) {
-          if (!last) {
-            RingPosition<C.stages> next = ring;
-            next.advance();
-            decide_drops(drops, next);
-          }
-        }
-        wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
-        start_dq(dq, all_ds, step - 1);
-        wait_products<1>();
-        pin_registers(dv);
-        pin_registers(dk);
-        release_by_warpgroup(&control.second_empty[ring.index]);
-        finish_ds_store();
-        release_by_warpgroup(&control.first_empty[ring.index]);
-        ++step;
-        continue;
-      }
-      if constexpr (kLateDq) {
-        wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
-        start_dq(dq, all_ds, step - 1);
-      } else {
-        start_dq(dq, all_ds, step);
-      }
+      start_late_dq(dq);
       if constexpr (kFused) {
         wait_products<1>();
         pin_registers(dv);
@@ -368,10 +278,9 @@ struct KeyConsumer {
       }
       // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
       // dropout by all the calls below: on an H200 dq went to wrong rows).
-      float* const target = dq_target(kLateDq ? step - 1 : step);
+      float* const target = late_target;
+      late_target = dq_target(ring.index);
       start_dk(dk, ds);
-      if (kTurns == 1 && last && warpgroup == 0) give_turn();
-      if (kTurns == 2 && (!last || warpgroup == 0)) give_turn();
       if constexpr (C.dropout) {
         if (!last) {
           RingPosition<C.stages> next = ring;
@@ -382,38 +291,27 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        if (kLateDq && step > 0) release_by_warp(&control.exchange_empty[~step & 1]);
-        if (kOrder < 3) add_dq(dq, target);
+        if (target != nullptr) {
+          release_by_warp(ds_empty(step - 1));
+          add_dq(dq, target);
+        }
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
       }
-      if constexpr (kOrder != 5) {
-        wait_products<0>();
-        pin_registers(dk);
-        finish_ds_store();
-        release_by_warpgroup(&control.first_empty[ring.index]);
-      }
-      ++step;
-    }
-    if constexpr (kOrder >= 5) {
       wait_products<0>();
       pin_registers(dk);
-      pin_registers(dq);
       finish_ds_store();
+      release_by_warpgroup(&control.first_empty[ring.index]);
+      ++step;
     }
-    if constexpr (kLateDq) {
+    if constexpr (kFused) {
       finish_reductions();
-      if (kOrder >= 3) {
-        add_dq(dq, dq_target(step - 2));
-        finish_reductions();
-      }
-      DsFragments all_ds;
-      wait(&control.exchange_full[~step & 1], (step - 1) >> 1 & 1);
-      start_dq(dq, all_ds, step - 1);
+      Dq dq;
+      start_late_dq(dq);
       wait_products<0>();
       pin_registers(dq);
-      add_dq(dq, dq_target(step - 1));
+      add_dq(dq, late_target);
     }
   }
 

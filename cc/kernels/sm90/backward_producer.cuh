@@ -22,7 +22,6 @@ struct KeyProducer {
   RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   unsigned landed_parity = 0;
   int terms_head = -1;      // query head of the records in control.terms
-  unsigned steps = 0;
   int terms_unwritten = 0;  // stages whose record is still another
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
@@ -115,7 +114,6 @@ struct KeyProducer {
     write_terms(item, step, flags);
     if (leads()) {
       control.headers[stage] = {first, flags, row};
-      control.dq_rows[steps % kDqRows] = row;
       int bytes = kQBytes + statistics_bytes(C);
       if constexpr (C.mask) bytes += flags & kComparesMask ? mask_words_bytes<C, false>(params.mask) : 0;
       // One arrival completes a barrier: with both tiles on `landed` it comes below.
@@ -163,7 +161,6 @@ struct KeyProducer {
       }
       bias_ring.advance();
     }
-    ++steps;
     ring.advance();
   }
 

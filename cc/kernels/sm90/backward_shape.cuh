@@ -70,14 +70,13 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   return positions + mask + terms + barriers;
 }
 
-inline constexpr int kDqRows = 8;
 // Barriers, headers, statistics, ids: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, bool owns_queries) {
   const int statistics = owns_queries ? 32 : 2 * config.stages * statistics_bytes(config);
   const int owned = owns_queries ? config.tile_q : config.tile_kv;
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
-  const int barriers = 8 * kDqRows + 8 * (2 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
+  const int barriers = 8 * (2 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
   const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
   return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *

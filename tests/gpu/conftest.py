@@ -6,7 +6,7 @@ import os
 import worker_cores
 
 # A process starts as many threads for XLA and for BLAS as it may use cores. On 16 cores, 16 workers of 16 threads each
-# took 40 s for a test; kept to a core each, they ran all 917 tests in 296 s. BLAS counts when numpy is imported, which
+# took 40 s for a test; kept to a core each, they ran 917 tests in 296 s. BLAS counts when numpy is imported, which
 # plugins of pytest do before this file is read: so the process that starts the workers says it, and they inherit it.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

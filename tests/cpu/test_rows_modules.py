@@ -474,11 +474,11 @@ def test_T014_lengths_equal_sequences_alone(backend: str) -> None:
     counts = jnp.asarray(lengths, jnp.int32)
     structure = jattn.flax.StructuralMask(query_seq_lengths=counts, key_value_seq_lengths=counts)
     apply = jax.jit(model.apply)  # op by op, each length compiles some 20 programs
-    x, out = np.asarray(x), np.asarray(apply(params, x, structure))
+    out = np.asarray(apply(params, x, structure))
     assert np.isfinite(out).all()
     for i, length in enumerate(lengths):
         if length:
-            alone = np.asarray(apply(params, x[i : i + 1, :length]))
+            alone = np.asarray(apply(params, np.asarray(x)[i : i + 1, :length]))
             close(out[i, :length], alone[0], atol=5e-5)
 
 

@@ -39,8 +39,8 @@ COMPILED += [(term, "fused", dims) for term in TERMS for dims in ((128, 128), (1
 COMPILED += [(term, "fused", (256, 256)) for term in ("staged-bias", "direct-bias", "dropout-rows")]
 
 
-# Everything at once leaves a few registers short, and slopes by positions do at head dim 128 (32 bytes); they must compile,
-# and their products must not be serialised.
+# Everything at once leaves a few registers short, and slopes by positions do at head dim 128 (32 bytes); they must
+# compile, and their products must not be serialised.
 def may_spill(term: str, head_dims: tuple[int, int]) -> bool:
     return term == "everything" or (term, head_dims) == ("positions", (128, 128))
 

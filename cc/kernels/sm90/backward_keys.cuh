@@ -110,17 +110,12 @@ struct KeyConsumer {
                                                              first_row() + warp_row() + lane() / 4, lane() % 4 * 2);
   }
 
-  // Until ds may be written. Here, before dp is waited for, the loop of this wait also keeps ptxas (13.0) from moving the
-  // exponentials behind the wait for dp, where they would not run beside that product.
-  __device__ __forceinline__ void wait_for_buffer() const {
-    if constexpr (kFused) wait(ds_empty(step), ~step >> 1 & 1);
-  }
-
   // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
   __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
     if constexpr (kFused) {
+      wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
         store_matrix(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds[4 * i], ds[4 * i + 1],
@@ -268,7 +263,6 @@ struct KeyConsumer {
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, p, flags, drops, fetched);
-      wait_for_buffer();
       wait_products<0>();
       pin_registers(dp);
       finish_gradients(ds, s, dp);

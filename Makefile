@@ -79,8 +79,8 @@ test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 	$(PYTEST) -n $(JOBS) tests/compile $(ARGS)
 
-test-gpu: $(VENV)/.installed-kernels  ## tier gpu: on a machine that has one
-	$(PYTEST) tests/gpu $(ARGS)
+test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 minutes with 16 cores
+	$(PYTEST) -n $$(nproc) --maxprocesses 16 tests/gpu $(ARGS)
 
 ci: check test docs test-compile  ## what CI runs
 

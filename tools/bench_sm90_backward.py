@@ -50,10 +50,10 @@ from sm90_bench import (
 
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first ds_in_registers bulk_reduce casts".split()
+FLAGS = "band lengths segments softcap scale_first bulk_reduce casts".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
-    "ds_in_registers bulk_reduce casts"
+    "bulk_reduce casts"
 ).split()
 
 
@@ -108,12 +108,11 @@ class Variant:
     segments: int = 0
     softcap: int = 0
     scale_first: int = 0
-    ds_in_registers: int = 0
     bulk_reduce: int = 0
     casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
     casts_among: int = (
         -1
-    )  # 1: casting blocks stand among the items, 0: behind them, -1: as the library has it
+    )  # casting blocks among the items (1), behind them (0), as in the library (-1)
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -153,7 +152,6 @@ class Variant:
                 tile_q=128,
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
-                ds_in_registers=0,
                 bulk_reduce=0,
                 dq_warpgroup=0,
             )
@@ -178,14 +176,15 @@ def variants() -> list[Variant]:
         d256 = Variant("", head_dim=256, tile_kv=64, band=band, section_mib=mib, two_kernels=True)
         found += [
             replace(d64, name=f"d64_{mask}_bulk", bulk_reduce=1),
-            replace(d128, name=f"d128_{mask}_regs", ds_in_registers=1),
+            replace(d64, name=f"d64_{mask}_red"),
+            replace(d128, name=f"d128_{mask}_red"),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
             replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, casts=1),
-            replace(d128, name=f"d128_{mask}_regs_casts", ds_in_registers=1, casts=1),
+            replace(d64, name=f"d64_{mask}_red_casts", casts=1),
             replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, casts=1),
             replace(
                 d128,
@@ -226,7 +225,7 @@ def variants() -> list[Variant]:
         replace(apart, name="check_apart_f16", element="f16", scale_first=1, bulk_reduce=1),
         replace(apart, name="check_apart_softcap", softcap=1),
         replace(apart, name="check_apart_d192v128", head_dim_v=128, bulk_reduce=1),
-        replace(checked, name="check_regs", segments=1, ds_in_registers=1),
+        replace(checked, name="check_red64", segments=1, head_dim=64, tile_q=128),
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),

@@ -68,7 +68,6 @@ constexpr Member kMembers[] = {
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
     {"integer_max", &Config::integer_max},
-    {"ds_in_registers", &Config::ds_in_registers},
     {"bulk_reduce", &Config::bulk_reduce},
     {"partial_results", &Config::partial_results},
     {"key_splits", &Config::key_splits, {1, 256, 1}},

@@ -40,14 +40,13 @@ struct Config {
   int tf32_chain = 1;   // float32: steps whose products the tensor unit adds up before a rounded addition
 
   // Read by kernels/sm90 only.
-  int schedule = 0;              // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
-  int loop_order = 0;            // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
-  bool chain_items = false;      // start the next item before the last output product of this one
-  bool scale_first = false;      // scale scores before the row maximum: for scale <= 0 (softcap implies it)
-  bool q_in_registers = false;   // q as a register operand of the first product
-  bool integer_max = false;      // row maximum by three-input integer instructions
-  bool ds_in_registers = false;  // ds as a register operand of the product for dq
-  bool bulk_reduce = false;      // dq is added up by bulk reductions from shared memory, not by threads from registers
+  int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
+  int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
+  bool chain_items = false;     // start the next item before the last output product of this one
+  bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
+  bool q_in_registers = false;  // q as a register operand of the first product
+  bool integer_max = false;     // row maximum by three-input integer instructions
+  bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
   bool partial_results =
       false;                // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
   int key_splits = 1;       // forward_combine: the parts

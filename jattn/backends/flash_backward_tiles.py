@@ -55,7 +55,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
-      ds_in_registers, bulk_reduce, staged_bias, stores_ds, casts: see ``Config``.
+      bulk_reduce, staged_bias, stores_ds, casts: see ``Config``.
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
     """
 
@@ -64,7 +64,6 @@ class Tile:
     tile_q: int
     tile_kv: int
     stages: int = 2
-    ds_in_registers: bool = False
     bulk_reduce: bool = False
     staged_bias: bool = False
     stores_ds: bool = False
@@ -217,13 +216,10 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     if head_dim == 64:
         if _is_crowded(spec, staged_bias=staged):
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
-        # Two tiles of a bias are worth more than the room for bulk reductions; other summands without a band take their
-        # registers.
-        adds = spec.alibi_slopes is not None or spec.bias is not None
-        with_bulk = fused and not staged and not (adds and spec.band.unbounded)
+        # Two tiles of a bias are worth more than the room for bulk reductions. Without a band reductions by every
+        # thread are faster, and summands leave no registers for others.
+        with_bulk = fused and not staged and not spec.band.unbounded
         return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
-    if spec.band.unbounded and not _has_step_terms(spec) and spec.mask is None:
-        return dataclasses.replace(tile, ds_in_registers=fused)
     direct_bias = spec.bias is not None and spec.bias[2] > 1 and not staged
     if direct_bias or (spec.alibi_slopes is not None and spec.positions):
         return tile  # registers
@@ -294,7 +290,6 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         staged_bias=tile.staged_bias,
         row_bias=spec.bias is not None and spec.bias[2] == 1,
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
-        ds_in_registers=tile.ds_in_registers,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
         casts=tile.casts,

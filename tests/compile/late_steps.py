@@ -2,7 +2,7 @@
 
 Programs are straight lines and signals are only counted up, so whether all end does not depend on
 the order of events: one order shows it. Who comes late is looked for at every wait and every read:
-held there while all others run on.
+held there while all others run on. Who comes early reads what a writer, held before it writes, has yet to write.
 """
 
 import dataclasses
@@ -60,4 +60,20 @@ def faults(programs: list[list[Step]]) -> set[str]:
             ahead = counted["signal", step.place] - step.number
             if step.action == "wait" and ahead >= step.per_phase:
                 found.add(f"{step.place} runs ahead")
+    return found
+
+
+def early_reads(programs: list[list[Step]]) -> set[str]:
+    """Reads of a version that its writer, held before every write in turn, has not written yet."""
+    found = set()
+    for i, steps in enumerate(programs):
+        for j, step in enumerate(steps):
+            if step.action != "write":
+                continue
+            at, counted = run(programs, (i, j))
+            written = counted["write", step.place]
+            for other, end in zip(programs, at, strict=True):
+                reads = (x for x in other[:end] if x.action == "read" and x.place == step.place)
+                if any(read.number > written for read in reads):
+                    found.add(f"{step.place[0]} is read early")
     return found

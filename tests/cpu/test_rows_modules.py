@@ -50,8 +50,21 @@ def layer(backend: str | None = None, **changes: Any) -> EncoderLayer:
 
 
 def initial(module: nn.Module, *inputs: Any) -> Params:
-    """Compiled as one program: op by op, initialisation costs more than the tests."""
-    return jax.jit(module.init)(jax.random.key(0), *inputs)
+    """Parameters in the shapes of `module.init`, drawn by numpy: compiling JAX's generator for each costs more than the
+    tests.
+    """
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if name == "kernel":
+            values = rng.standard_normal(leaf.shape) / np.sqrt(np.prod(leaf.shape[:-1]))
+        else:
+            values = np.full(leaf.shape, {"bias": 0.0, "scale": 1.0}[name])
+        return jnp.asarray(values, leaf.dtype)
+
+    shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def causal_mask(length: int) -> jax.Array:
@@ -185,12 +198,15 @@ def test_T004_all_valid_mask_changes_nothing(num_heads: int, backend: str) -> No
     model = layer(backend, num_heads=num_heads)
     params = initial(model, x)
 
-    def loss(params: Params, mask: Any) -> jax.Array:
-        return (model.apply(params, x, mask) ** 2).sum()
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients(params: Params, mask: Any) -> tuple[jax.Array, jax.Array]:
+        out = model.apply(params, x, mask)
+        return (out**2).sum(), out  # type: ignore[return-value]
 
-    mask = jnp.ones((1, 1, 4, 4), bool)
-    close(jax.jit(model.apply)(params, x, mask), model.apply(params, x))
-    masked, plain = jax.jit(jax.grad(loss))(params, mask), jax.jit(jax.grad(loss))(params, None)
+    masked, masked_out = gradients(params, jnp.ones((1, 1, 4, 4), bool))
+    plain, plain_out = gradients(params, None)
+    close(masked_out, plain_out)
     jax.tree.map(functools.partial(close, atol=1e-4), masked, plain)
 
 
@@ -457,11 +473,13 @@ def test_T014_lengths_equal_sequences_alone(backend: str) -> None:
     params = initial(model, x)
     counts = jnp.asarray(lengths, jnp.int32)
     structure = jattn.flax.StructuralMask(query_seq_lengths=counts, key_value_seq_lengths=counts)
-    out = model.apply(params, x, structure)
-    assert np.isfinite(np.asarray(out)).all()
+    apply = jax.jit(model.apply)  # op by op, each length compiles some 20 programs
+    out = np.asarray(apply(params, x, structure))
+    assert np.isfinite(out).all()
     for i, length in enumerate(lengths):
         if length:
-            close(out[i, :length], model.apply(params, x[i : i + 1, :length])[0], atol=5e-5)
+            alone = np.asarray(apply(params, np.asarray(x)[i : i + 1, :length]))
+            close(out[i, :length], alone[0], atol=5e-5)
 
 
 # ---- export in place of TorchScript ----------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 // Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
 //
 // Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
-// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups: one barrier between them per step. ds has two
-// buffers, so that one barrier is enough. The rules of consumer.cuh for accumulators apply.
+// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. It is computed a step late: by then the other
+// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and one
+// with its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_casts.cuh"
@@ -25,7 +26,6 @@ struct KeyConsumer {
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
-  using DsFragments = unsigned[C.ds_in_registers ? C.tile_kv / 4 : 1];
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -33,7 +33,7 @@ struct KeyConsumer {
   int warpgroup;   // among the consumers
   RingPosition<C.stages> ring;
   RingPosition<kLayout.bias_slots> bias_ring;
-  int buffer = 0;           // of ds
+  unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
   float* staged = nullptr;  // where the part of dq in staging memory goes
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
@@ -41,7 +41,12 @@ struct KeyConsumer {
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
-  __device__ __forceinline__ unsigned ds_address() const { return tiles + kLayout.ds + buffer * kDsBytes; }
+  // Each warp fills and reads a buffer of ds.
+  __device__ __forceinline__ Barrier* ds_full(unsigned of_step) const { return &control.exchange_full[of_step & 1]; }
+  __device__ __forceinline__ Barrier* ds_empty(unsigned of_step) const { return &control.exchange_empty[of_step & 1]; }
+  __device__ __forceinline__ unsigned ds_address(unsigned of_step) const {
+    return tiles + kLayout.ds + (of_step & 1) * kDsBytes;
+  }
 
   __device__ __forceinline__ void start_scores(Scores& s) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
@@ -58,47 +63,15 @@ struct KeyConsumer {
     start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
   }
 
-  // The fragments of ds for this warp's 16 queries and all keys, transposed on the way. Ordinary reads: no fence between
-  // proxies is needed, and such a fence waits for whatever the warp has running.
-  __device__ __forceinline__ void load_ds(DsFragments& ds) const {
-    const int query = (C.tile_q == 128 ? first_row() : 0) + warp_row();
-    const int row = lane() % 8 + lane() / 16 * 8;
-    const int column16 = query % kChunkColumns / 8 + lane() / 8 % 2;
-    const unsigned address =
-        ds_address() + (query / kChunkColumns * C.tile_kv + row) * kChunkRowBytes + (column16 ^ row % 8) * 16;
-#pragma unroll
-    for (int step = 0; step < C.tile_kv / kStepDepth; ++step) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(ds[4 * step]), "=r"(ds[4 * step + 1]), "=r"(ds[4 * step + 2]), "=r"(ds[4 * step + 3])
-                   : "r"(address + step * kStepDepth * kChunkRowBytes)
-                   : "memory");
-    }
-  }
-
-  // With head dim 128 there are registers for all of ds only when those of p are free; ptxas serialises otherwise (C7512).
-  __device__ __forceinline__ void finish_dv_for_ds(Dv& dv) const {
-    if constexpr (kFused && C.ds_in_registers && C.head_dim_v > 64) {
-      wait_products<0>();
-      pin_registers(dv);
-    }
-  }
-
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
-  __device__ __forceinline__ void start_dq(Dq& dq, DsFragments& ds) const {
+  __device__ __forceinline__ void start_dq(Dq& dq, unsigned of_step) const {
     constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
     constexpr int kColumnOffset = C.tile_q == 128                ? 0
                                   : kPartColumns < kChunkColumns ? kPartColumns * 2
                                                                  : C.tile_kv * kChunkRowBytes;
     const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
-    if constexpr (!kFused) {
-      return;
-    } else if constexpr (C.ds_in_registers) {
-      load_ds(ds);
-      start_fragment_product<C.element, C.tile_kv, kPartColumns, false>(dq, ds, k);
-    } else {
-      start_column_product<C.element, C.tile_kv, kPartColumns>(
-          dq, ds_address() + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
-    }
+    start_column_product<C.element, C.tile_kv, kPartColumns>(
+        dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
   }
 
   // Of this thread's first score in the sequences and in their tiles.
@@ -143,10 +116,11 @@ struct KeyConsumer {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
     if constexpr (kFused) {
+      wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
-      for (int step = 0; step < kScores / 8; ++step) {
-        store_matrix(block_address<C.tile_kv>(ds_address(), first_row() + warp_row(), step), ds[4 * step],
-                     ds[4 * step + 1], ds[4 * step + 2], ds[4 * step + 3]);
+      for (int i = 0; i < kScores / 8; ++i) {
+        store_matrix(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds[4 * i], ds[4 * i + 1],
+                     ds[4 * i + 2], ds[4 * i + 3]);
       }
     }
     if constexpr (C.stores_ds) {
@@ -155,25 +129,29 @@ struct KeyConsumer {
       const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
       const unsigned address = stored_ds_address() + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
 #pragma unroll
-      for (int step = 0; step < kScores / 8; ++step) {
-        store_matrix_transposed(address + step * kStepDepth * kChunkRowBytes, ds[4 * step], ds[4 * step + 1],
-                                ds[4 * step + 2], ds[4 * step + 3]);
+      for (int i = 0; i < kScores / 8; ++i) {
+        store_matrix_transposed(address + i * kStepDepth * kChunkRowBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2],
+                                ds[4 * i + 3]);
       }
     }
     if constexpr (kFused || C.stores_ds) {
-      // One fence for ds and for the staged dq.
-      if (C.bulk_reduce || !C.ds_in_registers || C.stores_ds) {
-        fence_async_proxy();
-        start_reduction();
-      }
+      fence_async_proxy();  // for ds and for the staged dq
+      start_reduction();
     }
   }
 
-  __device__ __forceinline__ void sync_gradients() const {
+  // Behind finish_gradients().
+  __device__ __forceinline__ void give_gradients() const {
+    if constexpr (kFused) release_by_warp(ds_full(step));
+    if constexpr (C.stores_ds) sync_warpgroup(warpgroup);
+  }
+
+  // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
+  // uses: as a branch, ptxas would serialise all products (C7518).
+  __device__ __forceinline__ void start_late_dq(Dq& dq) const {
     if constexpr (kFused) {
-      sync_consumers();
-    } else if constexpr (C.stores_ds) {
-      sync_warpgroup(warpgroup);
+      wait(ds_full(step - 1), (step - 1) >> 1 & 1);
+      start_dq(dq, step - 1);
     }
   }
 
@@ -185,7 +163,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void find_warpgroup() {
     if constexpr (C.stores_ds) warpgroup = uniform(ptx::thread_index_anew() / kWarpgroupThreads - 1);
   }
-  // Behind sync_gradients().
+  // Behind give_gradients().
   __device__ __forceinline__ void start_ds_store() const {
     if constexpr (C.stores_ds) {
       if (warpgroup_thread() == 0) {
@@ -271,13 +249,13 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
+    float* late_target = nullptr;  // of the step before
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
-      DsFragments all_ds;
       start_scores(s);
       wait_dout();
       start_dp(dp);
@@ -290,11 +268,10 @@ struct KeyConsumer {
       pin_registers(dp);
       finish_gradients(ds, s, dp);
       start_dv(dv, p);
-      sync_gradients();
+      give_gradients();
       find_warpgroup();
       start_ds_store();
-      finish_dv_for_ds(dv);
-      start_dq(dq, all_ds);
+      start_late_dq(dq);
       if constexpr (kFused) {
         wait_products<1>();
         pin_registers(dv);
@@ -302,7 +279,8 @@ struct KeyConsumer {
       }
       // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
       // dropout by all the calls below: on an H200 dq went to wrong rows).
-      float* const target = dq_target(ring.index);
+      float* const target = late_target;
+      late_target = dq_target(ring.index);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
         if (!last) {
@@ -314,7 +292,10 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        add_dq(dq, target);
+        if (target != nullptr) {
+          release_by_warp(ds_empty(step - 1));
+          add_dq(dq, target);
+        }
       } else {
         pin_registers(dv);
         release_by_warpgroup(&control.second_empty[ring.index]);
@@ -323,7 +304,15 @@ struct KeyConsumer {
       pin_registers(dk);
       finish_ds_store();
       release_by_warpgroup(&control.first_empty[ring.index]);
-      buffer ^= 1;
+      ++step;
+    }
+    if constexpr (kFused) {
+      finish_reductions();
+      Dq dq;
+      start_late_dq(dq);
+      wait_products<0>();
+      pin_registers(dq);
+      add_dq(dq, late_target);
     }
   }
 

@@ -28,22 +28,18 @@ __device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsign
   pin_registers(c);
 }
 
-// c += a b, or c = a b: a as fragments in registers (64 x kDepth), b all kDepth rows and kColumns columns of a tile.
-template <Element kElement, int kDepth, int kColumns, bool kAdds = true>
+// c += a b: a as fragments in registers (64 x kDepth), b all kDepth rows and kColumns columns of a tile.
+template <Element kElement, int kDepth, int kColumns>
 __device__ __forceinline__ void start_fragment_product(float (&c)[kColumns / 2], unsigned (&a)[kDepth / 4],
                                                        unsigned b_address) {
   const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes);
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
-  if constexpr (kAdds) pin_registers(c);
+  pin_registers(c);
   pin_registers(a);
   begin_products();
 #pragma unroll
   for (int step = 0; step < kDepth / kStepDepth; ++step) {
-    if (step == 0 && !kAdds) {
-      Wgmma<kColumns>::template registers<kElement, false, 1>(c, a, b);
-    } else {
-      Wgmma<kColumns>::template registers<kElement, true, 1>(c, a + 4 * step, b + step * kStep);
-    }
+    Wgmma<kColumns>::template registers<kElement, true, 1>(c, a + 4 * step, b + step * kStep);
   }
   commit_products();
   pin_registers(c);

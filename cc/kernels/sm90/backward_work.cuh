@@ -128,7 +128,8 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   Barrier landed;    // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
-  Barrier exchange_full[2], exchange_empty[2];            // weights that the warpgroup of dv gives to that of dk
+  // Of weights that the warpgroup of dv gives to that of dk; where each has both, of ds.
+  Barrier exchange_full[2], exchange_empty[2];
 };
 
 template <Config C>

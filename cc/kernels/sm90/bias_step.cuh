@@ -31,15 +31,18 @@ __device__ __forceinline__ float held_quotient(float x) {
   return fminf(fmaxf(x, -kLargestQuotient), kLargestQuotient);
 }
 
-// inverse_scale: 1 / scale, rounded. The second step of the quotient makes up for that rounding.
+// inverse_scale: 1 / scale, rounded. The second step of the quotient makes up for that rounding. Parts are cut off, not
+// rounded: each leaves the next 8 bits less.
 __device__ __forceinline__ BiasParts split_bias(float bias, float scale, float inverse_scale) {
-  using Traits = ElementTraits<Element::kBF16>;
+  constexpr uint32_t kUpper = 0xFFFF0000u;
   const bool finite = fabsf(bias) < infinity();
-  const float rough = held_quotient(bias * inverse_scale);
+  const float product = bias * inverse_scale;  // keeps infinities, and makes a NaN that is one by its upper half
+  const float rough = held_quotient(product);
   const float quotient = held_quotient(fmaf(fmaf(-rough, scale, bias), inverse_scale, rough));
-  const float x = finite ? quotient : bias;
-  const float rest = finite ? x - Traits::low(Traits::pack(x, 0.0f)) : 0.0f;
-  return {Traits::pack(x, rest), Traits::pack(rest - Traits::low(Traits::pack(rest, 0.0f)), 0.0f)};
+  const float x = finite ? quotient : product;
+  const float rest = finite ? x - __uint_as_float(__float_as_uint(x) & kUpper) : 0.0f;
+  const float last = rest - __uint_as_float(__float_as_uint(rest) & kUpper);
+  return {__float_as_uint(x) >> 16 | (__float_as_uint(rest) & kUpper), __float_as_uint(last) >> 16};
 }
 
 // The operand of ones, as every thread holds it: all 16 columns, because those of the tile without parts are zero.

@@ -343,7 +343,7 @@ def _can_add_in_product(spec: Spec, tile: Tile) -> bool:
 
 def _tile_with_bias_in_product(spec: Spec, head_dim: int, head_dim_v: int) -> Tile | None:
     """Picks the tile that the problem has without the bias, if the bias finds a place beside it."""
-    rest = dataclasses.replace(spec, bias=None, bias_dtype=None)
+    rest = dataclasses.replace(spec, bias=None, bias_dtype="")
     pick = _plain_tile if _is_plain(rest) else _tile_with_terms
     tile = pick(rest, head_dim, head_dim_v)
     tile = dataclasses.replace(tile, row_bias=True, bias_in_product=True)

@@ -27,9 +27,7 @@ struct BiasParts {
   uint32_t first, second;
 };
 
-__device__ __forceinline__ float held_quotient(float x) {
-  return fminf(fmaxf(x, -kLargestQuotient), kLargestQuotient);
-}
+__device__ __forceinline__ float held_quotient(float x) { return fminf(fmaxf(x, -kLargestQuotient), kLargestQuotient); }
 
 // inverse_scale: 1 / scale, rounded. The second step of the quotient makes up for that rounding. Parts are cut off, not
 // rounded: each leaves the next 8 bits less.

@@ -288,7 +288,7 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
     For measurements of tiles that are not picked. Turns stay away from tiles in series, chains from turns and from
-    every order but the softmax last, drop warps from what they have no form for.
+    every order but the softmax last, drop warps and a bias in the product from what they have no form for.
     """
     token = _CHANGES.set(changes)
     try:
@@ -297,16 +297,19 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
         _CHANGES.reset(token)
 
 
-def forward_tile(spec: Spec) -> Tile:
+def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     """Picks the tile of the forward kernel.
+
+    ``partial``: of the kernel that sees a part of the keys, which has fewer forms.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
+    changes = _CHANGES.get() or {}
     tile: Tile | None = None
-    if _has_bias_for_product(spec):
+    if _has_bias_for_product(spec) and not partial and changes.get("bias_in_product", True):
         tile = _tile_with_bias_in_product(spec, head_dim, head_dim_v)
     if tile is None:
         pick = _plain_tile if _is_plain(spec) else _tile_with_terms
@@ -314,15 +317,14 @@ def forward_tile(spec: Spec) -> Tile:
     tile = dataclasses.replace(
         tile,
         cap_series=tile.integer_max and _caps_by_series(spec),
-        documents=_lists_documents(spec, tile),
+        documents=_lists_documents(spec, tile) and not partial,
     )
-    changes = _CHANGES.get()
-    if changes is None:
+    if not changes:
         return tile
     tile = dataclasses.replace(tile, **changes)
     turns = tile.take_turns and tile.loop_order != _IN_SERIES
     drops_beside = tile.drops_beside and _can_drop_beside(spec, tile)
-    in_product = tile.bias_in_product and _can_add_in_product(spec, tile)
+    in_product = tile.bias_in_product and not partial and _can_add_in_product(spec, tile)
     chains = tile.chain_items and tile.loop_order == _SOFTMAX_LAST and not (turns or drops_beside)
     return dataclasses.replace(
         tile,
@@ -468,7 +470,7 @@ def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
     if heads is not None and is_number(spec.batch):
         splits = choose_splits(spec, spec.batch * heads, tile.tile_q, tile.tile_kv)
     if splits > 1:
-        tile = dataclasses.replace(tile, documents=False, bias_in_product=False)
+        tile = forward_tile(spec, partial=True)
     keys = [forward_key(spec, tile, partial=splits > 1)]
     scratch_bytes = SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:

@@ -19,9 +19,24 @@ MAIN = """
 #include "sm90/bias_step.cuh"
 #include "sm90/forward_params.cuh"
 
+using namespace jattn;
 using namespace jattn::sm90;
 
-int main() {
+// The tile of 16 columns as the matrix unit finds it by the descriptor, and where the kernel stores the parts of a key.
+template <int kTileKv>
+void show_places(unsigned address) {
+  constexpr Config kConfig{.tile_kv = kTileKv, .bias = true, .row_bias = true, .bias_in_product = true};
+  std::cout << kTileKv << ' ' << address << ' ' << bias_step_descriptor<kConfig>(address) << ' '
+            << bias_step_bytes(kConfig) << ' ' << kBiasPartsBytes << '\\n';
+}
+
+int main(int argc, char**) {
+  if (argc > 1) {
+    show_places<128>(0x30000);
+    show_places<96>(0x1c400);
+    show_places<64>(0x800);
+    return 0;
+  }
   float scale, inverse_scale;
   uint32_t bits;
   std::cin >> bits;
@@ -114,6 +129,21 @@ def test_the_least_floats_stay_finite_in_every_unit_of_the_kernel(
         assert np.all(quotients[:3] == -LARGEST)
     assert np.all(np.abs(quotients) * scale * np.log2(np.e) < FLOATS.max)
     assert np.all(np.abs(quotients) * scale >= 2.0**100)  # beyond every other score
+
+
+def test_the_matrix_unit_finds_the_parts(program: Path) -> None:
+    """By PTX ISA, "matrix descriptor": K-major, no swizzle, core matrices of 8 rows of 16 bytes."""
+    done = subprocess.run([program, "places"], capture_output=True, text=True, check=True)
+    shown = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert [row[0] for row in shown] == [128, 96, 64]
+    for tile_kv, address, descriptor, tile_bytes, parts_bytes in shown:
+        assert descriptor >> 46 == 0  # no swizzle, no base offset
+        start, leading, stride = ((descriptor >> bit & 0x3FFF) * 16 for bit in (0, 16, 32))
+        assert start == address
+        key, column = np.mgrid[:tile_kv, :16]
+        place = column // 8 * leading + key // 8 * stride + key % 8 * 16 + column % 8 * 2
+        assert np.array_equal(place[:, :4], key[:, :4] * parts_bytes + column[:, :4] * 2)
+        assert np.array_equal(np.sort(place, axis=None), np.arange(0, tile_bytes, 2))
 
 
 def test_subnormal_biases(program: Path) -> None:

@@ -47,8 +47,8 @@ TERMS: dict[str, dict[str, object]] = {
 WORDS = {
     "mask": ("mask=1",),
     "staged-bias": ("bias=1", "staged_bias=1", "bias_element=bf16"),
-    "row-bias": ("bias=1", "row_bias=1", "bias_element=f32", "bias_in_product=1"),
-    "row-of-floats": ("bias=1", "row_bias=1", "bias_element=f32", "scale_first=1"),
+    "row-bias": ("bias=1", "row_bias=1", "bias_element=f32"),
+    "row-of-floats": ("bias=1", "row_bias=1", "bias_element=f32"),
     "direct-bias": ("bias=1", "bias_element=f32"),
     "sinks": ("sinks=1",),
     "alibi": ("alibi=1",),

@@ -256,6 +256,7 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         "bias (1,N,T,S) f32": (full.astype(jnp.float32), None, {}),
         "bias (1,N,1,S)": (full[:, :, :1], None, {}),
         "bias (1,N,1,S) f32": (full[:, :, :1].astype(jnp.float32), None, {}),
+        "bias (B,1,1,S)": (jnp.swapaxes(full[:, :batch, :1], 0, 1), None, {}),
         "mask (1,1,T,S) random": (None, half, {}),
         "mask (B,1,T,S) random": (
             None,
@@ -274,6 +275,7 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
             None,
             {"is_causal": True, "query_positions": positions, "key_value_positions": positions},
         ),
+        "bias (1,N,1,S) causal": (full[:, :, :1], None, {"is_causal": True}),
         "alibi causal": (None, None, {"is_causal": True, "alibi_slopes": slopes}),
         "dropout 0.1 causal": (
             None,
@@ -350,9 +352,16 @@ _OF_DROPOUT: dict[str, dict[str, Any]] = {
     "beside, last, q held": _BESIDE | _LAST | _Q_HELD,
     "beside, last, turns": _BESIDE | _LAST | _TURNS,
 }
+_AS_FLOATS = {"as floats": {"bias_in_product": False}}
+_ROWS = {
+    "bias (1,N,1,S)": _AS_FLOATS,
+    "bias (B,1,1,S)": _AS_FLOATS,
+    "bias (1,N,1,S) causal": _AS_FLOATS,
+}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
-    128: {
+    128: _ROWS
+    | {
         "mask (1,1,T,S) random": {"q in registers": {"q_in_registers": True}, "turns": _TURNS},
         "mask (1,1,T,S) causal": {"q in registers": {"q_in_registers": True}, "turns": _TURNS},
         "alibi": _OF_ALIBI,
@@ -360,14 +369,16 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         "dropout 0.1": _OF_DROPOUT,
         "dropout 0.1 causal": _OF_DROPOUT,
     },
-    64: {
+    64: _ROWS
+    | {
         "bias (1,N,T,S)": {
             "128 queries, amid": _AMID | {"tile_q": 128, "stages": 3},
             "128 queries, last": _LAST | {"tile_q": 128, "stages": 3},
             "in series": {"loop_order": 2},
             **_BY_TURNS,
         },
-        "bias (1,N,1,S)": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
+        "bias (1,N,1,S)": _AS_FLOATS
+        | {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
         "mask (1,1,T,S) random": {
             "128 queries, last": _LAST | {"tile_q": 128, "chain_items": False},
             "no chain": {"chain_items": False},
@@ -386,8 +397,9 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         },
         "dropout 0.1 causal": _OF_DROPOUT,
     },
-    192: {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
-    256: {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
+    96: _ROWS,
+    192: _ROWS | {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
+    256: _ROWS | {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
 }
 
 

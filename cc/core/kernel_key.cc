@@ -77,6 +77,7 @@ constexpr Member kMembers[] = {
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
     {"drops_beside", &Config::drops_beside},
+    {"bias_in_product", &Config::bias_in_product},
 };
 
 struct AnyValue {

@@ -39,6 +39,8 @@ MAX_SHARED_BYTES = 227 * 1024
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _SOFTMAX_LAST, _IN_SERIES = 1, 2
+# Scales of problems whose bias may be a step of the first product, as cc/kernels/sm90/forward_params.cuh says.
+LEAST_PRODUCT_SCALE, LARGEST_PRODUCT_SCALE = 2.0**-20, 2.0
 _DOCUMENT_TILE_BYTES = 32
 _MOST_DOCUMENT_TILES = 2  # for each tile of a grid, as cc/kernels/sm90/forward_params.cuh says
 
@@ -50,7 +52,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series, documents, drops_beside: see ``Config``.
+        cap_series, documents, drops_beside, bias_in_product: see ``Config``.
     """
 
     head_dim: int
@@ -68,6 +70,7 @@ class Tile:
     cap_series: bool = False
     documents: bool = False
     drops_beside: bool = False
+    bias_in_product: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -80,29 +83,45 @@ def tile_bytes(rows: int, columns: int) -> int:
     return -(-columns // 64) * rows * 128
 
 
-def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
-    """Shared memory of the forward kernel."""
+def _q_bytes(tile: Tile) -> int:
+    return (2 if tile.chain_items else 1) * tile_bytes(tile.tile_q, tile.head_dim)
+
+
+def _bytes_without_q(tile: Tile, spec: Spec) -> int:
+    """Shared memory of the forward kernel for all but q and the output."""
     q_buffers = 2 if tile.chain_items else 1
-    q = q_buffers * tile_bytes(tile.tile_q, tile.head_dim)
-    out = tile_bytes(tile.tile_q, tile.head_dim_v)
     stage = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     if tile.staged_bias:
         stage += tile_bytes(tile.tile_q, tile.tile_kv)
+    if tile.bias_in_product:
+        stage += 2 * 16 * tile.tile_kv
+    row_of_floats = tile.row_bias and not tile.bias_in_product
     slots = 2 * q_buffers
     columns = tile.stages * tile.tile_kv
     barriers = 8 * (1 + 2 * q_buffers + 4 * tile.stages)
     control = barriers + 8 + 8 * tile.stages + slots * 32
     control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
-    control += 4 * columns if tile.row_bias else 0
+    control += 4 * columns if row_of_floats else 0
     control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
     head_numbers = _has_head_numbers(spec)
     control += 24 * slots if head_numbers else 0
-    if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
+    if spec.mask is not None or row_of_floats or spec.positions or head_numbers:
         control += 96
     if tile.drops_beside:
         words = 2 if tile.tile_kv > 64 else 1
         control += tile.stages * (8 + 16 + 4 * words * 2 * tile.tile_q)
-    rest = tile.stages * stage + control
+    return tile.stages * stage + control
+
+
+def _has_place_for_output(tile: Tile, spec: Spec) -> bool:
+    out = tile_bytes(tile.tile_q, tile.head_dim_v)
+    return _q_bytes(tile) + out + _bytes_without_q(tile, spec) <= MAX_SHARED_BYTES
+
+
+def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
+    """Shared memory of the forward kernel."""
+    q, rest = _q_bytes(tile), _bytes_without_q(tile, spec)
+    out = tile_bytes(tile.tile_q, tile.head_dim_v)
     chunk, chunks = tile.tile_q * 128, -(-tile.head_dim_v // 64)
     places = max(0, MAX_SHARED_BYTES - q - rest) // chunk  # of the output that are its own
     if places >= chunks:
@@ -147,6 +166,18 @@ def _can_drop_beside(spec: Spec, tile: Tile) -> bool:
     if _reads_bias_directly(spec):
         return False
     return tile.tile_kv % 32 == 0 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
+
+
+def _has_bias_for_product(spec: Spec) -> bool:
+    """Whether the bias may be a step of the first product (``Config::bias_in_product``).
+
+    It is the same for all queries, comes before everything else that acts on scores, and divided by the scale it is a
+    float for all but the largest floats.
+    """
+    if spec.bias is None or spec.bias[2] != 1:
+        return False
+    alone = not spec.softcap > 0 and spec.alibi_slopes is None
+    return alone and LEAST_PRODUCT_SCALE <= spec.scale <= LARGEST_PRODUCT_SCALE
 
 
 def can_stage_bias(spec: Spec) -> bool:
@@ -257,7 +288,7 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
     For measurements of tiles that are not picked. Turns stay away from tiles in series, chains from turns and from
-    every order but the softmax last, drop warps from what they have no form for.
+    every order but the softmax last, drop warps and a bias in the product from what they have no form for.
     """
     token = _CHANGES.set(changes)
     try:
@@ -266,31 +297,61 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
         _CHANGES.reset(token)
 
 
-def forward_tile(spec: Spec) -> Tile:
+def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     """Picks the tile of the forward kernel.
+
+    ``partial``: of the kernel that sees a part of the keys, which has fewer forms.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
     """
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
-    pick = _plain_tile if _is_plain(spec) else _tile_with_terms
-    tile = pick(spec, head_dim, head_dim_v)
+    changes = _CHANGES.get() or {}
+    tile: Tile | None = None
+    if _has_bias_for_product(spec) and not partial and changes.get("bias_in_product", True):
+        tile = _tile_with_bias_in_product(spec, head_dim, head_dim_v)
+    if tile is None:
+        pick = _plain_tile if _is_plain(spec) else _tile_with_terms
+        tile = pick(spec, head_dim, head_dim_v)
     tile = dataclasses.replace(
         tile,
         cap_series=tile.integer_max and _caps_by_series(spec),
-        documents=_lists_documents(spec, tile),
+        documents=_lists_documents(spec, tile) and not partial,
     )
-    changes = _CHANGES.get()
-    if changes is None:
+    if not changes:
         return tile
     tile = dataclasses.replace(tile, **changes)
     turns = tile.take_turns and tile.loop_order != _IN_SERIES
     drops_beside = tile.drops_beside and _can_drop_beside(spec, tile)
+    in_product = tile.bias_in_product and not partial and _can_add_in_product(spec, tile)
     chains = tile.chain_items and tile.loop_order == _SOFTMAX_LAST and not (turns or drops_beside)
     return dataclasses.replace(
-        tile, take_turns=turns, chain_items=chains, drops_beside=drops_beside
+        tile,
+        take_turns=turns,
+        chain_items=chains,
+        drops_beside=drops_beside,
+        bias_in_product=in_product,
     )
+
+
+def _can_add_in_product(spec: Spec, tile: Tile) -> bool:
+    """Whether a tile has room for the bias as a step of the first product."""
+    tile = dataclasses.replace(tile, bias_in_product=True)
+    fits = forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
+    fits = fits and (not tile.chain_items or _has_place_for_output(tile, spec))
+    return _has_bias_for_product(spec) and fits and tile.tile_kv % 32 == 0
+
+
+def _tile_with_bias_in_product(spec: Spec, head_dim: int, head_dim_v: int) -> Tile | None:
+    """Picks the tile that the problem has without the bias, if the bias finds a place beside it."""
+    rest = dataclasses.replace(spec, bias=None, bias_dtype="")
+    pick = _plain_tile if _is_plain(rest) else _tile_with_terms
+    tile = pick(rest, head_dim, head_dim_v)
+    tile = dataclasses.replace(tile, row_bias=True, bias_in_product=True)
+    if tile.chain_items and not _has_place_for_output(tile, spec):
+        tile = dataclasses.replace(tile, stages=3)
+    return tile if _can_add_in_product(spec, tile) else None
 
 
 def check_head_dims(spec: Spec) -> None:
@@ -381,6 +442,7 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         cap_series=tile.cap_series,
         documents=tile.documents,
         drops_beside=tile.drops_beside,
+        bias_in_product=tile.bias_in_product,
     )
 
 
@@ -408,7 +470,7 @@ def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
     if heads is not None and is_number(spec.batch):
         splits = choose_splits(spec, spec.batch * heads, tile.tile_q, tile.tile_kv)
     if splits > 1:
-        tile = dataclasses.replace(tile, documents=False)
+        tile = forward_tile(spec, partial=True)
     keys = [forward_key(spec, tile, partial=splits > 1)]
     scratch_bytes = SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:

@@ -1,9 +1,15 @@
-"""Forms of the Hopper forward kernel that few problems have: turns, the series of the softcap, lists of documents."""
+"""Forms of the Hopper forward kernel that few problems have.
 
+Turns, the series of the softcap, lists of documents, drop warps, a row of the bias as a step of the product.
+"""
+
+import dataclasses
+
+import numpy as np
 import pytest
 
 from jattn.backends import flash_tiles
-from jattn.testing import compare
+from jattn.testing import compare, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.run import run
 
@@ -118,10 +124,44 @@ DROPS: dict[str, tuple[dict[str, object], Case]] = {
     "256-causal": ({}, WIDE.but("dropped", dropout_rate=0.1, is_causal=True, dtype="float16")),
     "narrower": ({}, UNEVEN.but("dropped", dropout_rate=0.1, is_causal=True)),
 }
+ROWS = [
+    BASE.but("row", bias_form="1n1s"),
+    BASE.but("row-float32", bias_form="b11s", bias_dtype="float32"),
+    BASE.but("row-float16", bias_form="bn1s", dtype="float16"),
+    BASE.but("row-causal", bias_form="b11s", bias_dtype="float32", is_causal=True),
+    BASE.but("row-window", bias_form="1n1s", window=(90, 30), kv_len=611, dtype="float16"),
+    BASE.but(
+        "row-lengths",
+        bias_form="b11s",
+        q_lengths=(333, 700),
+        kv_lengths=(700, 77),
+        lower_right=True,
+        is_causal=True,
+    ),
+    BASE.but("row-segments", bias_form="bn1s", segments="random", is_causal=True),
+    BASE.but("row-mask", bias_form="1n1s", mask_form="b1ts"),
+    BASE.but("row-sinks", bias_form="b11s", sinks_form="n"),
+    BASE.but("row-positions", bias_form="b11s", positions="shuffled", window=(60, 20)),
+    BASE.but("row-dropout", bias_form="b11s", dropout_rate=0.2),
+    BASE.but("row-scale", bias_form="1n1s", scale=1.0),
+    BASE.but("row-one-number", bias_form="bn11"),
+    BASE.but("row-few-queries", bias_form="1n1s", q_len=65, kv_len=700),
+    BASE.but("row-grouped", bias_form="b11s", q_len=2048, num_heads=8, num_kv_heads=2),
+    NARROW.but("row", bias_form="b11s", bias_dtype="float32"),
+    NARROW.but("row-causal", bias_form="1n1s", is_causal=True, dtype="float16"),
+    NARROW.but("row-mask", bias_form="b11s", mask_form="b1ts"),
+    NARROW.but("row-segments", bias_form="1n1s", segments="random"),
+    D96.but("row", bias_form="b11s", is_causal=True),
+    D192.but("row", bias_form="1n1s", bias_dtype="float32"),
+    WIDE.but("row", bias_form="b11s", is_causal=True),
+    WIDE.but("row-dropout-mask", bias_form="1n1s", dropout_rate=0.2, mask_form="b1ts"),
+    UNEVEN.but("row", bias_form="b11s", kv_len=401),
+]
 FORMS = [
     *(("take_turns", case) for case in TURNS),
     *(("cap_series", case) for case in SERIES),
     *(("documents", case) for case in DOCUMENTS),
+    *(("bias_in_product", case) for case in ROWS),
 ]
 
 
@@ -151,3 +191,66 @@ def test_drop_warps(name: str) -> None:
         outcome = run(case, operands, "flash", backward=False)
     assert "drops_beside=1" in outcome.lowered
     compare.assert_close(case, operands, outcome.results, solution=solution)
+
+
+# What hides keys, by the type of the bias: a number that stands in half of the keys.
+HIDING = {
+    "bfloat16": (-np.inf, -3.3895314e38, -1e9, -1e4),
+    "float16": (-np.inf, -65504.0),
+    "float32": (-np.inf, -3.4028235e38, -2.3819763e38, -1e9, -1e10, -1e4),
+}
+
+
+def with_number(operands: inputs.Operands, where: object, number: float) -> inputs.Operands:
+    """The operands with a number in some places of the bias."""
+    assert operands.bias is not None
+    bias = operands.bias.copy()
+    bias[where] = number
+    return dataclasses.replace(operands, bias=bias)
+
+
+@pytest.mark.parametrize("base", [BASE, NARROW], ids=str)
+@pytest.mark.parametrize(("dtype", "number"), [(d, n) for d in HIDING for n in HIDING[d]], ids=str)
+def test_numbers_that_hide_keys(base: Case, dtype: str, number: float) -> None:
+    """Held against the bias of -inf: beside other keys such a number leaves nothing of a key."""
+    case = base.but(f"hiding-{dtype}", bias_form="b11s", bias_dtype=dtype, is_causal=True)
+    if dtype == "float16":
+        case = dataclasses.replace(case, dtype="float16")
+    operands = inputs.make(case)
+    hidden = np.random.default_rng(0).random((case.batch, 1, 1, case.kv_len)) < 0.5
+    hidden[..., 0] = False
+    outcome = run(case, with_number(operands, hidden, number), "flash")
+    assert "bias_in_product=1" in outcome.lowered
+    truth = with_number(operands, hidden, -np.inf)
+    solution = oracle.solve(case, truth)
+    compare.assert_close(case, truth, outcome.results, solution=solution)
+
+
+@pytest.mark.parametrize("base", [BASE, NARROW], ids=str)
+@pytest.mark.parametrize("number", [-np.inf, -3.4028235e38, -1e9, -1e10, 1e9, 3e38])
+def test_rows_of_one_large_bias(base: Case, number: float) -> None:
+    """Such a bias swallows the products: all keys count alike. No gradient overflows beside it."""
+    case = base.but("one-bias", bias_form="b11s", bias_dtype="float32")
+    operands = with_number(inputs.make(case), 1, number)
+    outcome = run(case, operands, "flash")
+    assert "bias_in_product=1" in outcome.lowered
+    results = {name: np.asarray(x, np.float32) for name, x in outcome.results.items()}
+    v = np.repeat(np.asarray(operands.v[1], np.float64), case.group_size, axis=1)
+    wanted = np.zeros(v.shape[1:]) if number == -np.inf else v.mean(axis=0)
+    assert np.abs(results["out"][1] - wanted).max() <= 2e-3
+    if number == -np.inf:
+        assert np.all(results["lse"][1] == -np.inf)
+    elif abs(number) < 1e30:
+        assert np.abs(results["lse"][1] / number - 1).max() < 2.0**-20
+    for name in ("dq", "dk", "dv", "dbias"):
+        assert np.isfinite(results[name]).all(), name
+
+
+def test_a_bias_that_is_no_number_is_seen_by_all_queries() -> None:
+    case = BASE.but("nan-bias", bias_form="b11s", bias_dtype="float32")
+    operands = with_number(inputs.make(case), (1, 0, 0, 300), np.nan)
+    outcome = run(case, operands, "flash", backward=False)
+    assert "bias_in_product=1" in outcome.lowered
+    out = np.asarray(outcome.results["out"], np.float32)
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[0]).all()

@@ -22,7 +22,7 @@ struct Consumer {
   using Scores = float[C.tile_kv / 2];
   using Probabilities = unsigned[C.tile_kv / 4];
   using Output = float[C.head_dim_v / 2];
-  using Queries = unsigned[C.q_in_registers ? C.head_dim / 4 : 1];
+  using Queries = unsigned[QueryWords<C>::kCount];
   using Ring = RingPosition<C.stages>;
 
   static constexpr int kMasks =
@@ -60,6 +60,9 @@ struct Consumer {
     return tiles + items % S::kQBuffers * S::kQBytes + first_row() * kChunkRowBytes;
   }
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
+  __device__ __forceinline__ unsigned bias_step_address(int stage) const {
+    return tiles + S::kBiasStepOffset + stage * S::kBiasStepBytes;
+  }
   __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
 
   // Of this warpgroup's rows of the tile.
@@ -72,8 +75,10 @@ struct Consumer {
     return control.headers[ring.index];
   }
 
-  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free.
+  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free. And sets what
+  // stands beside them.
   __device__ __forceinline__ void load_queries(Queries& q) const {
+    if constexpr (C.bias_in_product) make_ones(q + QueryWords<C>::kOfQ);
     if constexpr (C.q_in_registers) {
 #pragma unroll
       for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
@@ -99,9 +104,9 @@ struct Consumer {
 
   __device__ __forceinline__ void start_scores_of_stage(Scores& s, Queries& q) const {
     if constexpr (C.q_in_registers) {
-      start_scores<C>(s, q, k_address(ring.index));
+      start_scores<C>(s, q, k_address(ring.index), bias_step_address(ring.index));
     } else {
-      start_scores<C>(s, q_address(), k_address(ring.index));
+      start_scores<C>(s, q_address(), q, k_address(ring.index), bias_step_address(ring.index));
     }
   }
 
@@ -575,6 +580,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     Softmax softmax;
     softmax.scale_log2 = params.problem.scale_log2;
+    softmax.scale = params.problem.scale;
     turns().start();
     for (;; ++items) {
       wait(&control.q_full[items % S::kQBuffers], items / S::kQBuffers % 2);

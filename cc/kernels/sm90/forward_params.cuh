@@ -43,6 +43,9 @@ inline CapSeries cap_series(double scale, double softcap) {
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries{};
 }
 
+// The scales of problems with Config::bias_in_product, as jattn/backends/flash_tiles.py knows them.
+inline constexpr float kLeastScale = 0x1p-20f, kLargestScale = 2.0f;
+
 // A tile of queries of one run of equal segment ids, and the run of keys that it sees; without keys if kv_end == kv_begin.
 struct alignas(32) DocumentTile {
   int32_t batch;
@@ -92,6 +95,7 @@ struct ForwardParams {
   CapSeries cap_series;  // read if Config::cap_series
   const DocumentTile* documents;  // of this and the next: read if Config::documents
   void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
+  float inverse_scale;            // 1 / scale; read if Config::bias_in_product
 };
 
 // sm90/forward_combine.cuh

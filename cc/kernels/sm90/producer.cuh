@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attn/score.cuh"
+#include "sm90/bias_step.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/work.cuh"
 
@@ -250,7 +251,7 @@ struct Producer {
     static constexpr bool kIdsAhead = C.segments && S::kConsumers == 2;
     int ids[kIdsAhead ? kCount : 1];
     int positions[C.positions ? kCount : 1];
-    float bias[C.row_bias ? kCount : 1];
+    float bias[C.row_bias ? kCount : 1];  // of the row, as it lies in memory
   };
 
   // Before the stage is waited for: the way from memory takes longer than the wait.
@@ -265,19 +266,24 @@ struct Producer {
         }
       }
     }
-    if constexpr (C.positions || C.row_bias) {
+    const int first = kv_tile * C.tile_kv + int(threadIdx.x % 32);
+    if constexpr (C.positions) {
 #pragma unroll
       for (int i = 0; i < Columns::kCount; ++i) {
-        const int j = kv_tile * C.tile_kv + 32 * i + int(threadIdx.x % 32);
-        const bool exists = j < problem.kv_len;
-        if constexpr (C.positions) {
-          columns.positions[i] = exists ? problem.kv_positions[int64_t(record.batch) * problem.kv_len + j] : 0;
-        }
-        if constexpr (C.row_bias) {
-          const BroadcastArray& bias = problem.bias;
-          const int64_t index = record.batch * bias.stride_batch + record.head * bias.stride_head + j * bias.stride_key;
-          columns.bias[i] = exists ? load_element<C.bias_element>(bias.data, index) : 0.0f;
-        }
+        const int j = first + 32 * i;
+        columns.positions[i] =
+            j < problem.kv_len ? problem.kv_positions[int64_t(record.batch) * problem.kv_len + j] : 0;
+      }
+    }
+    if constexpr (C.row_bias) {
+      // One address that moves on: four at a time take registers that the producer does not have.
+      using Traits = ElementTraits<C.bias_element>;
+      const BroadcastArray& bias = problem.bias;
+      const auto* at = static_cast<const typename Traits::Storage*>(bias.data) + record.batch * bias.stride_batch +
+                       record.head * bias.stride_head + first * bias.stride_key;
+#pragma unroll
+      for (int i = 0; i < Columns::kCount; ++i, at += 32 * bias.stride_key) {
+        columns.bias[i] = first + 32 * i < problem.kv_len ? Traits::to_float(__ldg(at)) : 0.0f;
       }
     }
   }
@@ -307,10 +313,34 @@ struct Producer {
       for (int i = 0; i < Columns::kCount; ++i) {
         const int column = 32 * i + int(threadIdx.x % 32);
         if constexpr (C.positions) control.kv_positions[k_ring.index][column] = columns.positions[i];
-        if constexpr (C.row_bias) control.row_bias[k_ring.index][column] = columns.bias[i];
+        if constexpr (has_row_of_floats(C)) control.row_bias[k_ring.index][column] = columns.bias[i];
+        if constexpr (C.bias_in_product) store_bias_parts(columns.bias[i], column);
       }
+      if constexpr (C.bias_in_product) fence_async_proxy();
       __syncwarp();
     }
+  }
+
+  __device__ __forceinline__ unsigned bias_step_tile(int stage) const {
+    return tiles + S::kBiasStepOffset + stage * S::kBiasStepBytes;
+  }
+
+  __device__ __forceinline__ void store_bias_parts(float bias, int column) const {
+    asm volatile("" : "+f"(bias));  // not before the store of the column before: that takes registers
+    const BiasParts parts = split_bias(bias, params.problem.scale, params.inverse_scale);
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(bias_step_tile(k_ring.index) + column * kBiasPartsBytes),
+                 "r"(parts.first), "r"(parts.second)
+                 : "memory");
+  }
+
+  // The tiles of the bias, whose columns without parts stay zero. Ordered before the products by the fences and arrivals
+  // that follow the parts of the first tiles.
+  __device__ __forceinline__ void clear_bias_steps() const {
+#pragma unroll 1
+    for (int byte = threadIdx.x % 32 * 16; byte < C.stages * S::kBiasStepBytes; byte += 32 * 16) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(bias_step_tile(0) + byte), "r"(0) : "memory");
+    }
+    __syncwarp();
   }
 
   // Copies what travels beside a tile of k and announces its bytes.

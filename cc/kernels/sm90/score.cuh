@@ -30,12 +30,14 @@ struct TileContext {
 };
 
 // The place where anything acts on scores. Raw scores stay as they are, and the softmax multiplies by the scale in its
-// exponent. Else raw products become finished scores, in natural units if terms are added to them: a term may be as
-// large as any float, and the multiplication by log2(e) is then part of the exponent.
+// exponent, and so they do where the first product has added a bias. Else raw products become finished scores, in natural
+// units if terms are added to them: a term may be as large as any float, and the multiplication by log2(e) is then part
+// of the exponent.
 template <Config C>
 struct ScoreStage {
-  static constexpr bool kAddsTerms = C.bias || C.alibi;
+  static constexpr bool kAddsTerms = (C.bias && !C.bias_in_product) || C.alibi;
   static constexpr ScoreUnits kUnits = kAddsTerms                   ? ScoreUnits::kNatural
+                                       : C.bias_in_product          ? ScoreUnits::kRawBiased
                                        : C.softcap || C.scale_first ? ScoreUnits::kLog2
                                                                     : ScoreUnits::kRaw;
 

@@ -106,9 +106,10 @@ __device__ __forceinline__ bool all_below(const float (&s)[kCount], const int (&
 
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
-  kRaw,      // products: by a positive scale_log2
-  kLog2,     // by nothing
-  kNatural,  // by log2(e); a score may be as large as any float (a bias)
+  kRaw,        // products: by a positive scale_log2
+  kRawBiased,  // the same, bias / scale added: a score may be as large as kLargestQuotient (bias_step.cuh)
+  kLog2,       // by nothing
+  kNatural,    // by log2(e); a score may be as large as any float (a bias)
 };
 
 // row_max is the maximum that probabilities refer to, not always the true one: it follows only when a row of the warp
@@ -117,10 +118,12 @@ enum class ScoreUnits {
 template <ScoreUnits kUnits, bool kIntegerMax>
 struct OnlineSoftmax {
   static constexpr bool kScaled = kUnits == ScoreUnits::kLog2;
+  static constexpr bool kHasTerms = kUnits == ScoreUnits::kNatural || kUnits == ScoreUnits::kRawBiased;
   static constexpr float kLazyLog2 = 8.0f;
   static constexpr float kLargestExactShift = 16777216.0f;  // 2^24: from here on neighbouring floats are 2 apart
 
   float scale_log2;
+  float scale;       // read if kRawBiased
   float lazy;        // kLazyLog2; below 0 once a shift is inexact
   float row_max[2];  // -inf: no visible key yet
   float row_sum[2];  // over this thread's columns
@@ -191,7 +194,7 @@ struct OnlineSoftmax {
     if constexpr (kIntegerMax) {
       int most[2];
       greatest_bits(most, s);
-      raise_row_max_integer<kUnits == ScoreUnits::kNatural>(largest, s, most);
+      raise_row_max_integer<kHasTerms>(largest, s, most);
     } else {
       raise_row_max(largest, s);
     }
@@ -230,16 +233,16 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       shift[r] = __fmul_rn(row_max[r], unit());
-      const float bounded = kUnits == ScoreUnits::kNatural ? row_max[r] : shift[r];
+      const float bounded = kHasTerms ? row_max[r] : shift[r];
       inexact[r] = fabsf(shift[r]) >= kLargestExactShift && fabsf(bounded) < infinity();
     }
     if (!__any_sync(~0u, inexact[0] || inexact[1])) {
       // Rows whose first tiles hold the least float of a bias leave it behind with the first other score.
-      if constexpr (kUnits == ScoreUnits::kNatural) lazy = kLazyLog2;
+      if constexpr (kHasTerms) lazy = kLazyLog2;
       return;
     }
     lazy = -1.0f;
-    if constexpr (kUnits == ScoreUnits::kNatural) {
+    if constexpr (kHasTerms) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (inexact[i / 2 % 2]) s[i] -= row_max[i / 2 % 2];
@@ -274,12 +277,13 @@ struct OnlineSoftmax {
 
   // The maximum that the sum refers to, in natural units.
   __device__ __forceinline__ float natural_max(int r) const {
+    if constexpr (kUnits == ScoreUnits::kRawBiased) return row_max[r] * scale;
     return kUnits == ScoreUnits::kNatural ? row_max[r] : row_max[r] * unit() * kLn2;
   }
 
   __device__ __forceinline__ float lse(int r) const {
-    if constexpr (kUnits == ScoreUnits::kNatural) {
-      return row_sum[r] == 0.0f ? -infinity() : bounded_lse(row_max[r] + log2_fast(row_sum[r]) * kLn2);
+    if constexpr (kHasTerms) {
+      return row_sum[r] == 0.0f ? -infinity() : raised_lse(natural_max(r) + log2_fast(row_sum[r]) * kLn2);
     } else {
       return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit() + log2_fast(row_sum[r])) * kLn2;
     }
@@ -288,6 +292,16 @@ struct OnlineSoftmax {
   // A backward pass multiplies lse by log2(e), which must not turn a finite one into infinity.
   __device__ __forceinline__ static float bounded_lse(float lse) {
     return fabsf(lse) < infinity() ? fminf(fmaxf(lse, -2.3e38f), 2.3e38f) : lse;
+  }
+
+  // A backward pass computes scores from the bias itself: with an lse below them by 2^-22 of the bias, as bias_step.cuh
+  // allows, probabilities could overflow where that exceeds 1. There the lse is raised by more; a row of nothing but such
+  // scores then has small gradients.
+  __device__ __forceinline__ static float raised_lse(float lse) {
+    if constexpr (kUnits == ScoreUnits::kRawBiased) {
+      lse = fabsf(lse) > kLargestExactShift * kLn2 ? fmaf(fabsf(lse), 0x1p-21f, lse) : lse;
+    }
+    return bounded_lse(lse);
   }
 
   // The row with one more key of score `sink` (natural units, may be infinite) that has no value: lse, and what the
@@ -301,7 +315,7 @@ struct OnlineSoftmax {
     const float keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);
     const float sink_part = sink == greatest ? 1.0f : exp2_fast((sink - greatest) * kLog2E);
     const float total = fmaf(row_sum[r], keys_part, sink_part);
-    return {keys_part / total, bounded_lse(greatest + log2_fast(total) * kLn2)};
+    return {keys_part / total, raised_lse(greatest + log2_fast(total) * kLn2)};
   }
 };
 

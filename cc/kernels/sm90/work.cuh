@@ -73,7 +73,7 @@ struct ControlExtras {};
 template <Config C>
 struct ControlExtras<C, true> : DropControl<C> {
   alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
-  float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? C.tile_kv : 2];  // natural units
+  float row_bias[has_row_of_floats(C) ? C.stages : 1][has_row_of_floats(C) ? C.tile_kv : 2];  // natural units
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
   int q_positions[C.positions ? item_slots(C) : 1][C.positions ? C.tile_q : 2];
   HeadNumbers numbers[has_head_numbers(C) ? item_slots(C) : 1];

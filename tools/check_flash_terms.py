@@ -341,17 +341,6 @@ _OF_ALIBI: dict[str, dict[str, Any]] = {
     "q shared": _Q_SHARED,
     "amid, q shared": _AMID | _Q_SHARED | {"take_turns": False},
 }
-_BESIDE: dict[str, Any] = {"drops_beside": True}
-_Q_HELD: dict[str, Any] = {"q_in_registers": True}
-_OF_DROPOUT: dict[str, dict[str, Any]] = {
-    "turns": _TURNS,
-    "beside": _BESIDE,
-    "beside, q held": _BESIDE | _Q_HELD,
-    "beside, turns": _BESIDE | _TURNS,
-    "beside, last": _BESIDE | _LAST,
-    "beside, last, q held": _BESIDE | _LAST | _Q_HELD,
-    "beside, last, turns": _BESIDE | _LAST | _TURNS,
-}
 _AS_FLOATS = {"as floats": {"bias_in_product": False}}
 _ROWS = {
     "bias (1,N,1,S)": _AS_FLOATS,
@@ -366,8 +355,8 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
         "mask (1,1,T,S) causal": {"q in registers": {"q_in_registers": True}, "turns": _TURNS},
         "alibi": _OF_ALIBI,
         "alibi causal": _OF_ALIBI,
-        "dropout 0.1": _OF_DROPOUT,
-        "dropout 0.1 causal": _OF_DROPOUT,
+        "dropout 0.1": {"turns": _TURNS},
+        "dropout 0.1 causal": {"turns": _TURNS},
     },
     64: _ROWS
     | {
@@ -393,13 +382,11 @@ TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
             "last": _LAST,
             "192 queries, in series": {"loop_order": 2, "tile_q": 192},
             **_BY_TURNS,
-            **_OF_DROPOUT,
         },
-        "dropout 0.1 causal": _OF_DROPOUT,
     },
     96: _ROWS,
-    192: _ROWS | {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
-    256: _ROWS | {"dropout 0.1": {"beside": _BESIDE}, "dropout 0.1 causal": {"beside": _BESIDE}},
+    192: _ROWS,
+    256: _ROWS,
 }
 
 
@@ -419,7 +406,7 @@ def main() -> int:
         "--changes",
         nargs="*",
         default=[],
-        choices=("take_turns", "drops_beside"),
+        choices=("take_turns",),
         help="check tiles with these, wherever they can have them",
     )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128, 64])

@@ -76,7 +76,6 @@ constexpr Member kMembers[] = {
     {"take_turns", &Config::take_turns},
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
-    {"drops_beside", &Config::drops_beside},
     {"bias_in_product", &Config::bias_in_product},
 };
 

@@ -52,7 +52,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series, documents, drops_beside, bias_in_product: see ``Config``.
+        cap_series, documents, bias_in_product: see ``Config``.
     """
 
     head_dim: int
@@ -69,7 +69,6 @@ class Tile:
     take_turns: bool = False
     cap_series: bool = False
     documents: bool = False
-    drops_beside: bool = False
     bias_in_product: bool = False
 
     @property
@@ -107,9 +106,6 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     control += 24 * slots if head_numbers else 0
     if spec.mask is not None or row_of_floats or spec.positions or head_numbers:
         control += 96
-    if tile.drops_beside:
-        words = 2 if tile.tile_kv > 64 else 1
-        control += tile.stages * (8 + 16 + 4 * words * 2 * tile.tile_q)
     return tile.stages * stage + control
 
 
@@ -154,18 +150,6 @@ def _caps_by_series(spec: Spec) -> bool:
     narrow = max(spec.head_dim, spec.head_dim_v) <= 128
     has_room = spec.dropout is None or (narrow and _count_terms(spec) == 2)
     return spec.softcap > 0 and spec.scale > 0 and not adds_terms and has_room
-
-
-def _can_drop_beside(spec: Spec, tile: Tile) -> bool:
-    """Whether idle warps may decide what is dropped (``Config::drops_beside``).
-
-    Beside a bias that is read directly 16 bytes of registers spill at head dim 128.
-    """
-    if spec.dropout is None or spec.dropout.rows or tile.tile_q != 128:
-        return False
-    if _reads_bias_directly(spec):
-        return False
-    return tile.tile_kv % 32 == 0 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
 
 
 def _has_bias_for_product(spec: Spec) -> bool:
@@ -288,7 +272,7 @@ def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
     For measurements of tiles that are not picked. Turns stay away from tiles in series, chains from turns and from
-    every order but the softmax last, drop warps and a bias in the product from what they have no form for.
+    every order but the softmax last, a bias in the product from what it has no form for.
     """
     token = _CHANGES.set(changes)
     try:
@@ -323,15 +307,10 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
         return tile
     tile = dataclasses.replace(tile, **changes)
     turns = tile.take_turns and tile.loop_order != _IN_SERIES
-    drops_beside = tile.drops_beside and _can_drop_beside(spec, tile)
     in_product = tile.bias_in_product and not partial and _can_add_in_product(spec, tile)
-    chains = tile.chain_items and tile.loop_order == _SOFTMAX_LAST and not (turns or drops_beside)
+    chains = tile.chain_items and not turns and tile.loop_order == _SOFTMAX_LAST
     return dataclasses.replace(
-        tile,
-        take_turns=turns,
-        chain_items=chains,
-        drops_beside=drops_beside,
-        bias_in_product=in_product,
+        tile, take_turns=turns, chain_items=chains, bias_in_product=in_product
     )
 
 
@@ -441,7 +420,6 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         take_turns=tile.take_turns,
         cap_series=tile.cap_series,
         documents=tile.documents,
-        drops_beside=tile.drops_beside,
         bias_in_product=tile.bias_in_product,
     )
 

@@ -1,7 +1,6 @@
 """Which pairs a lane of the CUDA kernels drops: the header as the host compiler sees it, against Philox in numpy.
 
-The host programs play the lanes of a warp, exchange of words included, for both orientations of a fragment, and two
-warps of which one makes bits for the other.
+The host program plays the lanes of a warp, exchange of words included, for both orientations of a fragment.
 """
 
 import subprocess
@@ -58,51 +57,6 @@ int main(int, char** arguments) {
 }
 """
 
-KEPT_BITS = """
-#include <cstdio>
-#include <cstdlib>
-#include "attn/drop_bits.cuh"
-using namespace jattn;
-
-// Prints what the masks of 16 rows and 16 kPairs columns leave of ones: 0 or 1, or 2 for a half that is neither.
-template <int kPairs>
-void print(PhiloxKey key, int query0, int key0, uint32_t threshold_high) {
-  static int kept[16][16 * kPairs];
-  const HalvesThreshold threshold = halves_threshold(threshold_high);
-  for (int lane = 0; lane < 32; ++lane) {
-    KeptBits<kPairs> bits;
-    for (int p = 0; p < kPairs; ++p) {
-      const uint32_t group = key_column_group(lane, key0 + 16 * p);
-      bits.append(philox(key, philox_row_part(key, query_row_group(lane, query0)), philox_column_part(key, group)),
-                  threshold);
-    }
-    uint32_t words[KeptBits<kPairs>::kWords];
-    for (int i = 0; i < KeptBits<kPairs>::kWords; ++i) words[i] = bits.word(i);
-    for (int i = 0; i < 4 * kPairs; ++i) {
-      const int p = i / 4, w = i / 2 % 2, h = i % 2;
-      const uint32_t mask = KeptBits<kPairs>::mask(words, p, w, h);
-      for (int e = 0; e < 2; ++e) {
-        const uint32_t half = mask >> 16 * e & 0xffffu;
-        kept[lane / 4 + 8 * h][16 * p + 8 * w + 2 * (lane % 4) + e] = half == 0 ? 0 : half == 0xffffu ? 1 : 2;
-      }
-    }
-  }
-  for (int i = 0; i < 256 * kPairs; ++i) std::printf("%d ", kept[i / (16 * kPairs)][i % (16 * kPairs)]);
-}
-
-int main(int, char** arguments) {
-  const auto word = [&](int i) { return uint32_t(std::strtoul(arguments[i], nullptr, 0)); };
-  const PhiloxKey key{word(1), word(2)};
-  const auto show = [&]<int kPairs>() {
-    if (int(word(6)) == kPairs) print<kPairs>(key, int(word(3)), int(word(4)), word(5) << 16);
-  };
-  show.template operator()<2>();
-  show.template operator()<4>();
-  show.template operator()<6>();
-  show.template operator()<8>();
-}
-"""
-
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Philox4x32-10 of counters (..., 4), as published: ten rounds, the key bumped between them."""
@@ -134,30 +88,22 @@ def wanted(key: tuple[int, int], query0: int, key0: int, threshold: int) -> np.n
     return np.where(j % 2 == 1, word >> 16, word & 0xFFFF) < threshold
 
 
-def compiled(source: str, folder: Path) -> Path:
-    """Compiles a program with the headers *inside the module*."""
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, compiled with the headers *inside the module*."""
     compiler = require_host_compiler()
+    folder = tmp_path_factory.mktemp("dropout")
     for name, text in _core.kernel_headers().items():
         path = folder / "include" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "bits.cc").write_text(source)
+    (folder / "bits.cc").write_text(PROGRAM)
     command = [compiler, "-std=c++20", "-O1", f"-I{folder / 'include'}", str(folder / "bits.cc")]
     done = subprocess.run(
         [*command, "-o", str(folder / "bits")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return folder / "bits"
-
-
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(PROGRAM, tmp_path_factory.mktemp("dropout"))
-
-
-@pytest.fixture(scope="module")
-def kept_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(KEPT_BITS, tmp_path_factory.mktemp("kept"))
 
 
 def printed(program: Path, *arguments: int) -> np.ndarray:
@@ -199,17 +145,3 @@ def test_fragments_drop_what_the_definition_drops(
     got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 16, 16)
     for form in got:
         np.testing.assert_array_equal(form, wanted(key, query0, key0, threshold))
-
-
-@pytest.mark.parametrize("pairs", [2, 4, 6, 8])
-@pytest.mark.parametrize("threshold", [0, 1, 2, 6554, 32768, 32769, 65534, 65535])
-def test_masks_of_bits_keep_what_the_definition_keeps(
-    kept_bits: Path, threshold: int, pairs: int
-) -> None:
-    for key, query0, key0 in (
-        ((0xA4093822, 0x299F31D0), 16, 48),
-        ((0xFFFFFFFF, 0x80000001), 2**28 - 16, 2**28 - 128),
-    ):
-        got = printed(kept_bits, *key, query0, key0, threshold, pairs).reshape(16, 16 * pairs)
-        blocks = [wanted(key, query0, key0 + 16 * p, threshold) for p in range(pairs)]
-        np.testing.assert_array_equal(got, 1 - np.concatenate(blocks, axis=1))

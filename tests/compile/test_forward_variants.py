@@ -116,25 +116,6 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "bias of pairs": (128, ROW | {"bias": FULL}),
 }
 
-# By drop warps, which are picked nowhere: head dims, problem, further changes of the tile.
-BESIDE: dict[str, tuple[tuple[int, int], dict[str, object], dict[str, object]]] = {
-    "64": ((64, 64), {}, {}),
-    "64 causal float16": ((64, 64), {"band": CAUSAL, "dtype": "float16"}, {}),
-    "64 turns": ((64, 64), {}, {"take_turns": True, "loop_order": 1}),
-    "96": ((96, 96), {"segments": True}, {}),
-    "128": ((128, 128), {}, {}),
-    "128 causal, q held": ((128, 128), {"band": CAUSAL}, {"q_in_registers": True}),
-    "128 last": ((128, 128), {}, {"loop_order": 1}),
-    "128 segments": ((128, 128), {"segments": True, "band": WINDOW}, {}),
-    "128 mask": ((128, 128), {"mask": FULL}, {}),
-    "64 bias": ((64, 64), {"bias": FULL, "bias_dtype": "bfloat16"}, {}),
-    "128 row of bias": ((128, 128), {"bias": (1, 4, 1, 1024), "bias_dtype": "float32"}, {}),
-    "128 softcap": ((128, 128), CAP, {}),
-    "192-128": ((192, 128), {"kv_lengths": True}, {}),
-    "192": ((192, 192), {"band": CAUSAL}, {}),
-    "256 causal": ((256, 256), {"band": CAUSAL}, {}),
-    "256 mask, in series": ((256, 256), {"mask": FULL}, {}),
-}
 KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 
 
@@ -150,9 +131,15 @@ def forms(plan: Plan) -> tuple[str, ...]:
     return tuple(form for form in FORMS if f"{form}=1" in words)
 
 
-def check_machine_code(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles a key: no spills, no product that waits for another."""
+@pytest.mark.parametrize("name", VARIANTS)
+def test_picked_and_compiles_well(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_dims, terms, wanted = VARIANTS[name]
+    plan = flash_tiles.plan_forward(spec(*head_dims, **terms))
+    assert forms(plan) == wanted
     toolchain.require_nvrtc()
+    key = plan.kernels.split(";")[0]
     code, log = _core.compile_kernel(key)
     assert resources.read_log(key, log).faults == ()
     if tool := toolchain.find_tool("cuobjdump"):
@@ -161,38 +148,8 @@ def check_machine_code(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_picked_and_compiles_well(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head_dims, terms, wanted = VARIANTS[name]
-    plan = flash_tiles.plan_forward(spec(*head_dims, **terms))
-    assert forms(plan) == wanted
-    check_machine_code(plan.kernels.split(";")[0], tmp_path, monkeypatch)
-
-
-def beside(name: str) -> tuple[Spec, flash_tiles.Tile]:
-    """A problem with dropout, and its tile with drop warps."""
-    head_dims, terms, changes = BESIDE[name]
-    dropped = spec(*head_dims, dropout=DROPOUT, **terms)
-    with flash_tiles.forward_tile_changes(drops_beside=True, **changes):
-        return dropped, flash_tiles.forward_tile(dropped)
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_drop_warps_compile_well(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = flash_tiles.forward_key(*beside(name))
-    assert "drops_beside=1" in key.split()
-    check_machine_code(key, tmp_path, monkeypatch)
-
-
 def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> None:
     problems = []
-    for name in BESIDE:
-        dropped, tile = beside(name)
-        problems += [(dropped, dataclasses.replace(tile, drops_beside=x)) for x in (False, True)]
     for head_dims, terms, wanted in VARIANTS.values():
         if "bias_in_product" in wanted:
             biased = spec(*head_dims, **terms)
@@ -224,25 +181,6 @@ def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> N
     subprocess.run(command, check=True)
     done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
     assert [int(line) for line in done.stdout.split()] == counted
-
-
-@pytest.mark.parametrize(
-    ("terms", "changes"),
-    [
-        ({}, {}),
-        ({"dropout": DROPOUT}, {"tile_q": 192}),
-        ({"dropout": DROPOUT}, {"tile_kv": 112}),
-        ({"dropout": Dropout((2, 4), rows=True), "segments": True, "positions": True}, {}),
-        ({"dropout": DROPOUT, "bias": FULL, "bias_dtype": "float32"}, {}),
-        ({"dropout": DROPOUT, "bias": FULL, "bias_dtype": "bfloat16"}, {}),  # no room for bits
-        ({"dropout": DROPOUT}, {"stages": 3}),
-    ],
-    ids=str,
-)
-def test_drop_warps_stay_away(terms: dict[str, object], changes: dict[str, object]) -> None:
-    with flash_tiles.forward_tile_changes(drops_beside=True, **changes):
-        tile = flash_tiles.forward_tile(spec(128, **terms))
-    assert not tile.drops_beside
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -10,9 +10,6 @@ from test_document_tiles import KERNELS, SHIM
 from toolchain import require_host_compiler
 
 MORE_SHIM = """
-struct uint2 {
-  unsigned x, y;
-};
 namespace jattn {
 struct Anything {
   template <class T> operator T() const;

@@ -1,6 +1,6 @@
 """Forms of the Hopper forward kernel that few problems have.
 
-Turns, the series of the softcap, lists of documents, drop warps, a row of the bias as a step of the product.
+Turns, the series of the softcap, lists of documents, a row of the bias as a step of the product.
 """
 
 import dataclasses
@@ -84,46 +84,6 @@ DOCUMENTS = [
     WIDE.but("refused", segments="interleaved", is_causal=True, softcap=5.0),
     UNEVEN.but("causal", segments="random", num_segments=9, is_causal=True, dtype="float16"),
 ]
-# By drop warps, which are picked nowhere: what is changed beside, and the problem.
-DROPS: dict[str, tuple[dict[str, object], Case]] = {
-    "full": ({}, BASE.but("dropped", dropout_rate=0.1)),
-    "causal": ({}, BASE.but("dropped", dropout_rate=0.5, is_causal=True, dtype="float16")),
-    "window": ({}, BASE.but("dropped", dropout_rate=0.3, window=(90, 30), kv_len=611)),
-    "none-dropped": ({}, BASE.but("dropped", dropout_rate=0.000001, kv_len=401)),
-    "few-left": ({}, BASE.but("dropped", dropout_rate=0.98)),
-    "lengths": (
-        {},
-        BASE.but(
-            "dropped",
-            dropout_rate=0.2,
-            q_lengths=(333, 700),
-            kv_lengths=(700, 0),
-            lower_right=True,
-            is_causal=True,
-        ),
-    ),
-    "segments": ({}, BASE.but("dropped", dropout_rate=0.2, segments="random", is_causal=True)),
-    "mask": ({}, BASE.but("dropped", dropout_rate=0.2, mask_form="b1ts", sinks_form="n")),
-    "softcap": ({}, BASE.but("dropped", dropout_rate=0.2, softcap=5.0)),
-    "bias": ({}, BASE.but("dropped", dropout_rate=0.2, bias_form="bn1s", q_len=333)),
-    "slopes": ({}, BASE.but("dropped", dropout_rate=0.2, alibi_form="n", is_causal=True)),
-    "few-queries": ({}, BASE.but("dropped", dropout_rate=0.2, q_len=65, kv_len=4096)),
-    "last": ({"loop_order": 1}, BASE.but("dropped", dropout_rate=0.2, is_causal=True)),
-    "q-held": ({"q_in_registers": True}, BASE.but("dropped", dropout_rate=0.2)),
-    "turns": ({"take_turns": True}, BASE.but("dropped", dropout_rate=0.2, window=(90, 30))),
-    "last-turns": (
-        {"take_turns": True, "loop_order": 1},
-        BASE.but("dropped", dropout_rate=0.2, is_causal=True),
-    ),
-    "in-series": ({"loop_order": 2}, BASE.but("dropped", dropout_rate=0.2, is_causal=True)),
-    "64": ({}, NARROW.but("dropped", dropout_rate=0.1)),
-    "64-causal": ({}, NARROW.but("dropped", dropout_rate=0.1, is_causal=True, kv_len=611)),
-    "96": ({}, D96.but("dropped", dropout_rate=0.1, window=(90, 30))),
-    "192-128": ({}, D192.but("dropped", dropout_rate=0.1, is_causal=True)),
-    "256": ({}, WIDE.but("dropped", dropout_rate=0.1)),
-    "256-causal": ({}, WIDE.but("dropped", dropout_rate=0.1, is_causal=True, dtype="float16")),
-    "narrower": ({}, UNEVEN.but("dropped", dropout_rate=0.1, is_causal=True)),
-}
 ROWS = [
     BASE.but("row", bias_form="1n1s"),
     BASE.but("row-float32", bias_form="b11s", bias_dtype="float32"),
@@ -180,16 +140,6 @@ def test_turns_of_long_rows(case: Case) -> None:
     with flash_tiles.forward_tile_changes(take_turns=True):
         outcome = run(case, operands, "flash", backward=False)
     assert "loop_order=1 integer_max=1 take_turns=1" in outcome.lowered
-    compare.assert_close(case, operands, outcome.results, solution=solution)
-
-
-@pytest.mark.parametrize("name", DROPS)
-def test_drop_warps(name: str) -> None:
-    changes, case = DROPS[name]
-    operands, solution = compare.solved(case)
-    with flash_tiles.forward_tile_changes(drops_beside=True, **changes):
-        outcome = run(case, operands, "flash", backward=False)
-    assert "drops_beside=1" in outcome.lowered
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 

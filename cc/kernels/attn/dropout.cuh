@@ -51,11 +51,6 @@ JATTN_HOST_DEVICE constexpr PhiloxColumnPart philox_column_part(PhiloxKey key, u
   return {uint32_t(product >> 32), uint32_t(product)};
 }
 
-// What rounds 1 and 2 leave.
-JATTN_HOST_DEVICE constexpr PhiloxWords philox_begin(PhiloxRowPart row, PhiloxColumnPart column) {
-  return {{row.word0, row.word1, column.high ^ row.mask2, column.low}};
-}
-
 JATTN_HOST_DEVICE constexpr void philox_round(PhiloxWords& c, PhiloxKey key, uint32_t round) {
   const uint64_t product0 = uint64_t(kPhiloxMultiplier0) * c.word[0];
   const uint64_t product1 = uint64_t(kPhiloxMultiplier1) * c.word[2];
@@ -67,7 +62,7 @@ JATTN_HOST_DEVICE constexpr void philox_round(PhiloxWords& c, PhiloxKey key, uin
 
 // Rounds 3 to 10.
 JATTN_HOST_DEVICE constexpr PhiloxWords philox(PhiloxKey key, PhiloxRowPart row, PhiloxColumnPart column) {
-  PhiloxWords c = philox_begin(row, column);
+  PhiloxWords c{{row.word0, row.word1, column.high ^ row.mask2, column.low}};
 #pragma unroll
   for (uint32_t round = 2; round < 10; ++round) philox_round(c, key, round);
   return c;

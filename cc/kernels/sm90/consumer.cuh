@@ -162,17 +162,6 @@ struct Consumer {
     if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
   }
 
-  // Behind it this warp may free the k tile.
-  __device__ __forceinline__ void make(TileDrops<C>& drops, const TileHeader& header) const {
-    if constexpr (C.drops_beside) wait(&control.bits_full[ring.index], ring.parity);
-    drops.make(context(header));
-  }
-
-  __device__ __forceinline__ static void pack(Probabilities& p, const Scores& s, const TileDrops<C>& drops) {
-    pack_fragment<C.element>(p, s);
-    drops.apply_packed(p);
-  }
-
   __device__ __forceinline__ TileContext<C> context(const TileHeader& header) const {
     const int slot = items % S::kItemSlots;
     const ItemRecord& item = control.items[slot];
@@ -187,11 +176,11 @@ struct Consumer {
       Scores s;
       start_first_scores(s, q);
       TileDrops<C> drops;
-      make(drops, header);
+      drops.make(context(header));
       wait_products<0>();
       pin_registers(s);
       finish_scores(s, header, drops, softmax);
-      pack(p, s, drops);
+      pack_fragment<C.element>(p, s);
     }
     while (!is_last(header)) {
       const Ring before = ring;
@@ -200,14 +189,14 @@ struct Consumer {
       Scores s;
       start_both(s, q, out, p, before, [] {});
       TileDrops<C> drops;
-      make(drops, header);
+      drops.make(context(header));
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, header, drops, softmax);
       wait_products<0>();
       pin_registers(out);
       release(&control.v_empty[before.index]);
-      pack(p, s, drops);
+      pack_fragment<C.element>(p, s);
       softmax.rescale_output(out);
     }
     leaves_tiles = leaves_tiles_behind(header);
@@ -220,11 +209,11 @@ struct Consumer {
     Scores s;
     TileHeader header = wait_k();
     start_first_scores(s, q);
-    TileDrops<C> drops;
-    make(drops, header);
+    TileDrops<C> first_drops;
+    first_drops.make(context(header));
     wait_products<0>();
     pin_registers(s);
-    finish_scores(s, header, drops, softmax);
+    finish_scores(s, header, first_drops, softmax);
     int v_read = -1;      // stage of the v tile that the running output product reads
     bool starts = false;  // out holds the item before the one of s
     RowFactors factors;
@@ -244,14 +233,15 @@ struct Consumer {
         clear(out);
       }
       if (ends) begin_next_item(q);
-      pack(p, s, drops);
+      pack_fragment<C.element>(p, s);
       start_both(s, q, out, p, before, [&] { softmax.rescale_output(out); });
       if (ends) {
         factors = finish_rows(softmax, items - 1);
         reset(softmax);
       }
       starts = ends;
-      make(drops, header);
+      TileDrops<C> drops;
+      drops.make(context(header));
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, header, drops, softmax);
@@ -264,7 +254,7 @@ struct Consumer {
       clear(out);
     }
     Probabilities p;
-    pack(p, s, drops);
+    pack_fragment<C.element>(p, s);
     softmax.rescale_output(out);
     leaves_tiles = leaves_tiles_behind(header);
     finish_last_tile(p, out, softmax);
@@ -293,14 +283,14 @@ struct Consumer {
       Scores s;
       start_scores_of_stage(s, q);
       TileDrops<C> drops;
-      make(drops, header);
+      drops.make(context(header));
       wait_products<0>();
       pin_registers(s);
       if (kReleasesQAtLastTile && last) release_q();
       finish_scores(s, header, drops, softmax);
       softmax.rescale_output(out);
       Probabilities p;
-      pack(p, s, drops);
+      pack_fragment<C.element>(p, s);
       wait(&control.v_full[ring.index], ring.parity);
       start_output<C>(out, p, v_address(ring.index));
       wait_products<0>();
@@ -333,7 +323,6 @@ struct Consumer {
     turns().begin();
     turns().end();
     wait(&control.v_full[ring.index], ring.parity);
-    if constexpr (C.drops_beside) wait(&control.bits_full[ring.index], ring.parity);
     sync_warpgroup();  // every warp has read the header
     release(&control.k_empty[ring.index]);
     release(&control.v_empty[ring.index]);

@@ -1,13 +1,11 @@
 // Attention forward on Hopper: tensor memory accelerator, warpgroup products, one producer warp and two or three
-// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes, and in one form
-// drops.cuh decides beside them what dropout removes.
+// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes.
 //
 // Element float16 or bfloat16; tile_q 128 or 192 (one warpgroup per 64 rows); head dims multiples of 16 up to 256,
 // smaller ones are filled up with zeros by the copies. Definition of the result: core/problem.h.
 #pragma once
 
 #include "sm90/consumer.cuh"
-#include "sm90/drops.cuh"
 #include "sm90/producer.cuh"
 
 namespace jattn::sm90 {
@@ -25,7 +23,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(!C.bias_in_product ||
                 (C.row_bias && !C.softcap && !C.alibi && !C.scale_first && !C.partial_results && !C.documents));
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
-  static_assert(!C.drops_beside || (C.dropout && !C.dropout_rows && C.tile_q == 128 && !C.chain_items));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
   static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order == 1 && C.schedule != 0));
   static_assert(!C.take_turns || (C.loop_order != 2 && !C.chain_items));
@@ -52,7 +49,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
       init_barrier(&control.v_full[stage], 1);
       init_barrier(&control.k_empty[stage], kReleases);
       init_barrier(&control.v_empty[stage], kReleases);
-      if constexpr (C.drops_beside) init_barrier(&control.bits_full[stage], kDropWarps);
     }
     fence_barrier_init();
     prefetch_tensor_map(&params.q);
@@ -67,13 +63,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
     release_registers<producer_registers(C)>();
-    if constexpr (C.drops_beside) {
-      const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-      if (warp > 0) {
-        DropWarp<C>{params, control, warp - 1}.run();
-        return;
-      }
-    }
     if (threadIdx.x < 32) {
       Producer<C> producer{params, control, tiles};
       if constexpr (C.bias_in_product) producer.clear_bias_steps();

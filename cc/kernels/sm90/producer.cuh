@@ -404,9 +404,6 @@ struct Producer {
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        first_key(kv_tile), record.head / params.problem.group_size, record.batch);
     }
-    if constexpr (C.drops_beside) {
-      if (leads()) control.drop_records[k_ring.index] = {kv_tile, record.q_begin, record.head, record.batch};
-    }
     if constexpr (S::kBiasBytes > 0 || C.mask) load_beside_k(record, kv_tile, flags, full);
     store_columns(columns, record, kv_tile, flags);
     if (leads()) arrive(full);
@@ -496,7 +493,6 @@ struct Producer {
       }
     }
     if constexpr (C.schedule != 0) publish_end();
-    if constexpr (C.drops_beside) end_drops();
   }
 
   // With chained items k runs ahead across items: k and q of the next item come before the last v of this one.
@@ -530,15 +526,6 @@ struct Producer {
     }
     publish_end();
     if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
-  }
-
-  // A tile of k that only the drop warps look for.
-  __device__ __forceinline__ void end_drops() {
-    wait(&control.k_empty[k_ring.index], k_ring.parity);
-    if (leads()) {
-      control.drop_records[k_ring.index].kv_tile = -1;
-      arrive(&control.k_full[k_ring.index]);
-    }
   }
 
   __device__ __forceinline__ void publish_end() {

@@ -1,7 +1,7 @@
 // What happens to a score between the first product and the softmax: the score stage, then the masks.
 #pragma once
 
-#include "attn/drop_bits.cuh"
+#include "attn/dropout.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
@@ -261,26 +261,14 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
 
 // Which pairs of a tile dropout removes. Made before the scores are waited for, so that the integer work runs beside the
 // products; kept as the random words themselves, because their comparisons cost no more than those of packed bits.
-// With Config::drops_beside read there as bits, which act on packed probabilities.
 template <Config C>
 struct TileDrops {
-  static constexpr bool kAhead = C.dropout && !C.dropout_rows && !C.drops_beside;
-  using Bits = KeptBits<C.tile_kv / 16>;
+  static constexpr bool kAhead = C.dropout && !C.dropout_rows;
 
-  unsigned words[kAhead ? C.tile_kv / 4 : C.drops_beside ? Bits::kWords : 1];
+  unsigned words[kAhead ? C.tile_kv / 4 : 1];
 
   __device__ __forceinline__ void make(const TileContext<C>& context) {
-    if constexpr (C.drops_beside) {
-      const unsigned* bits = context.control.drop_bits[context.stage][threadIdx.x - kWarpgroupThreads];
-      if constexpr (Bits::kWords == 2) {
-        const uint2 both = *reinterpret_cast<const uint2*>(bits);
-        words[0] = both.x;
-        words[1] = both.y;
-      } else {
-        words[0] = bits[0];
-      }
-      pin_registers(words);
-    } else if constexpr (kAhead) {
+    if constexpr (kAhead) {
       Dropout dropout = context.control.numbers[context.slot].dropout;
       dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
       const QueryRowDrops drops(dropout, context.first_row);
@@ -299,7 +287,7 @@ struct TileDrops {
   __device__ __forceinline__ void apply(float (&p)[C.tile_kv / 2], const TileContext<C>& context) const {
     if constexpr (C.dropout_rows) {
       drop_pairs_by_rows<C>(p, context);
-    } else if constexpr (kAhead) {
+    } else if constexpr (C.dropout) {
       const unsigned threshold = __shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold_high, 0);
 #pragma unroll
       for (int pair = 0; pair < C.tile_kv / 16; ++pair) {
@@ -312,14 +300,6 @@ struct TileDrops {
           if (bits.dropped(i / 4, i / 2 % 2, i % 2)) p[8 * pair + i] = 0.0f;
         }
       }
-    }
-  }
-
-  // The same of packed probabilities.
-  __device__ __forceinline__ void apply_packed(unsigned (&p)[C.tile_kv / 4]) const {
-    if constexpr (C.drops_beside) {
-#pragma unroll
-      for (int i = 0; i < C.tile_kv / 4; ++i) p[i] &= Bits::mask(words, i / 4, i / 2 % 2, i % 2);
     }
   }
 };

@@ -26,11 +26,10 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// Whether the producer looks up segments, splits a bias beside positions or has drop warps beside it: 24 registers then
-// spill.
+// Whether the producer looks up segments or splits a bias beside positions: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
   const bool splits_beside = config.bias_in_product && config.positions;
-  return num_consumers(config) == 2 && (config.segments || config.drops_beside || splits_beside);
+  return num_consumers(config) == 2 && (config.segments || splits_beside);
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
@@ -73,11 +72,6 @@ JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
          has_head_numbers(config);
 }
 
-// The warps beside the producer (Config::drops_beside), and the words of the bits that they make for a thread and tile
-// of keys.
-inline constexpr int kDropWarps = 3;
-JATTN_HOST_DEVICE constexpr int drop_words(const Config& config) { return config.tile_kv > 64 ? 2 : 1; }
-
 // Barriers, tile headers, item records: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int rows = item_slots(config) * config.tile_q, columns = config.stages * config.tile_kv;
@@ -91,10 +85,7 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int numbers = has_head_numbers(config) ? 24 * item_slots(config) : 0;
   const int parts = config.partial_results ? 4 * item_slots(config) : 0;
   const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
-  const int drops = config.drops_beside
-                        ? config.stages * (8 + 16 + 4 * drop_words(config) * num_consumers(config) * kWarpgroupThreads)
-                        : 0;
-  return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders + drops;
+  return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders;
 }
 
 JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
@@ -157,11 +148,8 @@ JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
 }
 
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
-// all; where warps read the stage themselves, each must speak for itself. The bits of dropout are read before the end
-// of the product, at a time of each warp.
-JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) {
-  return reads_beside_k(config) || config.drops_beside ? 4 : 1;
-}
+// all; where warps still read the stage, each must speak for itself.
+JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return reads_beside_k(config) ? 4 : 1; }
 
 // forward_combine: one thread per eight columns of a row.
 inline constexpr int kCombineColumns = 8;

@@ -48,30 +48,11 @@ struct HeadNumbers {
   Dropout dropout;
 };
 
-// What the drop warps need of a tile of keys, beside k; kv_tile is negative when no tile follows.
-struct alignas(16) DropRecord {
-  int kv_tile;
-  int q_begin;
-  int head;
-  int batch;
-};
-
-// What passes between the producer, the drop warps and the consumers, if dropout is decided beside them.
-template <Config C, bool kThere = C.drops_beside>
-struct DropControl {};
-template <Config C>
-struct DropControl<C, true> {
-  DropRecord drop_records[C.stages];
-  alignas(8) unsigned drop_bits[C.stages][num_consumers(C) * kWarpgroupThreads][drop_words(C)];  // by consumer thread
-  Barrier bits_full[C.stages];
-};
-
-// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move. All
-// bases lie at the start: nvcc asks whether the address is null before it adds the place of another.
+// What travels beside the tiles in some variants. Empty in the others, whose control block then does not move.
 template <Config C, bool kThere = has_control_extras(C)>
 struct ControlExtras {};
 template <Config C>
-struct ControlExtras<C, true> : DropControl<C> {
+struct ControlExtras<C, true> {
   alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
   float row_bias[has_row_of_floats(C) ? C.stages : 1][has_row_of_floats(C) ? C.tile_kv : 2];  // natural units
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];

@@ -5,8 +5,7 @@
     python3 tools/bench_sm90_backward.py --cases d128 --variants d128 --rounds 9 --no-check
 
 A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The
-order of a round is random; times are medians over rounds. In the times by role, a main kernel that casts is run again
-without preparation, and finds nothing left to cast. Gradients are checked against float64, the error bound being
+order of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being
 a small multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
 """
 

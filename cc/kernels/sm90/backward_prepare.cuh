@@ -26,8 +26,9 @@ __device__ __forceinline__ float dot_eight(uint4 x, uint4 y) {
 }
 
 // Far from 0 (a large bias) the lse is too coarse to give probabilities back. Moved up by more than its error it gives
-// numbers from 0 to 1 and not infinity.
+// numbers from 0 to 1 and not infinity. One that was held at the largest may lie below the scores: its row gets zeros.
 __device__ __forceinline__ float shifted_lse_log2(float lse) {
+  if (lse >= kLargestNatural) return infinity();
   const float lse_log2 = lse * kLog2E;
   return fabsf(lse_log2) > 16777216.0f ? fmaf(fabsf(lse_log2), 0x1p-22f, lse_log2) : lse_log2;
 }

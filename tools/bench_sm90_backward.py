@@ -5,8 +5,7 @@
     python3 tools/bench_sm90_backward.py --cases d128 --variants d128 --rounds 9 --no-check
 
 A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The
-order of a round is random; times are medians over rounds. In the times by role, a main kernel that casts is run again
-without preparation, and finds nothing left to cast. Gradients are checked against float64, the error bound being
+order of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being
 a small multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
 """
 
@@ -110,15 +109,10 @@ class Variant:
     scale_first: int = 0
     bulk_reduce: int = 0
     casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
-    casts_among: int = (
-        -1
-    )  # casting blocks among the items (1), behind them (0), as in the library (-1)
+    casts_among: int = 1  # 0: all casting blocks behind the items
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
-    ascends: int = (
-        0  # 1: query tiles upwards and head after head where the library takes the other order
-    )
 
     def config(self, **changes: Any) -> str:
         """Returns the members of Config as device code."""
@@ -188,22 +182,17 @@ def variants() -> list[Variant]:
             replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, casts=1),
             replace(
                 d128,
-                name=f"d128_{mask}_bulk_casts_{'behind' if band else 'among'}",
+                name=f"d128_{mask}_bulk_casts_behind",
                 bulk_reduce=1,
                 casts=1,
-                casts_among=1 - band,
+                casts_among=0,
             ),
             replace(
                 d192, name=f"d192_{mask}_apart_bulk_casts", dq_warpgroup=1, bulk_reduce=1, casts=1
             ),
             replace(d256, name=f"d256_{mask}_two"),
         ]
-        if band:
-            found += [
-                replace(d64, name="d64_band_bulk_up", bulk_reduce=1, ascends=1),
-                replace(d128, name="d128_band_bulk_up", bulk_reduce=1, ascends=1),
-            ]
-        else:
+        if not band:
             found += [
                 replace(d64, name="d64_softcap", softcap=1, tile_q=64),
                 replace(d128, name="d128_softcap", softcap=1),
@@ -313,7 +302,7 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "descends", "signals"),
+        *("wants_dk", "wants_dv", "signals"),
         *("cast_order." + name for name in CAST_ORDER),
         *PROBLEM_MEMBERS,
     ),
@@ -398,10 +387,7 @@ def cast_order(
     order |= {"tiles": tiles, "tickets": tickets}
     most = max(num_sms - 1, 1)
     others = items - section_items - 2 * num_sms
-    among = variant.casts_among
-    if among < 0:
-        among = variant.band or variant.lengths or variant.segments
-    if among and others > 0 and most >= 8:
+    if variant.casts_among and others > 0 and most >= 8:
         between = -(-others // (most - most * 3 // 8))
         passing = others // between
         warpgroups = 4 if variant.dq_warpgroup else 3
@@ -410,12 +396,6 @@ def cast_order(
             order |= {"leading_items": items - others, "items_between": between}
             order |= {"passing": passing, "tickets_of_passing": share}
     return order, order["passing"] + min(most - order["passing"], tickets)
-
-
-def descends(variant: Variant, case: Case) -> bool:
-    """Returns whether blocks walk query tiles from the last one down, as cc/cuda/backward_sm90.cc decides it."""
-    uneven = variant.band and case.left is None and case.right is not None
-    return bool(uneven and case.group > 1 and not variant.ascends)
 
 
 @dataclass
@@ -474,7 +454,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "tiles": tiles,
             "section_heads": heads_of_section,
             "rotation": variant.rotation,
-            "descends": descends(variant, case),
             "wants_dk": True,
             "wants_dv": True,
         }

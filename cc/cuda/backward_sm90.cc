@@ -139,26 +139,16 @@ int64_t full_sections(int64_t wanted, int64_t heads) {
   return best;
 }
 
-// Whether tiles of a head can differ in work.
-bool differs_in_work(const Config& config) { return config.band || config.lengths || config.segments || config.mask; }
-
 // Key/value heads of one section. Where tiles differ in work, as many as keep what their blocks read within a quarter of the
 // L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which in a causal
 // problem is twice the mean. Elsewhere one. tiles: items of a key/value head.
 int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
-  if (!differs_in_work(config)) return 1;
+  if (!config.band && !config.lengths && !config.segments && !config.mask) return 1;
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
   const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
   return full_sections(std::max(by_bytes, ceil_div(sm_count, tiles)), problem.batch * problem.num_kv_heads);
-}
-
-// Whether blocks of a key/value head share more in L2 when they walk its query tiles from the last one down, heads of the
-// group inside (sm90::can_descend): bands without a limit to the left, whose key tiles differ in the tiles that they visit.
-bool descends(const Problem& problem, const Config& config) {
-  const bool uneven = problem.band_left >= problem.kv_len && problem.band_right < problem.kv_len;
-  return sm90::can_descend(config) && uneven && problem.group_size() > 1;
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -284,7 +274,7 @@ int64_t add_casts(const Problem& problem, const BackwardBuffers& buffers, const 
   params.cast_order = sm90::cast_order({
       .items = static_cast<int32_t>(problem.batch * problem.num_kv_heads * params.tiles),
       .section_items = params.section_heads * params.tiles,
-      .in_order = differs_in_work(config) && !params.batch_fastest,
+      .in_order = !params.batch_fastest,
       .heads = static_cast<int32_t>(problem.batch * problem.num_heads),
       .tiles = static_cast<int32_t>(q_tiles),
       .warpgroups = sm90::backward_threads(config) / sm90::kWarpgroupThreads,
@@ -311,7 +301,6 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   const int sm_count = device_facts(plan.device_ordinal).sm_count;
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config, params.tiles, sm_count));
-  params.descends = descends(problem, config);
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                .num_threads = sm90::backward_threads(config),

@@ -42,8 +42,9 @@ _STATISTICS_ROWS = 128
 _LARGEST_UNSPLIT_HEAD_DIM = 128
 # Above this one there are no registers for a third.
 _LARGEST_FUSED_HEAD_DIM = 192
-# Whether blocks of the kernel that adds dq up also cast it (``Config::casts``), instead of a kernel behind it.
-_CASTS: contextvars.ContextVar[bool] = contextvars.ContextVar("casting blocks", default=False)
+# Whether blocks of the kernel that adds dq up also cast it (``Config::casts``), instead of a kernel behind it; None: by
+# the problem.
+_CASTS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("casting blocks", default=None)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -195,6 +196,19 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
     return direct
 
 
+def _casts_among_items(spec: Spec, tile: Tile) -> bool:
+    """Whether blocks among the items cast dq, where that was measured to gain.
+
+    At head dim 64 with a band and above 128 ptxas orders the kernel worse beside them.
+    """
+    forced = _CASTS.get()
+    if forced is not None:
+        return forced
+    if _has_step_terms(spec) or spec.mask is not None or spec.softcap > 0 or _splits(tile):
+        return False
+    return tile.head_dim == 128 or spec.band.unbounded
+
+
 def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     """Picks the tile of the kernels that own keys: with dq, as far as the head dims allow, or without it.
 
@@ -325,7 +339,8 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     fuses = not _splits(keys) or keys.dq_warpgroup
     fused = want_q and want_keys and not deterministic and fuses
     # Kernels that store ds are launched for some heads at a time.
-    keys = dataclasses.replace(keys, casts=_CASTS.get() and fused and not stores_ds)
+    casts = fused and not stores_ds and _casts_among_items(spec, keys)
+    keys = dataclasses.replace(keys, casts=casts)
 
     rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT

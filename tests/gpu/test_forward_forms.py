@@ -105,7 +105,7 @@ ROWS = [
     BASE.but("row-dropout", bias_form="b11s", dropout_rate=0.2),
     BASE.but("row-scale", bias_form="1n1s", scale=1.0),
     BASE.but("row-one-number", bias_form="bn11"),
-    BASE.but("row-few-queries", bias_form="1n1s", q_len=65, kv_len=700),
+    BASE.but("row-few-queries", bias_form="1n1s", batch=8, q_len=65, kv_len=700),
     BASE.but("row-grouped", bias_form="b11s", q_len=2048, num_heads=8, num_kv_heads=2),
     NARROW.but("row", bias_form="b11s", bias_dtype="float32"),
     NARROW.but("row-causal", bias_form="1n1s", is_causal=True, dtype="float16"),

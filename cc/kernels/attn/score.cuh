@@ -39,7 +39,7 @@ template <Element kElement, bool kNatural>
 __device__ __forceinline__ float add_bias(float s, float bias, float scale) {
   if constexpr (kNatural) return fmaf(s, scale, bias);
   if constexpr (kElement == Element::kF16) return fmaf(bias, kLog2E, s);
-  const float clamped = fminf(fmaxf(bias, -2.3e38f), 2.3e38f);
+  const float clamped = fminf(fmaxf(bias, -kLargestNatural), kLargestNatural);
   return fmaf(fabsf(bias) < infinity() ? clamped : bias, kLog2E, s);
 }
 

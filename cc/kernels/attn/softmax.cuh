@@ -120,7 +120,7 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
 // filled with the least finite bias.
 template <bool kNatural>
 __device__ __forceinline__ float natural_maximum(float row_max, float factor) {
-  return kNatural ? fminf(fmaxf(row_max, -2.3e38f), 2.3e38f) : row_max * factor * kLn2;
+  return kNatural ? fminf(fmaxf(row_max, -kLargestNatural), kLargestNatural) : row_max * factor * kLn2;
 }
 
 // Gives 1 / row_sum (0 for an empty row) and the natural logarithm of the sum of exponentials of one row.

@@ -9,6 +9,8 @@ namespace jattn {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
+// Finite biases and lse are held within it: times log2(e) they are then finite too.
+inline constexpr float kLargestNatural = 2.3e38f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 

@@ -72,12 +72,9 @@ template <Config C>
 __device__ __forceinline__ void backward_cast(const CastParams& params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned tile = shared_address(shared);
-  // Heads of the same rows in a row: blocks at work at the same time write whole rows of dq.
-  const int flat_tile = blockIdx.x / params.num_heads;
-  const int head = blockIdx.x - flat_tile * params.num_heads;
-  const int entry = flat_tile / params.tiles;
-  const int first = (flat_tile - entry * params.tiles) * C.tile_q;
-  const int flat_head = entry * params.num_heads + head;
+  const int flat_head = blockIdx.x / params.tiles;
+  const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
+  const int entry = flat_head / params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
   const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
   CastPart<C> part;
@@ -86,7 +83,7 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) {
-    store_cast<C>(tile, &params.dq, first, head, entry);
+    store_cast<C>(tile, &params.dq, first, flat_head - entry * params.num_heads, entry);
     wait_stores_read();
   }
 }

@@ -82,7 +82,7 @@ struct CastBlock {
       int done;
       while (true) {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(params.signals + kv_head) : "memory");
-        if (done >= params.tiles) break;
+        if (done == params.tiles) break;
         __nanosleep(100);
       }
     }

@@ -30,7 +30,6 @@ struct BackwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
   bool wants_dk, wants_dv;
-  bool descends;       // query tiles from the last one down, in each all query heads of the group; can_descend() only
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
   PackedMask mask;     // for the axis that the kernel owns; read if Config::mask
   bool batch_fastest;  // neighbouring blocks work on batch entries, not heads: they share tiles of a bias

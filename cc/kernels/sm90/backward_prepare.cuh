@@ -2,8 +2,7 @@
 // with rows that see no key; and zeros in the accumulator of dq and where items signal that they are done.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
-// head, heads of the same rows in a row: rows of out and dout hold one head after the other, so that blocks at work at the
-// same time read whole rows.
+// head, blocks of a head in a row.
 #pragma once
 
 #include "base/numeric.cuh"
@@ -27,8 +26,9 @@ __device__ __forceinline__ float dot_eight(uint4 x, uint4 y) {
 }
 
 // Far from 0 (a large bias) the lse is too coarse to give probabilities back. Moved up by more than its error it gives
-// numbers from 0 to 1 and not infinity.
+// numbers from 0 to 1 and not infinity. One that was held at the largest may lie below the scores: its row gets zeros.
 __device__ __forceinline__ float shifted_lse_log2(float lse) {
+  if (lse >= kLargestNatural) return infinity();
   const float lse_log2 = lse * kLog2E;
   return fabsf(lse_log2) > 16777216.0f ? fmaf(fabsf(lse_log2), 0x1p-22f, lse_log2) : lse_log2;
 }
@@ -40,11 +40,10 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   constexpr int kUnroll = 4;
   static_assert(kPasses % kUnroll == 0);
   const int blocks = int(params.rows_padded / kStatisticsRows);
-  const int flat_block = blockIdx.x / params.num_heads;
-  const int head = blockIdx.x - flat_block * params.num_heads;
-  const int entry = flat_block / blocks;
-  const int block = flat_block - entry * blocks;
-  const int flat_head = entry * params.num_heads + head;
+  const int flat_head = blockIdx.x / blocks;
+  const int block = blockIdx.x - flat_head * blocks;
+  const int entry = flat_head / params.num_heads;
+  const int head = flat_head - entry * params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
   const int column = threadIdx.x % kLanes * 8;
   const int first = block * kStatisticsRows + threadIdx.x / kLanes;

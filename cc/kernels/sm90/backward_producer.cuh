@@ -14,7 +14,6 @@ struct KeyProducer {
   static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
   // Rows that see no key may hold anything in q and dout; without these features there are none.
   static constexpr bool kEmptyRows = C.band || C.lengths || C.segments || C.mask || C.bias;
-  static constexpr bool kDescends = can_descend(C);
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -176,7 +175,6 @@ struct KeyProducer {
     }
     RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
     if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
-    if constexpr (kDescends) walk.descends = params.descends;
     const bool ends_early = end < item.first + C.tile_kv;
     bool has_padding = C.lengths && ends_early;
     walk.filter.template load<true>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
@@ -199,13 +197,6 @@ struct KeyProducer {
       return step;
     };
     const auto following = [&](Step step) {
-      if constexpr (kDescends) {
-        if (params.descends) {
-          step.head = step.head + 1 < heads_end ? step.head + 1 : first_head;
-          if (step.head == first_head) step.tile = walk.next();
-          return step;
-        }
-      }
       step.tile = walk.next();
       return step_from(step);
     };

@@ -53,13 +53,6 @@ JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
   return has_score_terms(config) || config.dropout;
 }
 
-// Key tiles of a causal problem have as many query tiles as lie behind their diagonal. Blocks of a key/value head that start
-// together stay together only if they begin with the tile that all of them visit, and finish it for every query head of the
-// group before the next: then L2 holds what they share. What belongs to a head must not cost a step much.
-JATTN_HOST_DEVICE constexpr bool can_descend(const Config& config) {
-  return has_index_band(config) && !config.mask && !has_step_terms(config);
-}
-
 // Bytes of one tile of a bias in shared memory, chunks of 64 keys, queries along rows; 0 if it is read where it lies.
 JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;

@@ -170,7 +170,7 @@ __device__ __forceinline__ WorkItem place_of_block(const BackwardParams& params,
   return work_item<kHeaviest>(block, heads, batch, params.tiles, 1, params.section_heads);
 }
 
-// Walks tiles upwards from position `start` of a range, round its end, or the same mirrored, leaving out those in which no pair is visible by
+// Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
 // segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same answer.
 template <Config C>
 struct RoundWalk {
@@ -183,7 +183,6 @@ struct RoundWalk {
   int position = 0;  // tiles looked at
   uint32_t hits = 0;
   int window = 0;  // position of bit 0 of `hits`
-  bool descends = false;
 
   // For a tile of the own axis of a query head.
   __device__ __forceinline__ void look_at_mask(const PackedMask& mask, int batch, int head, int own_tile) {
@@ -196,9 +195,8 @@ struct RoundWalk {
   __device__ __forceinline__ int state(int tile) const { return C.mask ? states[int64_t(tile) * state_stride] : 0; }
 
   __device__ __forceinline__ int tile_at(int index) const {
-    const int from_start = start + index;
-    const int place = from_start < count ? from_start : from_start - count;
-    return begin + (descends ? count - 1 - place : place);
+    const int from_begin = start + index;
+    return begin + (from_begin < count ? from_begin : from_begin - count);
   }
   __device__ __forceinline__ void restart() {
     position = 0;

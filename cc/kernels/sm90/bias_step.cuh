@@ -12,15 +12,12 @@
 
 #include "base/numeric.cuh"
 #include "sm90/shape.cuh"
+#include "sm90/softmax.cuh"
 #include "sm90/wgmma_shapes.cuh"
 
 namespace jattn::sm90 {
 
 inline constexpr int kBiasPartsBytes = 16;  // of a key: three parts and five zeros
-
-// Finite quotients are held below it, so that times the scale, at most kLargestScale, they stay finite in every base.
-// The least floats, as biases that hide keys, stay least.
-inline constexpr float kLargestQuotient = 0x1p126f;
 
 // The first two of the four words beside a key; the others are zero.
 struct BiasParts {

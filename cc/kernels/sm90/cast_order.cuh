@@ -25,15 +25,15 @@ inline constexpr int kTicketTiles = 4;
 struct CastProblem {
   int32_t items;
   int32_t section_items;  // of a section of heads (attn/schedule.cuh)
-  bool in_order;          // items of heads follow each other as the heads do in dq, and differ in work
+  bool in_order;          // items of heads follow each other as the heads do in dq
   int32_t heads, tiles;   // query heads of all batch entries; query tiles of one
   int32_t warpgroups;     // of a block
   int32_t sm_count;
 };
 
-// Where items differ in work, their order leaves a tail so short that the cast has to stand among them; a section and two items
-// for each multiprocessor later the heads of a section are done. Elsewhere the last items leave multiprocessors idle for
-// longer than the cast takes. Casting blocks may wait, so there are fewer of them than multiprocessors.
+// Among the items the cast runs beside products; behind them all multiprocessors would cast at once, bound by memory. A
+// section and two items for each multiprocessor later the heads of a section are done. Casting blocks may wait, so there are
+// fewer of them than multiprocessors.
 JATTN_HOST_DEVICE constexpr CastOrder cast_order(const CastProblem& problem) {
   const int64_t most = problem.sm_count > 2 ? problem.sm_count - 1 : 1;
   const int64_t leading = problem.section_items + int64_t{2} * problem.sm_count;

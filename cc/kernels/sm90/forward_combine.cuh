@@ -64,7 +64,8 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   }
   if (column == 0) {
     float lse = greatest + logf(total);
-    if (fabsf(lse) < infinity()) lse = fminf(fmaxf(lse, -2.3e38f), 2.3e38f);  // as OnlineSoftmax::bounded_lse
+    if (fabsf(lse) < infinity())
+      lse = fminf(fmaxf(lse, -kLargestNatural), kLargestNatural);  // as OnlineSoftmax::bounded_lse
     params.lse[row] = sees_keys ? lse : -infinity();
   }
   const float factor = sees_keys ? keys_part / total : 0.0f;

@@ -104,10 +104,14 @@ __device__ __forceinline__ bool all_below(const float (&s)[kCount], const int (&
   return max(most[0], most[1]) < __float_as_int(limit) && max(least[0], least[1]) < __float_as_uint(-limit);
 }
 
+// Finite quotients bias / scale are held below it, so that times the scale, at most kLargestScale, they stay finite in every
+// base. The least floats, as biases that hide keys, stay least.
+inline constexpr float kLargestQuotient = 0x1p126f;
+
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
   kRaw,        // products: by a positive scale_log2
-  kRawBiased,  // the same, bias / scale added: a score may be as large as kLargestQuotient (bias_step.cuh)
+  kRawBiased,  // the same, bias / scale added: a score may be as large as kLargestQuotient
   kLog2,       // by nothing
   kNatural,    // by log2(e); a score may be as large as any float (a bias)
 };
@@ -277,7 +281,11 @@ struct OnlineSoftmax {
 
   // The maximum that the sum refers to, in natural units.
   __device__ __forceinline__ float natural_max(int r) const {
-    if constexpr (kUnits == ScoreUnits::kRawBiased) return row_max[r] * scale;
+    // A quotient that was held says no more than that the score is large: of such rows the backward makes no probabilities.
+    if constexpr (kUnits == ScoreUnits::kRawBiased) {
+      const bool held = row_max[r] >= kLargestQuotient && row_max[r] < infinity();
+      return held ? kLargestNatural : row_max[r] * scale;
+    }
     return kUnits == ScoreUnits::kNatural ? row_max[r] : row_max[r] * unit() * kLn2;
   }
 
@@ -291,7 +299,7 @@ struct OnlineSoftmax {
 
   // A backward pass multiplies lse by log2(e), which must not turn a finite one into infinity.
   __device__ __forceinline__ static float bounded_lse(float lse) {
-    return fabsf(lse) < infinity() ? fminf(fmaxf(lse, -2.3e38f), 2.3e38f) : lse;
+    return fabsf(lse) < infinity() ? fminf(fmaxf(lse, -kLargestNatural), kLargestNatural) : lse;
   }
 
   // A backward pass computes scores from the bias itself: with an lse below them by 2^-22 of the bias, as bias_step.cuh

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_bias_step import FLOATS
-from test_document_tiles import KERNELS, SHIM
+from test_document_tiles import SHIM
 from test_slopes import MORE_SHIM
-from toolchain import require_host_compiler
+from toolchain import build_host_program
 
 MAIN = """
 #define exp2_fast exp2_of_device
@@ -85,12 +85,8 @@ COLUMNS, TILES = 8, 4
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = require_host_compiler()
-    folder = tmp_path_factory.mktemp("softmax")
-    (folder / "main.cc").write_text(SHIM + MORE_SHIM + MAIN)
-    command = [compiler, "-std=c++20", "-O1", "-w", "-ffp-contract=off", f"-I{KERNELS}"]
-    subprocess.run([*command, "-o", folder / "main", folder / "main.cc"], check=True)
-    return folder / "main"
+    text = SHIM + MORE_SHIM + MAIN
+    return build_host_program(text, tmp_path_factory.mktemp("softmax"), "-w", "-ffp-contract=off")
 
 
 def run(

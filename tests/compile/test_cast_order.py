@@ -7,9 +7,7 @@ only tickets of heads whose items went out some time before.
 import subprocess
 from pathlib import Path
 
-from toolchain import require_host_compiler
-
-KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
+from toolchain import build_host_program
 
 MAIN = """
 #include <algorithm>
@@ -84,12 +82,7 @@ int main() {
 
 
 def test_every_item_and_every_ticket_has_its_block(tmp_path: Path) -> None:
-    unit, program = tmp_path / "order.cc", tmp_path / "order"
-    unit.write_text(MAIN)
-    compiler = require_host_compiler()
-    subprocess.run(
-        [compiler, "-std=c++20", "-O1", f"-I{KERNELS}", str(unit), "-o", str(program)], check=True
-    )
+    program = build_host_program(MAIN, tmp_path)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     shapes, with_passing = map(int, done.stdout.split())

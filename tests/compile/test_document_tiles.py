@@ -10,9 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from toolchain import require_host_compiler
-
-KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
+from toolchain import build_host_program
 
 SHIM = """
 #include <algorithm>
@@ -138,12 +136,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = require_host_compiler()
-    folder = tmp_path_factory.mktemp("document_tiles")
-    (folder / "main.cc").write_text(SHIM + MAIN)
-    command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(folder / "main")]
-    subprocess.run([*command, str(folder / "main.cc")], check=True)
-    return folder / "main"
+    return build_host_program(SHIM + MAIN, tmp_path_factory.mktemp("document_tiles"), "-w")
 
 
 def answers(program: Path, problems: list[str]) -> list[list[int]]:

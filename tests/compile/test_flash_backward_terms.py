@@ -20,7 +20,6 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 TERMS = {name: terms for name, terms in test_flash_terms.TERMS.items() if name != "sinks"}
 TERMS["everything"] = {name: x for name, x in TERMS["everything"].items() if name != "sinks"}
 FORMS = {"fused": False, "two-kernels": True}
-KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 
 
 def attention_keys(spec: Spec, *, deterministic: bool) -> list[str]:
@@ -206,18 +205,8 @@ def shared_bytes(keys: list[str], folder: Path) -> list[int]:
             "}",
         ]
     )
-    source, binary = folder / "bytes.cc", folder / "bytes"
-    source.write_text(program)
-    command = [
-        toolchain.require_host_compiler(),
-        "-std=c++20",
-        f"-I{KERNELS}",
-        "-o",
-        str(binary),
-        str(source),
-    ]
-    subprocess.run(command, check=True)
-    done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
+    binary = toolchain.build_host_program(program, folder)
+    done = subprocess.run([binary], capture_output=True, text=True, check=True)
     return [int(line) for line in done.stdout.split()]
 
 

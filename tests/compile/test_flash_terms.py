@@ -1,7 +1,6 @@
 """What the Hopper forward kernel adds to scores costs registers, not spills, and leaves its products in flight."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -88,10 +87,7 @@ def test_products_stay_in_flight(
     term: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toolchain.require_nvrtc()
-    tool = toolchain.find_tool("cuobjdump")
-    if not tool:
-        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit")
-    monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
+    toolchain.require_cuobjdump(monkeypatch)
     code, _ = _core.compile_kernel(forward_key(problem((head_dim, head_dim), **TERMS[term])))
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(code)

@@ -116,8 +116,6 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "bias of pairs": (128, ROW | {"bias": FULL}),
 }
 
-KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
-
 
 def spec(*head_dims: int, **terms: object) -> Spec:
     """A problem of some heads."""
@@ -168,18 +166,8 @@ def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> N
         counted.append(flash_tiles.forward_shared_bytes(tile, problem))
     text = '#include <cstdio>\n#include "sm90/shape.cuh"\nusing namespace jattn;\n'
     text += "using namespace jattn::sm90;\nint main() {\n" + "\n".join(lines) + "\n}"
-    source, binary = tmp_path / "bytes.cc", tmp_path / "bytes"
-    source.write_text(text)
-    command = [
-        toolchain.require_host_compiler(),
-        "-std=c++20",
-        f"-I{KERNELS}",
-        "-o",
-        str(binary),
-        str(source),
-    ]
-    subprocess.run(command, check=True)
-    done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
+    binary = toolchain.build_host_program(text, tmp_path)
+    done = subprocess.run([binary], capture_output=True, text=True, check=True)
     assert [int(line) for line in done.stdout.split()] == counted
 
 
@@ -255,9 +243,7 @@ def test_a_row_of_the_bias_is_one_product_more(
     head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toolchain.require_nvrtc()
-    if not (tool := toolchain.find_tool("cuobjdump")):
-        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit")
-    monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
+    toolchain.require_cuobjdump(monkeypatch)
     loops = []
     for in_product in (False, True):
         with flash_tiles.forward_tile_changes(bias_in_product=in_product):

@@ -6,8 +6,8 @@ The unit is compiled by the host compiler; its threads are one after the other.
 import subprocess
 from pathlib import Path
 
-from test_document_tiles import KERNELS, SHIM
-from toolchain import require_host_compiler
+from test_document_tiles import SHIM
+from toolchain import build_host_program
 
 MORE_SHIM = """
 namespace jattn {
@@ -89,11 +89,8 @@ int main() {
 
 
 def test_every_score_has_its_distance(tmp_path: Path) -> None:
-    compiler = require_host_compiler()
-    (tmp_path / "main.cc").write_text(SHIM + MORE_SHIM + MAIN)
-    command = [compiler, "-std=c++20", "-O1", "-w", f"-I{KERNELS}", "-o", str(tmp_path / "main")]
-    subprocess.run([*command, str(tmp_path / "main.cc")], check=True)
-    done = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True)
+    program = build_host_program(SHIM + MORE_SHIM + MAIN, tmp_path, "-w")
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
     errors = [float(word) for word in done.stdout.split()]
     assert len(errors) == 2 * 7 * 5 * 8 * 2 * 3
     assert max(errors) < 2.0  # units of 2^-24: three roundings of half a unit and one of the sum

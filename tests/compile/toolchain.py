@@ -18,6 +18,7 @@ from jattn.masks import Band
 from jattn.spec import Spec
 
 MIN_NVCC = (12, 8)
+KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 HOT_SET_FILE = Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt"
 
 
@@ -119,6 +120,23 @@ def require_host_compiler() -> str:
     if not compiler:
         pytest.skip("needs a host compiler: c++, g++, or the one that CXX names")
     return compiler
+
+
+def build_host_program(text: str, folder: Path, *flags: str) -> Path:
+    """Compiles a program that includes headers of cc/kernels; skips without a compiler."""
+    compiler = require_host_compiler()
+    source, program = folder / "main.cc", folder / "main"
+    source.write_text(text)
+    command = [compiler, "-std=c++20", "-O1", *flags, f"-I{KERNELS}", "-o", program, source]
+    subprocess.run(command, check=True)
+    return program
+
+
+def require_cuobjdump(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts cuobjdump on PATH, where tools look for it; skips the test without one."""
+    if not (tool := find_tool("cuobjdump")):
+        pytest.skip("needs cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit")
+    monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def require_nvrtc() -> tuple[int, int]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_forward_forms import BASE, NARROW
 
 import jattn
 from jattn.backends import flash_backward_tiles
@@ -14,17 +15,6 @@ from jattn.testing import compare
 from jattn.testing.cases import Case
 from jattn.testing.run import run
 
-BASE = Case(
-    name="casts",
-    q_len=700,
-    kv_len=700,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    head_dim_v=128,
-    dtype="bfloat16",
-)
-NARROW = BASE.but("64", head_dim=64, head_dim_v=64)
 D192 = BASE.but("192", head_dim=192, head_dim_v=192)
 CASES = [
     BASE.but("full"),

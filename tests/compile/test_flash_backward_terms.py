@@ -1,5 +1,6 @@
 """What the Hopper backward kernels add to scores costs registers, not spills; Python counts shared memory alike."""
 
+import dataclasses
 import itertools
 import subprocess
 from pathlib import Path
@@ -38,10 +39,12 @@ COMPILED += [(term, "fused", dims) for term in TERMS for dims in ((128, 128), (1
 COMPILED += [(term, "fused", (256, 256)) for term in ("staged-bias", "direct-bias", "dropout-rows")]
 
 
-# Everything at once leaves a few registers short, and slopes by positions do at head dim 128 (32 bytes); they must
-# compile, and their products must not be serialised.
-def may_spill(term: str, head_dims: tuple[int, int]) -> bool:
-    return term == "everything" or (term, head_dims) == ("positions", (128, 128))
+# Bytes of registers that fused kernels may spill: a few are short with everything at once, or with slopes by positions.
+MOST_SPILLED = {
+    ("positions", (128, 128)): 40,
+    ("everything", (128, 128)): 96,
+    ("everything", (192, 192)): 16,
+}
 
 
 @pytest.mark.parametrize(("term", "form", "head_dims"), COMPILED, ids=str)
@@ -50,10 +53,12 @@ def test_no_spills(term: str, form: str, head_dims: tuple[int, int]) -> None:
     spec = test_flash_terms.problem(head_dims, **TERMS[term])
     for key in attention_keys(spec, deterministic=FORMS[form]):
         _, log = _core.compile_kernel(key)
-        faults = resources.read_log(key, log).faults
-        if may_spill(term, head_dims):
-            faults = tuple(x for x in faults if "spills" not in x and "stack" not in x)
-        assert faults == (), key
+        kernel = resources.read_log(key, log)
+        most = MOST_SPILLED.get((term, head_dims), 0) if "family=sm90_backward " in key else 0
+        if most:
+            assert max(kernel.spill_stores, kernel.spill_loads) <= most, key
+            kernel = dataclasses.replace(kernel, stack=0, spill_stores=0, spill_loads=0)
+        assert kernel.faults == (), key
 
 
 # Problems of kernels with a warpgroup for dq, and the reductions of a thread: 0 where a warp has bulk reductions.

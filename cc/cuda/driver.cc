@@ -112,10 +112,6 @@ std::string describe(CUresult result) {
                 text == nullptr ? "" : text);
 }
 
-void check(CUresult result, const std::string& what) {
-  if (result != 0) fail(Fault::kMachine, concat(what, ": ", describe(result)));
-}
-
 int current_device() {
   CUdevice device = 0;  // ordinals and handles are the same numbers, but nothing promises that: look it up
   const Driver& functions = driver();
@@ -138,10 +134,10 @@ const DeviceFacts& device_facts(int device_ordinal) {
   if (found != known.end()) return found->second;
   const Driver& functions = driver();
   CUdevice device = 0;
-  check(functions.cuDeviceGet(&device, device_ordinal), concat("cuDeviceGet of device ", device_ordinal));
+  check(functions.cuDeviceGet(&device, device_ordinal), "cuDeviceGet of device ", device_ordinal);
   const auto attribute = [&](int id) {
     int value = 0;
-    check(functions.cuDeviceGetAttribute(&value, id, device), concat("attribute of device ", device_ordinal));
+    check(functions.cuDeviceGetAttribute(&value, id, device), "attribute of device ", device_ordinal);
     return value;
   };
   DeviceFacts facts;

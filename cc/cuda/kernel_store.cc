@@ -171,14 +171,14 @@ void load(Entry& entry, int device_ordinal) {
     entry.kernel.handle = handle;
   }
   CUdevice device = 0;
-  check(functions.cuDeviceGet(&device, device_ordinal), concat("cuDeviceGet of device ", device_ordinal));
+  check(functions.cuDeviceGet(&device, device_ordinal), "cuDeviceGet of device ", device_ordinal);
   int static_shared_bytes = 0;
   check(functions.cuKernelGetAttribute(&static_shared_bytes, kFunctionStaticSharedBytes, entry.kernel.handle, device),
-        concat("loading for device ", device_ordinal));
+        "loading for device ", device_ordinal);
   // The limit only allows; what a launch gets, and so how many blocks fit, is what that launch asks for.
   const int limit_bytes = device_facts(device_ordinal).shared_bytes_per_block - static_shared_bytes;
   check(functions.cuKernelSetAttribute(kFunctionMaxDynamicSharedBytes, limit_bytes, entry.kernel.handle, device),
-        concat("allowing ", limit_bytes, " bytes of shared memory on device ", device_ordinal));
+        "allowing ", limit_bytes, " bytes of shared memory on device ", device_ordinal);
   entry.ready_devices.fetch_or(uint64_t{1} << device_ordinal, std::memory_order_release);
 }
 

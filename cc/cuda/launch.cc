@@ -57,7 +57,7 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, CUstr
 void fill_zero(void* address, int64_t num_bytes, CUstream stream) {
   if (num_bytes <= 0) return;
   check(driver().cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(address), 0, static_cast<size_t>(num_bytes), stream),
-        concat("filling ", num_bytes, " bytes with zero"));
+        "filling ", num_bytes, " bytes with zero");
 }
 
 }  // namespace jattn::cuda

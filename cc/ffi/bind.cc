@@ -1,41 +1,46 @@
 #include "ffi/bind.h"
 
+#include <algorithm>
 #include <array>
 #include <optional>
-#include <vector>
+#include <ostream>
+#include <utility>
+
+#include "core/require.h"
 
 namespace jattn::bind {
 namespace {
 
 using Dims = ffi::Span<const int64_t>;
 
-std::string text(Dims dims) {
-  std::string s = "(";
-  for (size_t i = 0; i < dims.size(); ++i) s += (i ? ", " : "") + std::to_string(dims[i]);
-  return s + ")";
-}
+// Extents as part of a message.
+struct Shape {
+  Dims dims;
+
+  friend std::ostream& operator<<(std::ostream& stream, const Shape& shape) {
+    stream << '(';
+    for (size_t i = 0; i < shape.dims.size(); ++i) stream << (i ? ", " : "") << shape.dims[i];
+    return stream << ')';
+  }
+};
 
 // Collects the first error; later checks are skipped, so that a decoder reads as a list of requirements.
 class Checker {
  public:
-  void require(bool holds, const std::string& message) {
-    if (!holds && error_.empty()) error_ = message;
+  // Messages are given in parts and joined when one is wanted: every call of a program runs all checks, and texts for
+  // nothing took 4 of the 5 us of a small forward call.
+  template <typename... Parts>
+  void require(bool holds, const Parts&... message) {
+    if (!holds && ok()) error_ = concat("jattn: ", message...);
   }
   void require_shape(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> want) {
     Dims dims = buffer.dimensions();
-    bool same = dims.size() == want.size();
-    size_t axis = 0;
-    std::string expected = "(";
-    for (int64_t extent : want) {
-      same = same && dims[axis] == extent;
-      expected += (axis++ ? ", " : "") + std::to_string(extent);
-    }
-    require(same, std::string("jattn: ") + name + " has shape " + text(dims) + ", must be " + expected + ")");
+    require(std::equal(dims.begin(), dims.end(), want.begin(), want.end()), name, " has shape ", Shape{dims},
+            ", must be ", Shape{{want.begin(), want.size()}});
   }
   void require_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType want) {
-    require(buffer.element_type() == want, std::string("jattn: ") + name + " has XLA element type " +
-                                               std::to_string(static_cast<int>(buffer.element_type())) + ", must be " +
-                                               std::to_string(static_cast<int>(want)));
+    require(buffer.element_type() == want, name, " has XLA element type ", static_cast<int>(buffer.element_type()),
+            ", must be ", static_cast<int>(want));
   }
   bool ok() const { return error_.empty(); }
   ffi::Error error() const { return ffi::Error(ffi::ErrorCode::kInvalidArgument, error_); }
@@ -58,8 +63,7 @@ template <typename T>
 T attribute(const ffi::Dictionary& spec, const char* name, Checker& check) {
   auto value = spec.get<T>(name);
   if (value.has_value()) return *value;
-  check.require(false, std::string("jattn: attribute spec.") + name +
-                           " is missing or has another type: " + value.error().message());
+  check.require(false, "attribute spec.", name, " is missing or has another type: ", value.error().message());
   return T{};
 }
 
@@ -99,8 +103,7 @@ void require_broadcastable(const char* name, const ffi::AnyBuffer& buffer, const
   const std::array<int64_t, 4> full{p.batch, p.num_heads, p.q_len, p.kv_len};
   bool fits = dims.size() == 4;
   for (size_t axis = 0; fits && axis < 4; ++axis) fits = dims[axis] == 1 || dims[axis] == full[axis];
-  check.require(fits, std::string("jattn: ") + name + " has shape " + text(dims) +
-                          ", must broadcast to (batch, heads, queries, keys)");
+  check.require(fits, name, " has shape ", Shape{dims}, ", must broadcast to (batch, heads, queries, keys)");
 }
 
 // Hands out the operands of a call one after another, so that their order stands in one place.
@@ -114,14 +117,14 @@ class Operands {
         return *buffer;
       }
     }
-    check_.require(false, std::string("jattn: operand ") + name + " (number " + std::to_string(index_) +
-                              ") is missing; the call has " + std::to_string(args_.size()) + " operands");
+    check_.require(false, "operand ", name, " (number ", index_, ") is missing; the call has ", args_.size(),
+                   " operands");
     return std::nullopt;
   }
   void step_back() { --index_; }
   void require_used_up() {
-    check_.require(index_ == args_.size(), "jattn: the call has " + std::to_string(args_.size()) +
-                                               " operands, but its attributes announce " + std::to_string(index_));
+    check_.require(index_ == args_.size(), "the call has ", args_.size(), " operands, but its attributes announce ",
+                   index_);
   }
 
  private:
@@ -134,9 +137,9 @@ void decode_qkv(Operands& operands, Problem& p, Checker& check) {
   auto q = operands.next("q"), k = operands.next("k"), v = operands.next("v");
   if (!check.ok()) return;
   Dims qd = q->dimensions(), kd = k->dimensions(), vd = v->dimensions();
-  check.require(qd.size() == 4 && kd.size() == 4 && vd.size() == 4, "jattn: q, k and v must have rank 4");
+  check.require(qd.size() == 4 && kd.size() == 4 && vd.size() == 4, "q, k and v must have rank 4");
   auto dtype = float_dtype(q->element_type());
-  check.require(dtype.has_value(), "jattn: q must be float16, bfloat16, float32 or float64");
+  check.require(dtype.has_value(), "q must be float16, bfloat16, float32 or float64");
   if (!check.ok()) return;
   p.dtype = *dtype;
   p.batch = qd[0], p.q_len = qd[1], p.num_heads = qd[2], p.head_dim = qd[3];
@@ -146,8 +149,8 @@ void decode_qkv(Operands& operands, Problem& p, Checker& check) {
   check.require_type("k", *k, q->element_type());
   check.require_type("v", *v, q->element_type());
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0,
-                "jattn: the number of query heads, " + std::to_string(p.num_heads) +
-                    ", must be a multiple of the number of key heads, " + std::to_string(p.num_kv_heads));
+                "the number of query heads, ", p.num_heads, ", must be a multiple of the number of key heads, ",
+                p.num_kv_heads);
   p.q = q->untyped_data(), p.k = k->untyped_data(), p.v = v->untyped_data();
 }
 
@@ -169,9 +172,7 @@ PerHead<T> decode_per_head(Operands& operands, const char* name, ffi::DataType t
   Dims dims = buffer->dimensions();
   const bool fits =
       dims.size() == 3 && (dims[0] == 1 || dims[0] == rows) && (dims[1] == 1 || dims[1] == heads) && dims[2] == words;
-  check.require(fits, std::string("jattn: ") + name + " has shape " + text(dims) + ", must be (1 or " +
-                          std::to_string(rows) + ", 1 or " + std::to_string(heads) + ", " + std::to_string(words) +
-                          ")");
+  check.require(fits, name, " has shape ", Shape{dims}, ", must be (1 or ", rows, ", 1 or ", heads, ", ", words, ")");
   check.require_type(name, *buffer, type);
   if (!check.ok()) return {};
   return {static_cast<const T*>(buffer->untyped_data()), dims[0] == 1 ? 0 : dims[1] * words, dims[1] == 1 ? 0 : words};
@@ -183,9 +184,8 @@ void decode_dropout(Operands& operands, const Attributes& a, Problem& p, Checker
   Dims dims = keys->dimensions();
   // The table of packed sequences has a row for each of them.
   const int64_t rows = a.dropout_rows && dims.size() > 0 ? dims[0] : p.batch;
-  check.require(!a.dropout_rows || (p.q_segments && p.q_positions),
-                "jattn: dropout by rows needs segments and positions");
-  check.require(rows > 0 || p.batch == 0, "jattn: dropout_keys has no rows");
+  check.require(!a.dropout_rows || (p.q_segments && p.q_positions), "dropout by rows needs segments and positions");
+  check.require(rows > 0 || p.batch == 0, "dropout_keys has no rows");
   operands.step_back();
   p.dropout_keys = decode_per_head<uint32_t>(operands, "dropout_keys", ffi::DataType::U32, rows, p.num_heads, 2, check);
   p.dropout_rate = decode_per_head<float>(operands, "dropout_rate", ffi::DataType::F32, p.batch, 1, 1, check);
@@ -201,7 +201,7 @@ void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checke
       require_broadcastable("bias", *bias, p, check);
       auto dtype = float_dtype(bias->element_type());
       check.require(dtype && (*dtype == p.dtype || (*dtype == DType::kF32 && p.dtype != DType::kF64)),
-                    "jattn: bias must have the dtype of q or float32");
+                    "bias must have the dtype of q or float32");
       if (check.ok()) p.bias = broadcast_tensor(*bias, *dtype);
     }
   }
@@ -239,14 +239,17 @@ ffi::DataType element_type(DType dtype) {
   return kTypes[static_cast<size_t>(dtype)];
 }
 
-std::vector<ffi::AnyBuffer> decode_results(ffi::RemainingRets rets, size_t count, Checker& check) {
-  std::vector<ffi::AnyBuffer> results;
-  check.require(rets.size() == count,
-                "jattn: the call has " + std::to_string(rets.size()) + " results, must have " + std::to_string(count));
-  for (size_t i = 0; check.ok() && i < count; ++i) {
+// The results of a call; without content if there is an error.
+template <size_t kCount>
+std::array<ffi::AnyBuffer, kCount> decode_results(ffi::RemainingRets rets, Checker& check) {
+  auto results = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return std::array{(static_cast<void>(kIndex), ffi::AnyBuffer(nullptr))...};
+  }(std::make_index_sequence<kCount>());
+  check.require(rets.size() == kCount, "the call has ", rets.size(), " results, must have ", kCount);
+  for (size_t i = 0; check.ok() && i < kCount; ++i) {
     auto result = rets.get<ffi::AnyBuffer>(i);
-    check.require(result.has_value(), "jattn: result " + std::to_string(i) + " is not a buffer");
-    if (check.ok()) results.push_back(**result);
+    check.require(result.has_value(), "result ", i, " is not a buffer");
+    if (check.ok()) results[i] = **result;
   }
   return results;
 }
@@ -271,7 +274,7 @@ ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::Remaining
   decode_qkv(operands, p, check);
   if (check.ok()) decode_optional(operands, attributes, p, check);
   operands.require_used_up();
-  std::vector<ffi::AnyBuffer> buffers = decode_results(rets, 3, check);
+  const std::array buffers = decode_results<3>(rets, check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   check.require_shape("out", buffers[0], {p.batch, p.q_len, p.num_heads, p.head_dim_v});
   check.require_type("out", buffers[0], element_type(p.dtype));
@@ -300,7 +303,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
   check.require_type("lse", *lse, lse_type(p));
   buffers.out = out->untyped_data(), buffers.lse = lse->untyped_data(), buffers.dout = dout->untyped_data();
 
-  std::vector<int64_t> bias_shape{0, 0, 0, 0};
+  std::array<int64_t, 4> bias_shape{};
   decode_optional(operands, attributes, p, check);
   if (p.bias.data) {
     const auto extent = [](int64_t stride, int64_t full) { return stride == 0 ? int64_t{1} : full; };
@@ -315,7 +318,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     }
   }
   operands.require_used_up();
-  std::vector<ffi::AnyBuffer> results = decode_results(rets, 5, check);
+  std::array results = decode_results<5>(rets, check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   const ffi::DataType type = element_type(p.dtype);
   buffers.dq = wanted("dq", results[0], type, {p.batch, p.q_len, p.num_heads, p.head_dim}, check);

@@ -317,12 +317,21 @@ def latency(page: Path) -> str:
             continue
         record = records.newest(ending)
         rows = [
-            [row["what"], *(_milliseconds(row["seconds"].get(who)) for who in ("jattn", "jax.nn"))]
+            [
+                row["what"] + _compiled(row.get("kernels", {})),
+                *(_milliseconds(row["seconds"].get(who)) for who in ("jattn", "jax.nn")),
+            ]
             for row in record.content["rows"]
         ]
         table = _format(["milliseconds", "jattn", "jax.nn"], rows)
         parts += [table, _caption(record, page, record.content["what"])]
     return "\n\n".join(["## Latency", *parts] if parts else [])
+
+
+def _compiled(kernels: dict[str, int]) -> str:
+    """How many kernels a figure contains the run-time compilation of; empty if none."""
+    [count] = kernels.values() or [0]
+    return f" ({count} {'kernel' if count == 1 else 'kernels'})" if count else ""
 
 
 def training(page: Path) -> str:

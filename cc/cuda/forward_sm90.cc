@@ -183,10 +183,20 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of ", config.tile_q,
                 " queries * parts of the keys is ", items, ", must be below 2^31");
 
+  const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
+  // How many tiles documents make is known to the device only, and may be more.
+  const int64_t blocks = config.schedule == kOneBlockPerItem ? items
+                         : config.documents                  ? num_sms
+                                                             : std::min(items, num_sms);
+
   auto* bytes = static_cast<char*>(scratch);
   if (config.schedule == kByCounter) {
-    params.next_item = reinterpret_cast<int32_t*>(bytes);
-    fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
+    // Blocks that run the item they start with and no other count nothing. To clear a counter for them would make two
+    // operations on the stream of a small call's one.
+    if (config.documents || items > blocks) {
+      params.next_item = reinterpret_cast<int32_t*>(bytes);
+      fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
+    }
     bytes += kScratchAlignment;
   }
   launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
@@ -241,13 +251,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
-  const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
   params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
-
-  // How many tiles documents make is known to the device only, and may be more.
-  const int64_t blocks = config.schedule == kOneBlockPerItem ? items
-                         : config.documents                  ? num_sms
-                                                             : std::min(items, num_sms);
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),

@@ -27,8 +27,8 @@ struct Shape {
 // Collects the first error; later checks are skipped, so that a decoder reads as a list of requirements.
 class Checker {
  public:
-  // Messages are given in parts and joined when one is wanted: every call of a program runs all checks, and texts for
-  // nothing took 4 of the 5 us of a small forward call.
+  // Messages are given in parts and joined when one is wanted: every execution runs all checks, and texts for nothing
+  // took 3.4 of its 4.0 us on the host forward, 5.5 of 6.5 us backward.
   template <typename... Parts>
   void require(bool holds, const Parts&... message) {
     if (!holds && ok()) error_ = concat("jattn: ", message...);

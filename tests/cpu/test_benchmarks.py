@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import jattn
 from benchmarks import arrays, check, cpu, cpu_tiles, latency, memory, report, timing
 from benchmarks.rivals import Rival, jax_contender
 from jattn import _core
+from jattn.call_plan import Kernel
 from jattn.testing.cases import Case
 
 CASE = next(cpu.grid([64], ["float32"]))
@@ -98,12 +101,77 @@ def test_records_say_how_they_were_made() -> None:
 @pytest.mark.parametrize("who", latency.WHO)
 def test_latency_has_a_figure_for_each_step(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "STEADY_CALLS", 2)
-    found = latency.child(who, "usual")
+    found = latency.child(who, "usual").seconds
     steps = ("trace and lower", "compile", "first call", "later calls")
     passes = ("forward", "forward+backward")
     assert {f"{step}, {name}" for step in steps for name in passes} <= set(found)
     assert {"import jax", "import, after jax"} <= set(found)
     assert all(seconds > 0 for seconds in found.values())
+
+
+def test_latency_of_an_unusual_problem_is_that_of_compiling_a_kernel() -> None:
+    """One for each pass: so its seconds are those of one kernel."""
+    listed = (Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt").read_text().splitlines()
+    built_in = {_core.canonical_kernel_key(line) for line in listed if line.startswith("family=")}
+    hopper = jattn.Device("cuda", arch=(9, 0))
+
+    def key_of(kernel: Kernel) -> str:
+        words = {"family": kernel.family} | kernel.choices
+        return _core.canonical_kernel_key(" ".join(f"{name}={x}" for name, x in words.items()))
+
+    def compiled(kind: str) -> list[list[str]]:
+        x = jax.ShapeDtypeStruct((1, 256, 8, latency.head_dim(kind)), "bfloat16")
+        found = jattn.explain(x, x, x, needs_grad=True, device=hopper, **latency.options(kind))
+        assert found.chosen == "flash"
+        return [
+            [kernel.family for kernel in each.kernels if key_of(kernel) not in built_in]
+            for each in found.passes
+        ]
+
+    assert compiled("usual") == [[], []]
+    assert compiled("unusual") == [["sm90_forward"], ["sm90_backward"]]
+    assert compiled("on disk") == compiled("unusual")
+
+
+@pytest.mark.parametrize(
+    ("kind", "origins"),
+    [
+        ("unusual", []),
+        ("unusual", ["embedded"]),
+        ("unusual", ["disk"]),
+        ("on disk", ["embedded"]),
+        ("on disk", ["disk", "nvrtc"]),
+    ],
+)
+def test_latency_of_kernels_from_elsewhere_is_an_error(kind: str, origins: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="measures nothing"):
+        latency.check_origins(kind, "compile, forward", origins)
+
+
+def test_latency_counts_the_kernels_that_a_figure_compiled() -> None:
+    latency.check_origins("unusual", "compile, forward", ["embedded", "nvrtc", "nvrtc"])
+    latency.check_origins("on disk", "compile, forward", ["embedded", "disk"])
+    samples = latency.Samples()
+    for seconds in (5.0, 3.0, 4.0):
+        found = latency.Found(
+            {"compile, forward": seconds, "import jax": 1.0}, {"compile, forward": 2}
+        )
+        samples.note("jattn", found, "compile", ", unusual problem")
+    samples.note(
+        "jax.nn", latency.Found({"compile, forward": 1.0}, {}), "compile", ", unusual problem"
+    )
+    assert samples.rows() == [
+        {
+            "what": "compile, forward, unusual problem",
+            "seconds": {"jattn": 4.0, "jax.nn": 1.0},
+            "kernels": {"jattn": 2},
+        },
+        {
+            "what": "compile, forward, unusual problem, each kernel",
+            "seconds": {"jattn": 2.0},
+            "kernels": {},
+        },
+    ]
 
 
 def test_memory_of_ours_grows_with_the_length_and_that_of_xla_with_its_square() -> None:

@@ -26,7 +26,8 @@ struct ItemQueue {
   // behind (causal, head_dim 256, 8192 keys on H200: 610 instead of 700 TFLOP/s).
   __device__ __forceinline__ void prefetch() {
     if constexpr (C.schedule == 2) {
-      if (threadIdx.x % 32 == 0) fetched = atomicAdd(params.next_item, 1);
+      const bool counted = C.documents || params.next_item != nullptr;
+      if (threadIdx.x % 32 == 0) fetched = counted ? atomicAdd(params.next_item, 1) : items;
     }
   }
 

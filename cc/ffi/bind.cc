@@ -28,7 +28,7 @@ struct Shape {
 class Checker {
  public:
   // Messages are given in parts and joined when one is wanted: every execution runs all checks, and texts for nothing
-  // took 3.4 of its 4.0 us on the host forward, 5.5 of 6.5 us backward.
+  // took 1.9 of its 2.5 us on the host forward, 2.9 of 3.9 us backward.
   template <typename... Parts>
   void require(bool holds, const Parts&... message) {
     if (!holds && ok()) error_ = concat("jattn: ", message...);

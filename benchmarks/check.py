@@ -25,6 +25,9 @@ Tensors = dict[str, jax.Array]
 # Multiples of the baseline's largest error; gradients of q and k pass through one more rounded operand.
 ERROR_FACTORS = {"out": 2.0, "dv": 2.0, "dq": 3.0, "dk": 3.0, "dbias": 3.0}
 ULPS = 2.0  # of the largest value wanted, for results whose baseline happens to be exact
+# For the oracle, which runs a few times and is not timed: on a GPU its products are cuBLAS's, at first choice, because
+# trying candidates out means compiling each of them.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +174,9 @@ def _solve(
         )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "softcap", "round_to"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "softcap", "round_to"), compiler_options=UNTUNED
+)
 def _textbook(
     q: jax.Array,
     k: jax.Array,

@@ -84,7 +84,7 @@ class Row:
 
 
 def time_steps(demo: ModuleType, config: Any, contender: str, kind: str, data: Any) -> Row:
-    """Trains a fresh model and times its steps, without the first two."""
+    """Trains a fresh model and times its steps, without the first two, from the end of one to the end of the next."""
     row = Row(config.head_dim, kind, contender)
     try:
         run = demo.train(attention_of(demo, contender, kind), config, config.steps, data)

@@ -187,13 +187,19 @@ class Attention:
     mask: Callable[[jax.Array], Mask]  # of the segment ids (B, T)
 
 
+@functools.cache
+def rotation(length: int, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns cosines and sines (length, 1, pairs) of rotary position embeddings; every layer takes the same."""
+    frequencies = 10_000.0 ** -np.linspace(0.0, 1.0, pairs, endpoint=False)
+    angles = np.arange(length)[:, None, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
 def rotated(
     function: AttentionFn, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
 ) -> jax.Array:
     """Attention with rotary position embeddings (arXiv:2104.09864), whoever computes it."""
-    frequencies = 10_000.0 ** -jnp.linspace(0.0, 1.0, query.shape[-1] // 2, endpoint=False)
-    angles = jnp.arange(query.shape[-3])[:, None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = rotation(query.shape[-3], query.shape[-1] // 2)
 
     def rotate(x: jax.Array) -> jax.Array:
         a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -241,9 +247,16 @@ class LanguageModel(nnx.Module):
         self.mask = attention.mask
         dtype = jnp.dtype(config.dtype)
         normal = nnx.initializers.normal
+        # A product with one-hot rows, not nnx.Embed: the gradient of a lookup scatters every byte of the batch into
+        # only 256 rows, which then wait for each other; that of a product is a product.
         # Bytes begin as large as what attention adds to them, or the first steps would only go into growing them.
-        self.embed = nnx.Embed(
-            VOCABULARY, config.features, dtype=dtype, embedding_init=normal(1.0), rngs=rngs
+        self.embed = nnx.Linear(
+            VOCABULARY,
+            config.features,
+            use_bias=False,
+            dtype=dtype,
+            kernel_init=normal(1.0),
+            rngs=rngs,
         )
         self.blocks = nnx.List(
             [Block(config, attention.function, rngs) for _ in range(config.layers)]
@@ -258,7 +271,7 @@ class LanguageModel(nnx.Module):
     ) -> jax.Array:
         mask = self.mask(segment_ids)
         dropout = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
-        x = self.embed(tokens)
+        x = self.embed(jax.nn.one_hot(tokens, VOCABULARY, dtype=self.embed.dtype))
         for block in self.blocks:
             x = block(x, mask, dropout)
         return self.logits(self.norm(x)).astype(jnp.float32)
@@ -272,7 +285,7 @@ def mean_loss(
 ) -> jax.Array:
     """Returns the cross-entropy (nats) of each document's bytes after its first, averaged over the batch."""
     logits = model(tokens[:, :-1], segment_ids[:, :-1], dropout_key)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    losses = optax.softmax_cross_entropy(logits, jax.nn.one_hot(tokens[:, 1:], VOCABULARY))
     weights = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != PADDING)
     return jnp.sum(losses, where=weights) / jnp.sum(weights)
 
@@ -334,7 +347,6 @@ def train(
     model = LanguageModel(config, attention, nnx.Rngs(config.seed))
     graph, parameters = nnx.split(model, nnx.Param)
     mesh = device_mesh(config)
-    parameters = spread(mesh, parameters)
     rows_sharding = NamedSharding(mesh, PartitionSpec("batch"))
     # The schedule is that of the whole run, also for a run that stops early.
     schedule = optax.warmup_cosine_decay_schedule(
@@ -345,44 +357,47 @@ def train(
         0.1 * config.learning_rate,
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-    optimizer_state = optimizer.init(parameters)
+    state = spread(mesh, (parameters, optimizer.init(parameters)))
+    # What a step returns lies as what it was given, so the next step finds the program compiled.
+    shardings = jax.tree_util.tree_map(lambda x: x.sharding, state)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(parameters, optimizer_state, tokens, segment_ids, key):  # type: ignore[no-untyped-def]
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
+    def step(state, tokens, segment_ids, number):  # type: ignore[no-untyped-def]
+        parameters, optimizer_state = state
+        key = jax.random.fold_in(jax.random.key(config.seed), number) if config.dropout else None
         loss, gradients = jax.value_and_grad(
-            lambda parameters: mean_loss(
-                nnx.merge(graph, parameters), tokens, segment_ids, key if config.dropout else None
-            )
+            lambda parameters: mean_loss(nnx.merge(graph, parameters), tokens, segment_ids, key)
         )(parameters)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
-        return optax.apply_updates(parameters, updates), optimizer_state, loss
+        return (optax.apply_updates(parameters, updates), optimizer_state), loss
 
     stream = batches(config, *data)
     jattn.reset_call_counters()
     losses: list[float] = []
-    seconds: list[float] = []
+    finished = [time.perf_counter()]
     with tqdm(
         total=steps, desc=f"{attention.name:<18}", unit="step", mininterval=0.5, file=sys.stderr
     ) as bar:
-        for number in range(steps):
-            tokens, segment_ids = jax.device_put(next(stream), rows_sharding)
-            key = jax.random.fold_in(jax.random.key(config.seed), number)
-            begin = time.perf_counter()
-            parameters, optimizer_state, loss = step(
-                parameters, optimizer_state, tokens, segment_ids, key
-            )
-            losses.append(float(loss))  # waits for the step
-            seconds.append(time.perf_counter() - begin)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-            bar.update()
-    # The first step compiles and the second may still touch fresh memory.
-    warm = seconds[2:] or seconds
+        before: jax.Array | None = None
+        # The loss of a step is asked for once the next step is under way, so that the device never waits for the host.
+        for number in range(steps + 1):
+            loss, before = before, None
+            if number < steps:
+                tokens, segment_ids = jax.device_put(next(stream), rows_sharding)
+                state, before = step(state, tokens, segment_ids, number)
+            if loss is not None:
+                losses.append(float(loss))  # waits for the step
+                finished.append(time.perf_counter())
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+                bar.update()
+    # From the end of one step to that of the next. The first compiles and the second may still touch fresh memory.
+    seconds = np.diff(finished)
     return Run(
         attention.name,
         np.array(losses),
-        np.array(warm),
+        seconds[2:] if steps > 2 else seconds,
         jattn.call_counters(),
-        nnx.merge(graph, jax.device_put(parameters, jax.devices()[0])),
+        nnx.merge(graph, jax.device_put(state[0], jax.devices()[0])),
     )
 
 
@@ -394,7 +409,8 @@ def held_out_loss(
     num_batches: int = 8,
 ) -> float:
     """Returns the loss of a trained model on other rows, its attention computed in the given way."""
-    graph, _ = nnx.split(LanguageModel(config, attention, nnx.Rngs(0)), nnx.Param)
+    shapes = nnx.eval_shape(lambda: LanguageModel(config, attention, nnx.Rngs(0)))
+    graph, _ = nnx.split(shapes, nnx.Param)
     _, parameters = nnx.split(trained, nnx.Param)
 
     @jax.jit
@@ -408,21 +424,25 @@ def held_out_loss(
 def generate(
     config: Config, model: LanguageModel, prompt: str, length: int, temperature: float
 ) -> str:
-    """Continues a prompt byte by byte. Bytes not written yet are padding, so one compiled step serves all lengths."""
+    """Continues a prompt byte by byte. Bytes not written yet are padding, so each is the same computation."""
     graph, parameters = nnx.split(model)
 
     @jax.jit
-    def step(parameters, tokens, count, key):  # type: ignore[no-untyped-def]
-        segment_ids = jnp.where(jnp.arange(config.seq_len) < count, 0, PADDING)[None]
-        logits = nnx.merge(graph, parameters)(tokens[None], segment_ids)[0, count - 1]
-        return tokens.at[count].set(jax.random.categorical(key, logits / temperature))
+    def write(parameters, tokens, first, end):  # type: ignore[no-untyped-def]
+        def step(count, tokens):  # type: ignore[no-untyped-def]
+            segment_ids = jnp.where(jnp.arange(config.seq_len) < count, 0, PADDING)[None]
+            logits = nnx.merge(graph, parameters)(tokens[None], segment_ids)[0, count - 1]
+            key = jax.random.fold_in(jax.random.key(config.seed), count)
+            return tokens.at[count].set(jax.random.categorical(key, logits / temperature))
 
-    prompt_bytes = np.frombuffer(prompt.encode(), np.uint8)
-    tokens = jnp.zeros(config.seq_len, jnp.int32).at[: len(prompt_bytes)].set(prompt_bytes)
+        return jax.lax.fori_loop(first, end, step, tokens)
+
+    prompt_bytes = np.frombuffer(prompt.encode(), np.uint8)[: config.seq_len]
+    tokens = np.zeros(config.seq_len, np.int32)
+    tokens[: len(prompt_bytes)] = prompt_bytes
     end = min(len(prompt_bytes) + length, config.seq_len)
-    for count in range(len(prompt_bytes), end):
-        tokens = step(parameters, tokens, count, jax.random.key(config.seed * 1_000_003 + count))
-    return bytes(np.asarray(tokens[:end], np.uint8)).decode(errors="replace")
+    tokens = np.asarray(write(parameters, tokens, len(prompt_bytes), end))
+    return bytes(tokens[:end].astype(np.uint8)).decode(errors="replace")
 
 
 # --- report -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
-from benchmarks import arrays, check, cpu, cpu_tiles, latency, memory, report, timing
+from benchmarks import accuracy, arrays, check, cpu, cpu_tiles, latency, memory, report, timing
 from benchmarks.rivals import Rival, jax_contender
 from jattn import _core
 from jattn.call_plan import Kernel
@@ -57,6 +57,33 @@ def test_a_solution_serves_all_contenders_of_a_problem() -> None:
     verdict = check.Expected(CASE, operands).judge(wrong)
     assert not verdict.passed
     assert [name for name, ratio in verdict.ratios.items() if ratio > 1] == ["dk"]
+
+
+def test_errors_of_normal_numbers_and_of_outliers_come_from_their_own_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accuracy, "BACKENDS", ("flash", "cpu"))
+    case = accuracy.problem("bfloat16", 64)
+    drawn = arrays.make(case)
+    operands = accuracy.with_outliers(drawn, first=accuracy.ENTRIES)
+    differs = np.asarray(operands.q != drawn.q).mean(axis=(1, 2, 3))
+    assert (differs[: accuracy.ENTRIES] == 0).all()
+    assert ((differs[accuracy.ENTRIES :] > 0) & (differs[accuracy.ENTRIES :] < 0.01)).all()
+
+    found = accuracy.measure(case, operands, ["jax-xla"])
+    assert found["jattn flash"] == "refused: PLATFORM"
+    halves = {"normal": (0, 1), "outliers": (2, 3)}
+    for inputs, entries in halves.items():
+        at = [(b, k) for b in entries for k in (0, case.num_kv_heads - 1)]
+        with jax.enable_x64(True):
+            solved = [
+                {h: check.solve(case, operands, *h, wide, rounded=rounded) for h in at}
+                for wide, rounded in (("float64", False), ("float32", True))
+            ]
+            assert found["textbook"][inputs] == check.errors(*solved)
+        for name in ("jattn cpu", "jax-xla"):
+            rms = found[name][inputs]["rms"]
+            assert all(1e-4 < rms[tensor] < 1e-2 for tensor in ("out", "dq", "dk", "dv")), name
 
 
 def test_a_call_that_fills_a_round_runs_once_a_round() -> None:

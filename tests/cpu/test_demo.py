@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import importlib.util
 import json
 import os
@@ -47,7 +49,7 @@ def run_demo(out: Path, *arguments: str, devices: int = 1) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, "examples/train_lm.py", *TINY, "--out", str(out), *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -67,21 +69,55 @@ def test_demo_trains_and_its_claims_hold(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_dropout_gives_the_same_curve_on_one_device_and_on_a_mesh(tmp_path: Path) -> None:
-    """Two by two virtual devices drop the weights that one drops; no dropout is another curve."""
-    losses = {}
+@dataclasses.dataclass(frozen=True)
+class ShortRun:
+    """A few steps of the demo: our losses, and how often each of its functions was compiled."""
+
+    losses: np.ndarray
+    compilations: collections.Counter[str]
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShortRun]:
+    """Runs on one device and on two by two virtual ones with dropout, and on one without."""
+    runs = {}
     for name, devices, arguments in (
         ("one", 1, ["--dropout", "0.3"]),
         ("mesh", 4, ["--dropout", "0.3", "--mesh", "2x2"]),
         ("none", 1, []),
     ):
-        short = ["--steps", "8", "--compare-steps", "1", "--sample-bytes", "1"]
-        finished = run_demo(tmp_path / name, *short, *arguments, devices=devices)
+        short = ["--steps", "8", "--compare-steps", "3", "--sample-bytes", "4"]
+        out = tmp_path_factory.mktemp(name)
+        finished = run_demo(out, *short, *arguments, devices=devices)
         assert "ok      loss curve of 'jattn reference'" in finished.stdout, finished.stderr
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        losses[name] = np.array(result["runs"]["jattn"]["losses"])
+        result = json.loads((out / "result.json").read_text())
+        compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.stderr)
+        runs[name] = ShortRun(
+            np.array(result["runs"]["jattn"]["losses"]), collections.Counter(compiled)
+        )
+    return runs
+
+
+def test_dropout_gives_the_same_curve_on_one_device_and_on_a_mesh(
+    short_runs: dict[str, ShortRun],
+) -> None:
+    """Two by two virtual devices drop the weights that one drops; no dropout is another curve."""
+    losses = {name: run.losses for name, run in short_runs.items()}
     assert np.abs(losses["one"] - losses["mesh"]).max() < 1e-5
     assert np.abs(losses["one"] - losses["none"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "runs"), [("one", 2), ("mesh", 2), ("none", 3)])
+def test_each_function_is_compiled_once_a_run(
+    name: str, runs: int, short_runs: dict[str, ShortRun]
+) -> None:
+    """With dropout two runs train, one with each backend of ours; four kinds of attention judge rows held out."""
+    compiled = short_runs[name].compilations
+    assert {n: compiled[n] for n in ("step", "loss", "write")} == {
+        "step": runs,
+        "loss": 4,
+        "write": 1,
+    }
 
 
 @pytest.mark.parametrize("holds", [True, False])

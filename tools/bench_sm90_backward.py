@@ -49,10 +49,10 @@ from sm90_bench import (
 
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first bulk_reduce casts".split()
+FLAGS = "band lengths segments softcap scale_first bulk_reduce casts take_turns".split()
 ORDER = (
-    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap scale_first "
-    "bulk_reduce casts"
+    "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule "
+    "scale_first bulk_reduce casts take_turns"
 ).split()
 
 
@@ -108,8 +108,10 @@ class Variant:
     softcap: int = 0
     scale_first: int = 0
     bulk_reduce: int = 0
+    schedule: int = 0  # 2: blocks take item after item, by a counter
     casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
-    casts_among: int = 1  # 0: all casting blocks behind the items
+    take_turns: int = 0
+    casts_among: int = 1  # 0: all casts behind the items
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -125,6 +127,7 @@ class Variant:
             "tile_kv": str(chosen.tile_kv),
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
+            "schedule": str(chosen.schedule),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -173,22 +176,29 @@ def variants() -> list[Variant]:
             replace(d64, name=f"d64_{mask}_red"),
             replace(d128, name=f"d128_{mask}_red"),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
+            replace(d64, name=f"d64_{mask}_bulk_items", bulk_reduce=1, schedule=2),
+            replace(d64, name=f"d64_{mask}_bulk_turns", bulk_reduce=1, schedule=2, take_turns=1),
+            replace(d64, name=f"d64_{mask}_red_turns", schedule=2, take_turns=1),
+            replace(d128, name=f"d128_{mask}_bulk_turns", bulk_reduce=1, schedule=2, take_turns=1),
+            replace(d64, name=f"d64_{mask}_bulk_both", bulk_reduce=1, schedule=2, casts=1, take_turns=1),
+            replace(d64, name=f"d64_{mask}_red_both", schedule=2, casts=1, take_turns=1),
+            replace(d128, name=f"d128_{mask}_bulk_both", bulk_reduce=1, schedule=2, casts=1, take_turns=1),
+            replace(d64, name=f"d64_{mask}_red_items", schedule=2),
+            replace(d128, name=f"d128_{mask}_bulk_items", bulk_reduce=1, schedule=2),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, casts=1),
-            replace(d64, name=f"d64_{mask}_red_casts", casts=1),
-            replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, casts=1),
+            replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, schedule=2, casts=1),
+            replace(d64, name=f"d64_{mask}_red_casts", schedule=2, casts=1),
+            replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, schedule=2, casts=1),
             replace(
                 d128,
                 name=f"d128_{mask}_bulk_casts_behind",
                 bulk_reduce=1,
+                schedule=2,
                 casts=1,
                 casts_among=0,
-            ),
-            replace(
-                d192, name=f"d192_{mask}_apart_bulk_casts", dq_warpgroup=1, bulk_reduce=1, casts=1
             ),
             replace(d256, name=f"d256_{mask}_two"),
         ]
@@ -201,6 +211,7 @@ def variants() -> list[Variant]:
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
     apart = replace(checked, head_dim=192, tile_kv=64, dq_warpgroup=1)
+    taking = replace(checked, bulk_reduce=1, schedule=2)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
     found += [
         replace(checked, name="check_f16", element="f16"),
@@ -218,21 +229,27 @@ def variants() -> list[Variant]:
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
-        replace(checked, name="check_casts", casts=1),
-        replace(checked, name="check_casts_f16", element="f16", bulk_reduce=1, casts=1),
-        replace(checked, name="check_casts_d64v128", head_dim=64, head_dim_v=128, casts=1),
+        replace(taking, name="check_casts", casts=1),
+        replace(taking, name="check_casts_f16", element="f16", casts=1, section_mib=0.2),
+        replace(taking, name="check_casts_d64v128", head_dim=64, head_dim_v=128, casts=1),
+        replace(taking, name="check_casts64_bulk", head_dim=64, tile_q=128, casts=1),
         replace(
-            checked,
+            taking,
             name="check_casts64",
             segments=1,
             head_dim=64,
             tile_q=128,
-            bulk_reduce=1,
+            bulk_reduce=0,
             casts=1,
             section_mib=0.2,
         ),
-        replace(apart, name="check_casts_apart", bulk_reduce=1, casts=1, section_mib=0.2),
-        replace(apart, name="check_casts_apart_f16", element="f16", segments=1, casts=1),
+        replace(taking, name="check_turns", casts=1, take_turns=1, section_mib=0.2),
+        replace(taking, name="check_turns64", head_dim=64, tile_q=128, casts=1, bulk_reduce=0, take_turns=1),
+        replace(taking, name="check_turns_segments", segments=1, take_turns=1),
+        replace(taking, name="check_items"),
+        replace(taking, name="check_items_f16", element="f16"),
+        replace(taking, name="check_items64", head_dim=64, tile_q=128, segments=1, bulk_reduce=0),
+        replace(taking, name="check_items_segments", segments=1, section_mib=0.2),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -302,7 +319,7 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "signals"),
+        *("wants_dk", "wants_dv", "signals", "numbers", "next_number"),
         *("cast_order." + name for name in CAST_ORDER),
         *PROBLEM_MEMBERS,
     ),
@@ -390,8 +407,7 @@ def cast_order(
     if variant.casts_among and others > 0 and most >= 8:
         between = -(-others // (most - most * 3 // 8))
         passing = others // between
-        warpgroups = 4 if variant.dq_warpgroup else 3
-        share = tickets * between // items // warpgroups
+        share = tickets * between // items // 2  # warpgroups that cast
         if share:
             order |= {"leading_items": items - others, "items_between": between}
             order |= {"passing": passing, "tickets_of_passing": share}
@@ -459,15 +475,18 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
         }
 
     order: dict[str, int] = {}
-    num_signals = case.batch * case.kv_heads + 1
+    num_signals = case.batch * case.kv_heads + 2
     signals = torch.full((num_signals,), 12345, device="cuda", dtype=torch.int32)
     keep.append(signals)
     blocks = case.batch * case.kv_heads * kv_tiles
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     if variant.casts:
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         section = section_heads(torch, variant, case, kv_tiles) * kv_tiles
         order, casting = cast_order(variant, case, blocks, section, num_sms)
         blocks += casting
+    numbers = blocks
+    if variant.schedule:
+        blocks = min(numbers, num_sms)
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
     launches["prepare"] = (
         "sm90::PrepareParams",
@@ -483,7 +502,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
             "rows_padded": rows_padded,
             "signals": signals.data_ptr(),
-            "num_signals": num_signals if variant.casts else 0,
+            "num_signals": num_signals if variant.casts or variant.schedule else 0,
             "accumulator_width": width,
             "q_len": case.q_len,
             "num_heads": case.heads,
@@ -501,7 +520,8 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
         )
         | {"cast_order." + name: value for name, value in order.items()}
         | ({"dq": driver.tensor_map(results["dq"], variant.tile_q)} if order else {})
-        | {"signals": signals.data_ptr()},
+        | {"signals": signals.data_ptr(), "numbers": numbers}
+        | {"next_number": signals.data_ptr() + 4 * (num_signals - 1)},
         blocks,
     )
     if variant.two_kernels:

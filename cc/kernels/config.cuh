@@ -52,7 +52,7 @@ struct Config {
   int key_splits = 1;       // forward_combine: the parts
   bool stores_ds = false;   // backward: gradients of the scores leave for memory in the place of a staged bias
   bool casts = false;       // backward: some blocks cast dq where its items are done (sm90/backward_casts.cuh)
-  bool take_turns = false;  // forward: consumer warpgroups start their products one after the other (sm90/turns.cuh)
+  bool take_turns = false;  // consumer warpgroups start their products one after the other (sm90/turns.cuh)
   bool cap_series =
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =

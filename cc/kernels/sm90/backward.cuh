@@ -31,16 +31,11 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
 
-  static_assert(!C.casts || (kFused && !C.stores_ds));
+  static_assert(!takes_items(C) || (kFused && !C.stores_ds && !kSplit));
+  static_assert(!C.casts || takes_items(C));
+  static_assert(!C.take_turns || (kFused && !kSplit));
 
   extern __shared__ __align__(1024) unsigned char shared[];
-  if constexpr (C.casts) {
-    const BlockRole role = role_of_block(params.cast_order, blockIdx.x);
-    if (role.item < 0) {
-      CastBlock<C>{params, shared, role.cast}.run();
-      return;
-    }
-  }
   auto& control = *reinterpret_cast<BackwardControl<C, false>*>(shared + kLayout.control);
   const unsigned tiles = shared_address(shared);
   if (threadIdx.x == 0) {
@@ -64,9 +59,6 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     release_registers<backward_producer_registers(C)>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) KeyProducer<C, kFused>{params, control, tiles}.run();
-    if constexpr (C.casts) {
-      if (warp == 1) signal_item<C>(params, control);
-    }
   } else if constexpr (has_dq_warpgroup(C)) {
     if (warpgroup == 1) {
       acquire_registers<kDvRegisters>();

@@ -93,7 +93,6 @@ struct GatherConsumer {
       add_dq(dq, params.dq_accumulator + step.accumulator_row * C.head_dim);
     }
     sync_consumers<kBackwardConsumers + 1>();  // the others' results take the place of k and v
-    tell_sums<C, 0>(false);
     if (C.bulk_reduce && lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 };

@@ -9,6 +9,7 @@
 #include "sm90/backward_casts.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
+#include "sm90/turns.cuh"
 
 namespace jattn::sm90 {
 
@@ -35,6 +36,15 @@ struct KeyConsumer {
   RingPosition<kLayout.bias_slots> bias_ring;
   unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
   float* staged = nullptr;  // where the part of dq in staging memory goes
+  unsigned staging_slot = 0;
+  BackwardItem finished;    // the item, once its tiles and record are let go
+
+  // A turn begins with the products of ds and p and ends when the next scores and dp are started. Their barriers come behind
+  // those of sync_warpgroup().
+  __device__ __forceinline__ Turns<C.take_turns, kBackwardConsumers, kFirstWarpgroupBarrier + kBackwardConsumers> turns()
+      const {
+    return {warpgroup};
+  }
 
   __device__ __forceinline__ int first_row() const { return warpgroup * kWarpgroupRows; }
   __device__ __forceinline__ unsigned q_address(int stage) const { return tiles + kLayout.q + stage * kQBytes; }
@@ -193,13 +203,14 @@ struct KeyConsumer {
 
   __device__ __forceinline__ unsigned staging_address() const {
     const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
-    return tiles + kLayout.staging + part * kPartFloats * 4;
+    return tiles + kLayout.staging + staging_slot * kLayout.staging_bytes + part * kPartFloats * 4;
   }
 
   // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as well.
   __device__ __forceinline__ void add_dq(const Dq& dq, float* target) {
     if constexpr (kFused && C.bulk_reduce) {
-      if (lane() == 0) wait_stores_read();
+      if constexpr (kLayout.staging_slots > 1) staging_slot ^= 1;
+      if (lane() == 0) wait_stores_read<kLayout.staging_slots - 1>();
       __syncwarp();
       const unsigned staging = staging_address();
 #pragma unroll
@@ -239,6 +250,14 @@ struct KeyConsumer {
     }
   }
 
+  // Frees the tiles of keys and the record of the item.
+  __device__ __forceinline__ void release_item() {
+    if constexpr (takes_items(C)) {
+      finished = control.item;
+      release_by_warp(&control.own_empty);
+    }
+  }
+
   // Returns the flags of the step.
   __device__ __forceinline__ int wait_queries() const {
     wait(&control.first_full[ring.index], ring.parity);
@@ -259,6 +278,7 @@ struct KeyConsumer {
       start_scores(s);
       wait_dout();
       start_dp(dp);
+      if (late_target != nullptr) turns().end();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -267,6 +287,7 @@ struct KeyConsumer {
       wait_products<0>();
       pin_registers(dp);
       finish_gradients(ds, s, dp);
+      turns().begin();
       start_dv(dv, p);
       give_gradients();
       find_warpgroup();
@@ -306,19 +327,23 @@ struct KeyConsumer {
       release_by_warpgroup(&control.first_empty[ring.index]);
       ++step;
     }
+    turns().end();
     if constexpr (kFused) {
       finish_reductions();
       Dq dq;
       start_late_dq(dq);
       wait_products<0>();
       pin_registers(dq);
+      if constexpr (takes_items(C)) release_by_warp(ds_empty(step - 1));
+      release_item();
       add_dq(dq, late_target);
     }
   }
 
-  // Keys beyond their length get 0. Both tiles of keys are free when both warpgroups have arrived.
+  // Keys beyond their length get 0. The results leave by places that both warpgroups have read for the last time when both
+  // have arrived: the tiles of keys, or those of ds and the staging of dq where the next item's keys are on their way.
   __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) const {
-    const BackwardItem item = control.item;  // read again: registers are short in the loop
+    const BackwardItem item = takes_items(C) ? finished : control.item;  // not kept: registers are short in the loop
     const int first = item.first + first_row();
     float dk_factor[2], dv_factor[2];
 #pragma unroll
@@ -329,28 +354,71 @@ struct KeyConsumer {
     }
     sync_consumers();
     const bool exists = first < params.problem.kv_len;
-    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + kLayout.v, first_row(), warpgroup,
-                                                       &params.dv, exists && params.wants_dv, first, item.head,
+    const bool wants_dk = exists && params.wants_dk, wants_dv = exists && params.wants_dv;
+    constexpr int kBlockBytes = C.tile_kv * kChunkRowBytes;
+    constexpr int kDkOffset = num_chunks(C.head_dim_v) * kBlockBytes;
+    constexpr bool kDkBesideDv = kDkOffset + num_chunks(C.head_dim) * kBlockBytes <= 2 * kDsBytes;
+    static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (kDkBesideDv || C.bulk_reduce)));
+    // A warpgroup's rows of ds, which nobody else writes.
+    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + (takes_items(C) ? kLayout.ds : kLayout.v),
+                                                       first_row(), warpgroup, &params.dv, wants_dv, first, item.head,
                                                        item.batch);
-    store_gradient<C.element, C.tile_kv, C.head_dim>(dk, dk_factor, tiles + kLayout.k, first_row(), warpgroup,
-                                                     &params.dk, exists && params.wants_dk, first, item.head,
-                                                     item.batch);
-    tell_sums<C, 2>(warpgroup_thread() == 0);
-    if (lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
+    if constexpr (takes_items(C) && !kDkBesideDv) {
+      // The part of the staging that the reductions of this warpgroup read.
+      if (lane() == 0) wait_stores_read();
+      sync_warpgroup(warpgroup);
+      store_gradient<C.element, kWarpgroupRows, C.head_dim>(
+          dk, dk_factor, tiles + kLayout.staging + warpgroup * tile_bytes(kWarpgroupRows, C.head_dim), 0, warpgroup,
+          &params.dk, wants_dk, first, item.head, item.batch);
+    } else {
+      store_gradient<C.element, C.tile_kv, C.head_dim>(
+          dk, dk_factor, tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k), first_row(), warpgroup,
+          &params.dk, wants_dk, first, item.head, item.batch);
+    }
+    signal_sums<C, 2>(params, item, warpgroup_thread() == 0);
+  }
+
+  // What leaves shared memory must have been read before that is written again, or the block ends.
+  __device__ __forceinline__ void wait_results_read() const {
+    if (lane() == 0) wait_stores_read();
+    if constexpr (takes_items(C)) sync_warpgroup(warpgroup);
   }
 
   __device__ __forceinline__ void run() {
-    Dk dk;
-    Dv dv;
+    turns().start();
+    for (unsigned number = 0;; ++number) {
+      wait(&control.own_full, number & 1);
+      if constexpr (takes_items(C)) {
+        wait_results_read();
+        if (control.item.first == kNoItem) break;
+      }
+      if constexpr (C.casts) {
+        if (control.item.first == kCast) {
+          release_item();
+          CastDuty<C>{params, control, tiles, warpgroup}.run(finished.head);
+          continue;
+        }
+      }
+      Dk dk;
+      Dv dv;
 #pragma unroll
-    for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
+      for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
-    wait(&control.own_full, 0);
-    if (control.item.runs) visit(dk, dv);
-    finish_reductions();
-    find_warpgroup();
-    write(dk, dv);
+      for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
+      if (control.item.runs) {
+        visit(dk, dv);
+      } else {
+        release_item();
+      }
+      finish_reductions();
+      find_warpgroup();
+      write(dk, dv);
+      if constexpr (!takes_items(C)) {
+        wait_results_read();
+        break;
+      }
+    }
+    turns().finish();
   }
 };
 

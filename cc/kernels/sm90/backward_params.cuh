@@ -37,9 +37,12 @@ struct BackwardParams {
   TensorMap ds;  // axes (S, T, query heads of the launch or all, B), box (64, tile_q, 1, 1)
   int32_t first_kv_head, launched_kv_heads;
   int32_t first_ds_head;  // query head that stands first in ds
+  // Config::schedule 2
+  int32_t numbers;       // that blocks take: of items and of casts
+  int32_t* next_number;  // taken beside the first of each block; zeroed by backward_prepare
   // Config::casts
   CastOrder cast_order;
-  int32_t* signals;  // [B, K]: 1 for every finished item; then the next ticket. Zeroed by backward_prepare
+  int32_t* signals;  // [B, K]: 1 for every warp of a finished item; then the next ticket. Zeroed by backward_prepare
 };
 
 // backward_dbias.cuh

@@ -21,6 +21,7 @@ struct KeyProducer {
   RingPosition<C.stages> ring{0, 1};
   RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   unsigned landed_parity = 0;
+  unsigned own_parity = 1;
   int terms_head = -1;      // query head of the records in control.terms
   int terms_unwritten = 0;  // stages whose record is still another
 
@@ -36,7 +37,7 @@ struct KeyProducer {
     Barrier* target = has_padding ? &control.landed : &control.own_full;
     constexpr int kBytes = tile_bytes(C.tile_kv, C.head_dim) + tile_bytes(C.tile_kv, C.head_dim_v);
     if (leads()) {
-      arrive_and_expect_bytes(target, kBytes);
+      expect_bytes(target, kBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + kLayout.k, &params.k, target, item.first, item.head, item.batch);
       load_tile<C.tile_kv, C.head_dim_v>(tiles + kLayout.v, &params.v, target, item.first, item.head, item.batch);
     }
@@ -51,6 +52,8 @@ struct KeyProducer {
       load_positions<C.tile_kv>(control.own_positions, params.problem.kv_positions, item.batch, item.first,
                                 params.problem.kv_len);
     }
+    __syncwarp();
+    if (leads()) arrive(target);
     if (has_padding) {
       wait_landed();
       const auto is_padding = [&](int row) {
@@ -64,6 +67,20 @@ struct KeyProducer {
       if (leads()) arrive(&control.own_full);
     }
     __syncwarp();
+  }
+
+  // Gives the consumers an item when they have let go of the one before.
+  __device__ __forceinline__ void start_item(const BackwardItem& item, bool has_padding) {
+    if constexpr (takes_items(C)) {
+      wait(&control.own_empty, own_parity);
+      own_parity ^= 1;
+    }
+    if (leads()) control.item = item;
+    if (item.runs) {
+      load_keys(item, has_padding);
+    } else if (leads()) {
+      arrive(&control.own_full);
+    }
   }
 
   struct Step {
@@ -164,9 +181,11 @@ struct KeyProducer {
     ring.advance();
   }
 
-  __device__ __forceinline__ void run() {
+  // is_first: of the block.
+  __device__ __forceinline__ void run_item(int number, bool is_first) {
     const ProblemParams& problem = params.problem;
-    const WorkItem place = place_of_block<C, Heaviest::kFirst>(params, problem.num_kv_heads);
+    const WorkItem place = place_of_item<C, Heaviest::kFirst>(params, problem.num_kv_heads, number);
+    terms_head = -1;
     BackwardItem item = backward_item<C>(params, place, place.tile * C.tile_kv);
     const int end = min(item.first + C.tile_kv, item.kv_length);
     TileRange range{0, 0, 0, 0};
@@ -221,20 +240,47 @@ struct KeyProducer {
     Step step{first_head, walk.next(), 0};
     if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
-    if (leads()) control.item = item;
-    if (!item.runs) {
-      if (leads()) arrive(&control.own_full);
-      return;
-    }
-    load_keys(item, has_padding);
+    // Tiles of queries go where the item before has left room, before its consumers let go of its keys.
+    int ahead = is_first ? 0 : C.stages;
     bool empty_rows = has_empty_rows(step);
     while (step.tile >= 0) {
+      if (ahead-- == 0) start_item(item, has_padding);
       const Step next = following(step);
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
       if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
       load_queries(item, step, flags, empty_rows);
       step = next;
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for
+    }
+    if (ahead >= 0) start_item(item, has_padding);
+  }
+
+  // Tells the consumers of something else than an item: kNoItem or kCast.
+  __device__ __forceinline__ void start_other(int kind, int number) {
+    BackwardItem item{};
+    item.first = kind;
+    item.head = number;
+    start_item(item, false);
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (!takes_items(C)) {
+      run_item(blockIdx.x, true);
+    } else {
+      int number = blockIdx.x;
+      while (number < params.numbers) {
+        Duty duty{number, -1};
+        if constexpr (C.casts) duty = duty_of(params.cast_order, number);
+        if (duty.item >= 0) {
+          run_item(duty.item, number == blockIdx.x);
+        } else {
+          start_other(kCast, duty.cast);
+        }
+        int taken = 0;
+        if (leads()) taken = atomicAdd(params.next_number, 1);
+        number = gridDim.x + __shfl_sync(~0u, taken, 0);
+      }
+      start_other(kNoItem, 0);
     }
   }
 };

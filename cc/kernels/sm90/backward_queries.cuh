@@ -122,7 +122,7 @@ struct QueryProducer {
 
   __device__ __forceinline__ void run() {
     const ProblemParams& problem = params.problem;
-    const WorkItem place = place_of_block<C, Heaviest::kLast>(params, problem.num_heads);
+    const WorkItem place = place_of_item<C, Heaviest::kLast>(params, problem.num_heads, blockIdx.x);
     BackwardItem item = backward_item<C>(params, place, place.tile * C.tile_q);
     const int end = min(item.first + C.tile_q, item.q_length);
     TileRange range{0, 0, 0, 0};

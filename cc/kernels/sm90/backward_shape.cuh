@@ -25,6 +25,10 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
   return config.head_dim > 128 || config.head_dim_v > 128;
 }
 
+// Blocks stay and take item after item, by a counter: the tiles of the next item are copied while the results of the last one
+// leave. Told by Config::schedule, 2 as in the forward pass.
+JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
+
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at positions
 // and segments does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
@@ -67,7 +71,8 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
   const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
   const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
-  return positions + mask + terms + barriers;
+  const int tickets = config.casts ? 16 : 0;
+  return positions + mask + terms + barriers + tickets;
 }
 
 // Barriers, headers, statistics, ids: everything but the tiles.
@@ -76,7 +81,7 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
   const int owned = owns_queries ? config.tile_q : config.tile_kv;
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
-  const int barriers = 8 * (2 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
+  const int barriers = 8 * (3 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
   const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
   return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *
@@ -87,6 +92,8 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
 struct KeyLayout {
   int k, v, q, dout, exchange, ds, staging, bias, control, bytes;
   int bias_slots;  // a bias tile is needed for the shortest part of a step, so one slot where memory is short
+  int staging_slots;  // of parts of dq: sums take longer to reach memory than a step, so two where there is room
+  int staging_bytes;  // of one
 };
 
 // fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by thread.
@@ -99,8 +106,12 @@ JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fuse
   layout.exchange = layout.dout + config.stages * tile_bytes(config.tile_q, config.head_dim_v);
   layout.ds = layout.exchange + (splits_gradients(config) ? two_tiles : 0);
   layout.staging = layout.ds + (fused ? two_tiles : 0);
-  layout.bias = layout.staging + (fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0);
   const int control_bytes = backward_control_bytes(config, false), bias_bytes = bias_tile_bytes(config);
+  layout.staging_bytes = fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0;
+  const bool has_room =
+      layout.staging + 2 * layout.staging_bytes + bias_bytes + control_bytes <= kMaxSharedBytes;
+  layout.staging_slots = has_room && !splits_gradients(config) ? 2 : 1;
+  layout.bias = layout.staging + layout.staging_slots * layout.staging_bytes;
   layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
   layout.control = layout.bias + layout.bias_slots * bias_bytes;
   layout.bytes = layout.control + control_bytes;

@@ -42,6 +42,8 @@ struct BackwardItem {
   int upper_offset, lower_offset;
   bool runs;  // there is a tile to visit
 };
+// As BackwardItem::first: the block is done; it casts, by the number in BackwardItem::head.
+inline constexpr int kNoItem = -1, kCast = -2;
 
 // What the scores of a step need beside the products; of one batch entry and query head.
 struct alignas(16) StepTerms {
@@ -82,6 +84,9 @@ template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
 };
+struct CastTicketsPart {
+  alignas(16) int cast_tickets[kBackwardConsumers];
+};
 template <int kKind>
 struct NoPart {};
 
@@ -109,13 +114,16 @@ template <Config C>
 using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.stages>, NoPart<3>>;
 template <Config C>
 using DqStepsOf = Conditional<has_dq_warpgroup(C), DqStepsPart, NoPart<4>>;
+template <Config C>
+using CastTicketsOf = Conditional<C.casts, CastTicketsPart, NoPart<5>>;
 
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
                                      PositionsOf<C, kOwnsQueries>,
                                      BiasBarriersOf<C>,
-                                     DqStepsOf<C> {
+                                     DqStepsOf<C>,
+                                     CastTicketsOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -124,7 +132,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   int ids[C.segments ? C.stages : 1][C.segments ? (kOwnsQueries ? C.tile_kv : C.tile_q) : 1];
   StepHeader headers[C.stages];
   BackwardItem item;
-  Barrier own_full;  // the tiles that the block owns
+  Barrier own_full, own_empty;  // the tiles that the block owns, and the record of its item
   Barrier landed;    // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
@@ -151,23 +159,22 @@ __device__ __forceinline__ Band band_of(const BackwardItem& item) {
   return {-item.lower_offset, item.upper_offset - 1, 0};
 }
 
-// Whose turn a block is: heads of a batch entry follow each other, or batch entries of a head where these share a bias.
+// Where an item is: heads of a batch entry follow each other, or batch entries of a head where these share a bias.
 template <Config C, Heaviest kHeaviest>
-__device__ __forceinline__ WorkItem place_of_block(const BackwardParams& params, int heads) {
+__device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, int heads, int number) {
   const int batch = params.problem.batch;
   if constexpr (C.stores_ds) heads = params.launched_kv_heads;
   const int first_head = C.stores_ds ? params.first_kv_head : 0;
-  const int block = C.casts ? role_of_block(params.cast_order, blockIdx.x).item : int(blockIdx.x);
   if constexpr (C.bias) {
     if (params.batch_fastest) {
-      const WorkItem turned = work_item<kHeaviest>(block, batch, heads, params.tiles, 1, params.section_heads);
+      const WorkItem turned = work_item<kHeaviest>(number, batch, heads, params.tiles, 1, params.section_heads);
       return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
     }
-    WorkItem place = work_item<kHeaviest>(block, heads, batch, params.tiles, 1, params.section_heads);
+    WorkItem place = work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads);
     place.head += first_head;
     return place;
   }
-  return work_item<kHeaviest>(block, heads, batch, params.tiles, 1, params.section_heads);
+  return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads);
 }
 
 // Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
@@ -320,6 +327,7 @@ template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
                                              int bias_readers) {
   init_barrier(&control.own_full, 1);
+  init_barrier(&control.own_empty, kBackwardConsumers * kWarpgroupThreads / 32);
   init_barrier(&control.landed, 1);
   for (int stage = 0; stage < C.stages; ++stage) {
     init_barrier(&control.first_full[stage], 1);

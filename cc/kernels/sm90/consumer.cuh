@@ -110,7 +110,10 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ Turns<C> turns() const { return {warpgroup}; }
+  // Their barriers come behind those of sync_warpgroup().
+  __device__ __forceinline__ Turns<C.take_turns, num_consumers(C), 1 + num_consumers(C)> turns() const {
+    return {warpgroup};
+  }
 
   // Starts the products of a turn: the scores of the tile at hand and, from the p of the tile before, the output.
   // between: what stands between the two.

@@ -49,10 +49,10 @@ from sm90_bench import (
 
 STATISTICS_ROWS = 128
 
-FLAGS = "band lengths segments softcap scale_first bulk_reduce casts take_turns".split()
+FLAGS = "band lengths segments softcap scale_first bulk_reduce take_turns".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule "
-    "scale_first bulk_reduce casts take_turns"
+    "scale_first bulk_reduce take_turns"
 ).split()
 
 
@@ -109,9 +109,7 @@ class Variant:
     scale_first: int = 0
     bulk_reduce: int = 0
     schedule: int = 0  # 2: blocks take item after item, by a counter
-    casts: int = 0  # blocks of the main kernel cast dq: no kernel for that behind it
     take_turns: int = 0
-    casts_among: int = 1  # 0: all casts behind the items
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -153,7 +151,7 @@ class Variant:
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
-        elif not self.casts:
+        else:
             found["cast"] = Unit(
                 "backward_cast",
                 f".element = {element}, .head_dim = {self.head_dim}, .tile_q = {self.tile_q}",
@@ -176,30 +174,21 @@ def variants() -> list[Variant]:
             replace(d64, name=f"d64_{mask}_red"),
             replace(d128, name=f"d128_{mask}_red"),
             replace(d128, name=f"d128_{mask}_bulk", bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_bulk_items", bulk_reduce=1, schedule=2),
-            replace(d64, name=f"d64_{mask}_bulk_turns", bulk_reduce=1, schedule=2, take_turns=1),
-            replace(d64, name=f"d64_{mask}_red_turns", schedule=2, take_turns=1),
-            replace(d128, name=f"d128_{mask}_bulk_turns", bulk_reduce=1, schedule=2, take_turns=1),
-            replace(d64, name=f"d64_{mask}_bulk_both", bulk_reduce=1, schedule=2, casts=1, take_turns=1),
-            replace(d64, name=f"d64_{mask}_red_both", schedule=2, casts=1, take_turns=1),
-            replace(d128, name=f"d128_{mask}_bulk_both", bulk_reduce=1, schedule=2, casts=1, take_turns=1),
-            replace(d64, name=f"d64_{mask}_red_items", schedule=2),
-            replace(d128, name=f"d128_{mask}_bulk_items", bulk_reduce=1, schedule=2),
+            *(
+                replace(
+                    base,
+                    name=f"d{base.head_dim}_{mask}_{'bulk' if bulk else 'red'}_{tag}",
+                    bulk_reduce=bulk,
+                    schedule=2,
+                    take_turns=turns,
+                )
+                for base, bulk in ((d64, 0), (d64, 1), (d128, 1))
+                for tag, turns in (("items", 0), ("turns", 1))
+            ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
             replace(d192, name=f"d192_{mask}_apart_bulk", dq_warpgroup=1, bulk_reduce=1),
-            replace(d64, name=f"d64_{mask}_bulk_casts", bulk_reduce=1, schedule=2, casts=1),
-            replace(d64, name=f"d64_{mask}_red_casts", schedule=2, casts=1),
-            replace(d128, name=f"d128_{mask}_bulk_casts", bulk_reduce=1, schedule=2, casts=1),
-            replace(
-                d128,
-                name=f"d128_{mask}_bulk_casts_behind",
-                bulk_reduce=1,
-                schedule=2,
-                casts=1,
-                casts_among=0,
-            ),
             replace(d256, name=f"d256_{mask}_two"),
         ]
         if not band:
@@ -211,7 +200,7 @@ def variants() -> list[Variant]:
     # For the checks: other types, shapes and features.
     checked = Variant("", band=1, lengths=1)
     apart = replace(checked, head_dim=192, tile_kv=64, dq_warpgroup=1)
-    taking = replace(checked, bulk_reduce=1, schedule=2)
+    taking = replace(checked, bulk_reduce=1, schedule=2, take_turns=1)
     wide = replace(checked, head_dim=256, tile_kv=64, two_kernels=True)
     found += [
         replace(checked, name="check_f16", element="f16"),
@@ -229,27 +218,13 @@ def variants() -> list[Variant]:
         replace(checked, name="check_bulk64", segments=1, head_dim=64, tile_q=128, bulk_reduce=1),
         replace(checked, name="check_softcap", softcap=1),
         replace(checked, name="check_scale_first", scale_first=1, bulk_reduce=1),
-        replace(taking, name="check_casts", casts=1),
-        replace(taking, name="check_casts_f16", element="f16", casts=1, section_mib=0.2),
-        replace(taking, name="check_casts_d64v128", head_dim=64, head_dim_v=128, casts=1),
-        replace(taking, name="check_casts64_bulk", head_dim=64, tile_q=128, casts=1),
-        replace(
-            taking,
-            name="check_casts64",
-            segments=1,
-            head_dim=64,
-            tile_q=128,
-            bulk_reduce=0,
-            casts=1,
-            section_mib=0.2,
-        ),
-        replace(taking, name="check_turns", casts=1, take_turns=1, section_mib=0.2),
-        replace(taking, name="check_turns64", head_dim=64, tile_q=128, casts=1, bulk_reduce=0, take_turns=1),
-        replace(taking, name="check_turns_segments", segments=1, take_turns=1),
-        replace(taking, name="check_items"),
-        replace(taking, name="check_items_f16", element="f16"),
-        replace(taking, name="check_items64", head_dim=64, tile_q=128, segments=1, bulk_reduce=0),
-        replace(taking, name="check_items_segments", segments=1, section_mib=0.2),
+        replace(taking, name="check_items", take_turns=0),
+        replace(taking, name="check_turns", section_mib=0.2),
+        replace(taking, name="check_turns_f16", element="f16"),
+        replace(taking, name="check_turns_d64v128", head_dim=64, head_dim_v=128),
+        replace(taking, name="check_turns_bulk64", head_dim=64, tile_q=128),
+        replace(taking, name="check_turns64", head_dim=64, tile_q=128, segments=1, bulk_reduce=0),
+        replace(taking, name="check_turns_segments", segments=1, section_mib=0.2),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -308,25 +283,18 @@ int main() {{
 """
 
 
-CAST_ORDER = (
-    *("items", "leading_items", "items_between", "passing", "tickets_of_passing"),
-    *("tiles", "tickets"),
-)
-TICKET_TILES = 4  # kTicketTiles
-
 # Members of the parameter structs that launches fill in; the rest is zero.
 STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "signals", "numbers", "next_number"),
-        *("cast_order." + name for name in CAST_ORDER),
+        *("wants_dk", "wants_dv", "items", "next_item"),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "accumulator_width", "q_len", "num_heads"),
-        *("head_dim_v", "signals", "num_signals"),
+        *("head_dim_v", "next_item"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -393,27 +361,6 @@ def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
     return max(range(wanted, min(2 * wanted, heads) + 1), key=lambda x: last(x) / x)
 
 
-def cast_order(
-    variant: Variant, case: Case, items: int, section_items: int, num_sms: int
-) -> tuple[dict[str, int], int]:
-    """Returns CastOrder and the number of casting blocks, as cc/kernels/sm90/cast_order.cuh does."""
-    tiles = -(-case.q_len // variant.tile_q)
-    tickets = -(-case.batch * case.heads * tiles // TICKET_TILES)
-    order = dict.fromkeys(CAST_ORDER, 0)
-    order |= {"items": items, "leading_items": items, "items_between": 1}
-    order |= {"tiles": tiles, "tickets": tickets}
-    most = max(num_sms - 1, 1)
-    others = items - section_items - 2 * num_sms
-    if variant.casts_among and others > 0 and most >= 8:
-        between = -(-others // (most - most * 3 // 8))
-        passing = others // between
-        share = tickets * between // items // 2  # warpgroups that cast
-        if share:
-            order |= {"leading_items": items - others, "items_between": between}
-            order |= {"passing": passing, "tickets_of_passing": share}
-    return order, order["passing"] + min(most - order["passing"], tickets)
-
-
 @dataclass
 class Pass:
     """A backward pass ready to be launched, whole or by role."""
@@ -474,19 +421,10 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "wants_dv": True,
         }
 
-    order: dict[str, int] = {}
-    num_signals = case.batch * case.kv_heads + 2
-    signals = torch.full((num_signals,), 12345, device="cuda", dtype=torch.int32)
-    keep.append(signals)
-    blocks = case.batch * case.kv_heads * kv_tiles
+    items = case.batch * case.kv_heads * kv_tiles
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    if variant.casts:
-        section = section_heads(torch, variant, case, kv_tiles) * kv_tiles
-        order, casting = cast_order(variant, case, blocks, section, num_sms)
-        blocks += casting
-    numbers = blocks
-    if variant.schedule:
-        blocks = min(numbers, num_sms)
+    next_item = torch.full((1,), 12345, device="cuda", dtype=torch.int32)
+    keep.append(next_item)
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
     launches["prepare"] = (
         "sm90::PrepareParams",
@@ -501,8 +439,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "row_flags": row_flags.data_ptr(),
             "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
             "rows_padded": rows_padded,
-            "signals": signals.data_ptr(),
-            "num_signals": num_signals if variant.casts or variant.schedule else 0,
+            "next_item": next_item.data_ptr(),
             "accumulator_width": width,
             "q_len": case.q_len,
             "num_heads": case.heads,
@@ -518,11 +455,8 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             kv_tiles,
             section_heads(torch, variant, case, kv_tiles),
         )
-        | {"cast_order." + name: value for name, value in order.items()}
-        | ({"dq": driver.tensor_map(results["dq"], variant.tile_q)} if order else {})
-        | {"signals": signals.data_ptr(), "numbers": numbers}
-        | {"next_number": signals.data_ptr() + 4 * (num_signals - 1)},
-        blocks,
+        | {"items": items, "next_item": next_item.data_ptr()},
+        min(items, num_sms) if variant.schedule else items,
     )
     if variant.two_kernels:
         tiles = -(-case.q_len // 128)
@@ -536,7 +470,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             ),
             flat_heads * tiles,
         )
-    elif not variant.casts:
+    else:
         tiles = -(-case.q_len // variant.tile_q)
         launches["cast"] = (
             "sm90::CastParams",

@@ -72,7 +72,6 @@ constexpr Member kMembers[] = {
     {"partial_results", &Config::partial_results},
     {"key_splits", &Config::key_splits, {1, 256, 1}},
     {"stores_ds", &Config::stores_ds},
-    {"casts", &Config::casts},
     {"take_turns", &Config::take_turns},
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},

@@ -32,8 +32,10 @@ Kernels find_kernels(const Plan& plan) {
           find_family(plan, "sm90_backward_dq"), find_family(plan, "sm90_backward_dbias")};
 }
 
-// dq is cast by blocks of the kernel that adds it up.
-bool casts(const Kernels& kernels) { return kernels.fused != nullptr && kernels.fused->config().casts; }
+// Blocks of the kernel that adds dq up stay and take items by a counter.
+bool takes_items(const Kernels& kernels) {
+  return kernels.fused != nullptr && sm90::takes_items(kernels.fused->config());
+}
 
 bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
@@ -75,8 +77,7 @@ struct Scratch {
   float* delta = nullptr;
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
-  int32_t* signals = nullptr;
-  int64_t num_signals = 0;
+  int32_t* next_item = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
@@ -104,10 +105,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     scratch.dq_accumulator =
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
   }
-  if (casts(kernels)) {
-    scratch.num_signals = problem.batch * problem.num_kv_heads + 1;
-    scratch.signals = static_cast<int32_t*>(take(scratch.num_signals * int64_t{sizeof(int32_t)}));
-  }
+  if (takes_items(kernels)) scratch.next_item = static_cast<int32_t*>(take(sizeof(int32_t)));
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
     const Config& config = kernel->config();
@@ -167,9 +165,8 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .delta = scratch.delta,
       .row_flags = scratch.row_flags,
       .dq_accumulator = scratch.dq_accumulator,
-      .signals = scratch.signals,
+      .next_item = scratch.next_item,
       .rows_padded = scratch.rows_padded,
-      .num_signals = static_cast<int32_t>(scratch.num_signals),
       .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
       .q_len = static_cast<int32_t>(problem.q_len),
       .num_heads = static_cast<int32_t>(problem.num_heads),
@@ -264,25 +261,6 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
   }
 }
 
-// Gives dq to blocks of the kernel that adds it up. params are complete but for that. Returns how many blocks they are.
-int64_t add_casts(const Problem& problem, const BackwardBuffers& buffers, const Config& config, const Scratch& scratch,
-                  int sm_count, sm90::BackwardParams& params) {
-  const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q);
-  params.dq = tile_map(buffers.dq, problem.dtype, problem.batch, problem.q_len, problem.num_heads, problem.head_dim,
-                       config.tile_q);
-  params.signals = scratch.signals;
-  params.cast_order = sm90::cast_order({
-      .items = static_cast<int32_t>(problem.batch * problem.num_kv_heads * params.tiles),
-      .section_items = params.section_heads * params.tiles,
-      .in_order = !params.batch_fastest,
-      .heads = static_cast<int32_t>(problem.batch * problem.num_heads),
-      .tiles = static_cast<int32_t>(q_tiles),
-      .warpgroups = sm90::backward_threads(config) / sm90::kWarpgroupThreads,
-      .sm_count = sm_count,
-  });
-  return params.cast_order.passing + sm90::last_casts(params.cast_order, sm_count);
-}
-
 // dk and dv; in the fused form dq's accumulator too.
 void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                  bool fused, const Scratch& scratch, CUstream stream) {
@@ -305,9 +283,10 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                .num_threads = sm90::backward_threads(config),
                .shared_bytes = sm90::backward_shared_bytes(config, fused)};
-  if (config.casts) {
-    JATTN_REQUIRE(buffers.dq != nullptr, "kernel ", kernel.text, " writes dq, which is not asked for");
-    shape.grid.x += add_casts(problem, buffers, config, scratch, sm_count, params);
+  if (sm90::takes_items(config)) {
+    params.items = static_cast<int32_t>(shape.grid.x);
+    params.next_item = scratch.next_item;
+    shape.grid.x = std::min<int64_t>(params.items, sm_count);
   }
   if (config.stores_ds) {
     launch_keys_and_dbias(problem, buffers, plan, kernel, shape, scratch, params, stream);
@@ -403,7 +382,7 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
   launch_prepare(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {
     launch_keys(problem, buffers, plan, *kernels.fused, true, scratch, stream);
-    if (buffers.dq != nullptr && !casts(kernels)) launch_cast(problem, buffers, plan, *kernels.fused, scratch, stream);
+    if (buffers.dq != nullptr) launch_cast(problem, buffers, plan, *kernels.fused, scratch, stream);
   } else {
     if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
     if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);

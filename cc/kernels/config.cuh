@@ -51,7 +51,6 @@ struct Config {
       false;                // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
   int key_splits = 1;       // forward_combine: the parts
   bool stores_ds = false;   // backward: gradients of the scores leave for memory in the place of a staged bias
-  bool casts = false;       // backward: some blocks cast dq where its items are done (sm90/backward_casts.cuh)
   bool take_turns = false;  // consumer warpgroups start their products one after the other (sm90/turns.cuh)
   bool cap_series =
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it

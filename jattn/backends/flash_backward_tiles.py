@@ -42,9 +42,8 @@ _STATISTICS_ROWS = 128
 _LARGEST_UNSPLIT_HEAD_DIM = 128
 # Above this one there are no registers for a third.
 _LARGEST_FUSED_HEAD_DIM = 192
-# Whether blocks of the kernel that adds dq up also cast it (``Config::casts``), instead of a kernel behind it; None: by
-# the problem.
-_CASTS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("casting blocks", default=None)
+# Whether blocks stay, take item after item, and their warpgroups take turns at the products; None: by the problem.
+_TAKES_ITEMS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("items", default=None)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -56,7 +55,9 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
-      bulk_reduce, staged_bias, stores_ds, casts: see ``Config``.
+      bulk_reduce, staged_bias, stores_ds: see ``Config``.
+      takes_items: blocks stay and take items by a counter, and warpgroups take turns (``Config::schedule`` 2,
+        ``Config::take_turns``).
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
     """
 
@@ -68,21 +69,22 @@ class Tile:
     bulk_reduce: bool = False
     staged_bias: bool = False
     stores_ds: bool = False
-    casts: bool = False
+    takes_items: bool = False
     dq_warpgroup: bool = False
 
 
 @contextlib.contextmanager
-def casting_blocks(there: bool) -> Iterator[None]:
-    """Casts dq by blocks of the kernel that adds it up, or by a kernel of its own, in calls traced by this thread.
+def resident_blocks(there: bool) -> Iterator[None]:
+    """Has blocks stay and take item after item, or one block for each item, in calls traced by this thread.
 
-    For measurements; kernels that store gradients of scores have no such blocks.
+    For measurements. Kernels of head dims above 128, those that store gradients of scores and the deterministic ones
+    have a block for each item in any case.
     """
-    token = _CASTS.set(there)
+    token = _TAKES_ITEMS.set(there)
     try:
         yield
     finally:
-        _CASTS.reset(token)
+        _TAKES_ITEMS.reset(token)
 
 
 def _has_step_terms(spec: Spec) -> bool:
@@ -100,7 +102,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
         owned, visited = visited, owned
     per_row = 4 * (owned + tile.stages * visited)
     ids = per_row if spec.segments else 8
-    barriers = 8 * (2 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
+    barriers = 8 * (3 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
     features = per_row if spec.positions else 0
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) else 0
@@ -122,7 +124,9 @@ def keys_shared_bytes(tile: Tile, spec: Spec, *, fused: bool) -> int:
     exchanged = 2 * tile.tile_kv * tile.tile_q * 2 * (fused + _splits(tile))
     staging = tile.tile_q * tile.head_dim * 4 if fused and tile.bulk_reduce else 0
     control = _control_bytes(tile, spec, owns_queries=False)
-    return _with_bias(tile, keys + tile.stages * queries + exchanged + staging + control)
+    rest = keys + tile.stages * queries + exchanged + control
+    two_slots = rest + 2 * staging + _bias_bytes(tile) <= MAX_SHARED_BYTES and not _splits(tile)
+    return _with_bias(tile, rest + (2 if two_slots else 1) * staging)
 
 
 def queries_shared_bytes(tile: Tile, spec: Spec) -> int:
@@ -196,17 +200,24 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
     return direct
 
 
-def _casts_among_items(spec: Spec, tile: Tile) -> bool:
-    """Whether blocks among the items cast dq, where that was measured to gain.
-
-    At head dim 64 with a band and above 128 ptxas orders the kernel worse beside them.
-    """
-    forced = _CASTS.get()
+def _takes_items(spec: Spec) -> bool:
+    """Whether blocks take item after item: where only a band, lengths or segments act on scores, as measured."""
+    forced = _TAKES_ITEMS.get()
     if forced is not None:
         return forced
-    if _has_step_terms(spec) or spec.mask is not None or spec.softcap > 0 or _splits(tile):
+    return not (_has_step_terms(spec) or spec.mask is not None or spec.softcap > 0)
+
+
+def _has_room_for_results(tile: Tile) -> bool:
+    """Whether dk and dv can leave by the places of ds and of the staging of dq, while the next keys come in.
+
+    As ``KeyConsumer::write`` lays them out (``cc/kernels/sm90/backward_keys.cuh``).
+    """
+    if _splits(tile):
         return False
-    return tile.head_dim == 128 or spec.band.unbounded
+    places = 2 * tile.tile_kv * tile.tile_q * 2
+    dv, dk = tile_bytes(tile.tile_kv, tile.head_dim_v), tile_bytes(tile.tile_kv, tile.head_dim)
+    return dv <= places and (dv + dk <= places or tile.bulk_reduce)
 
 
 def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
@@ -230,9 +241,9 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     if head_dim == 64:
         if _is_crowded(spec, staged_bias=staged):
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
-        # Two tiles of a bias are worth more than the room for bulk reductions. Without a band reductions by every
-        # thread are faster, and summands leave no registers for others.
-        with_bulk = fused and not staged and not spec.band.unbounded
+        # Two tiles of a bias are worth more than the room for bulk reductions. Without a band they pay off only where
+        # warpgroups take turns, with a band only where they do not.
+        with_bulk = fused and not staged and spec.band.unbounded == _takes_items(spec)
         return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
     direct_bias = spec.bias is not None and spec.bias[2] > 1 and not staged
     if direct_bias or (spec.alibi_slopes is not None and spec.positions):
@@ -306,7 +317,8 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
-        casts=tile.casts,
+        schedule=2 if tile.takes_items else 0,
+        take_turns=tile.takes_items,
     )
 
 
@@ -339,8 +351,8 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     fuses = not _splits(keys) or keys.dq_warpgroup
     fused = want_q and want_keys and not deterministic and fuses
     # Kernels that store ds are launched for some heads at a time.
-    casts = fused and not stores_ds and _casts_among_items(spec, keys)
-    keys = dataclasses.replace(keys, casts=casts)
+    takes_items = fused and not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
+    keys = dataclasses.replace(keys, takes_items=takes_items)
 
     rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT
@@ -351,12 +363,10 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         kernels.append(_attention_key(family, spec, keys))
         scratch += tile_facts_bytes(spec, keys.tile_q, keys.tile_kv, owns_keys=True)
     if fused:
-        if keys.casts:
-            scratch += 4 * (spec.batch * spec.num_kv_heads + 1) + SCRATCH_ALIGNMENT
-        else:
-            cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
-            kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
+        cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
+        kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
         scratch += rows * keys.head_dim * 4 + SCRATCH_ALIGNMENT
+        scratch += 4 + SCRATCH_ALIGNMENT if keys.takes_items else 0
     elif want_q:
         tile = queries_tile(spec)
         kernels.append(_attention_key("sm90_backward_dq", spec, tile))

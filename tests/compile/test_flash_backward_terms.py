@@ -94,47 +94,48 @@ def test_dq_warpgroup(name: str, tmp_path: Path) -> None:
     assert text.count("UBLKRED.G.S.ADD.F32") == (0 if reductions else 2)
 
 
-# Terms of kernels that have casting blocks, by what their reductions are.
-WITH_CASTS = [
-    (term, dims) for term in ("plain", "band", "staged-bias", "dropout-rows") for dims in HEAD_DIMS
+# Terms of kernels whose blocks can take item after item, forced where they are not picked so.
+OF_ITEMS = [
+    (term, dims)
+    for term in ("plain", "band", "lengths", "segments", "dropout")
+    for dims in HEAD_DIMS
 ]
 
 
-@pytest.mark.parametrize(("term", "head_dims"), WITH_CASTS, ids=str)
-def test_casting_blocks(term: str, head_dims: tuple[int, int], tmp_path: Path) -> None:
-    """They take the place of a kernel wherever dq is added up in one launch, and cost no spills."""
-    changes = {"plain": {}, "band": {"band": Band(right=0)}} | TERMS
+@pytest.mark.parametrize(("term", "head_dims"), OF_ITEMS, ids=str)
+def test_resident_blocks(term: str, head_dims: tuple[int, int], tmp_path: Path) -> None:
+    """They serialise no products, spill little, and need a counter where they are used at all."""
+    changes = {
+        "plain": {},
+        "band": {"band": Band(right=0)},
+        "lengths": {"q_lengths": True, "kv_lengths": True},
+        "segments": {"segments": True, "band": Band(right=0)},
+    } | TERMS
     spec = test_flash_terms.problem(head_dims, **changes[term])
     plans = []
     for there in (False, True):
-        with tiles.casting_blocks(there):
+        with tiles.resident_blocks(there):
             plans.append(
                 tiles.plan_backward(spec, wants=(True, True, True, False), deterministic=False)
             )
-    apart, among = plans
-    canonical = [_core.canonical_kernel_key(key) for key in among.kernels.split(";")]
+    apart, resident = plans
+    canonical = [_core.canonical_kernel_key(key) for key in resident.kernels.split(";")]
     keys = {toolchain.word(key, "family"): key for key in canonical}
-    if max(head_dims) > 192:
-        assert among == apart
+    if max(head_dims) > 128 or head_dims[0] != head_dims[1]:
+        assert resident == apart
         return
-    assert "backward_cast" not in keys
-    assert "backward_cast" in apart.kernels
-    assert among.scratch_bytes > apart.scratch_bytes
+    assert resident.scratch_bytes > apart.scratch_bytes
+    assert "take_turns=1" in keys["sm90_backward"]
+    assert "take_turns" not in apart.kernels
     toolchain.require_nvrtc()
     code, log = _core.compile_kernel(keys["sm90_backward"])
-    assert resources.read_log(keys["sm90_backward"], log).faults == ()
-    text = toolchain.disassemble(code, tmp_path)
-    # A lane asks for all that it casts of a tile before it waits for the first; three warpgroups for the next tile too.
-    columns, rows = (int(toolchain.word(keys["sm90_backward"], x)) for x in ("head_dim", "tile_q"))
-    ahead = "num_warps=12" in keys["sm90_backward"].split()
-    assert text.count("LDG.E.EF.128") == (1 + ahead) * columns * rows // 64 // 8
-
-
-def test_stored_gradients_of_scores_leave_the_cast_to_a_kernel() -> None:
-    spec = test_flash_terms.problem((128, 128), **TERMS["staged-bias"])
-    with tiles.casting_blocks(True):
-        assert not any("casts=1" in key for key in attention_keys(spec, deterministic=False))
-        assert not any("casts=1" in key for key in attention_keys(spec, deterministic=True))
+    kernel = resources.read_log(keys["sm90_backward"], log)
+    # The producer looks up segments with 24 registers; what it spills, once an item, is its own.
+    if term == "segments":
+        assert max(kernel.spill_stores, kernel.spill_loads) <= 24
+        kernel = dataclasses.replace(kernel, stack=0, spill_stores=0, spill_loads=0)
+    assert kernel.faults == ()
+    assert "ATOMG" in toolchain.disassemble(code, tmp_path)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)])

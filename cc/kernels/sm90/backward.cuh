@@ -8,7 +8,6 @@
 // Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 #pragma once
 
-#include "sm90/backward_casts.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_split.cuh"
@@ -32,7 +31,6 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
 
   static_assert(!takes_items(C) || (kFused && !C.stores_ds && !kSplit));
-  static_assert(!C.casts || takes_items(C));
   static_assert(!C.take_turns || (kFused && !kSplit));
 
   extern __shared__ __align__(1024) unsigned char shared[];

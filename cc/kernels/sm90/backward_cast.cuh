@@ -1,7 +1,6 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head. Where Config::casts
-// is set, blocks of sm90_backward do the same instead (backward_casts.cuh).
+// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head.
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
 // one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
@@ -11,16 +10,6 @@
 #include "sm90/backward_consumer.cuh"
 
 namespace jattn::sm90 {
-
-// Volatile: whoever reads the accumulator in the kernel that adds it up must not do so before its items have signalled.
-__device__ __forceinline__ float4 load_once(const float* source) {
-  float4 x;
-  asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(source)
-               : "memory");
-  return x;
-}
 
 // A part of a tile on its way through the registers of one warp.
 template <Config C>
@@ -32,7 +21,9 @@ struct CastPart {
   // source: the tile in the accumulator.
   __device__ __forceinline__ void load(const float* source, int part) {
 #pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) x[i] = load_once(source + part * kPartFloats + i * 128 + lane() * 4);
+    for (int i = 0; i < kColumns / 8; ++i) {
+      x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
+    }
   }
 
   // Into a tile in shared memory. length: rows of the tile that count.

@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns 
                   batch);
       }
     }
-    commit_stores();  // wanted or not: tell_sums() counts groups
+    commit_stores();
   }
 }
 

@@ -4,7 +4,6 @@
 // warpgroups that work on scores, and these do not wait for each other.
 #pragma once
 
-#include "sm90/backward_casts.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
 
@@ -92,7 +91,7 @@ struct GatherConsumer {
       release_by_warpgroup(&control.ds_empty[buffers.ring.index]);
       add_dq(dq, params.dq_accumulator + step.accumulator_row * C.head_dim);
     }
-    sync_consumers<kBackwardConsumers + 1>();  // the others' results take the place of k and v
+    sync_consumers<kBackwardConsumers + 1>();              // the others' results take the place of k and v
     if (C.bulk_reduce && lane() == 0) wait_stores_read();  // shared memory must outlive the copies that read it
   }
 };

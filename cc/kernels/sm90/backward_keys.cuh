@@ -6,7 +6,6 @@
 // with its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
-#include "sm90/backward_casts.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
 #include "sm90/turns.cuh"
@@ -37,12 +36,12 @@ struct KeyConsumer {
   unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
   float* staged = nullptr;  // where the part of dq in staging memory goes
   unsigned staging_slot = 0;
-  BackwardItem finished;    // the item, once its tiles and record are let go
+  BackwardItem finished;  // the item, once its tiles and record are let go
 
   // A turn begins with the products of ds and p and ends when the next scores and dp are started. Their barriers come behind
   // those of sync_warpgroup().
-  __device__ __forceinline__ Turns<C.take_turns, kBackwardConsumers, kFirstWarpgroupBarrier + kBackwardConsumers> turns()
-      const {
+  __device__ __forceinline__ Turns<C.take_turns, kBackwardConsumers, kFirstWarpgroupBarrier + kBackwardConsumers>
+  turns() const {
     return {warpgroup};
   }
 
@@ -375,7 +374,6 @@ struct KeyConsumer {
           dk, dk_factor, tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k), first_row(), warpgroup,
           &params.dk, wants_dk, first, item.head, item.batch);
     }
-    signal_sums<C, 2>(params, item, warpgroup_thread() == 0);
   }
 
   // What leaves shared memory must have been read before that is written again, or the block ends.
@@ -391,13 +389,6 @@ struct KeyConsumer {
       if constexpr (takes_items(C)) {
         wait_results_read();
         if (control.item.first == kNoItem) break;
-      }
-      if constexpr (C.casts) {
-        if (control.item.first == kCast) {
-          release_item();
-          CastDuty<C>{params, control, tiles, warpgroup}.run(finished.head);
-          continue;
-        }
       }
       Dk dk;
       Dv dv;

@@ -1,7 +1,6 @@
 // What the sm90 backward kernels are given. Plain C++20: the host compiler reads it too.
 #pragma once
 
-#include "sm90/cast_order.cuh"
 #include "sm90/forward_params.cuh"
 
 namespace jattn::sm90 {
@@ -16,7 +15,7 @@ struct BackwardParams {
   TensorMap k;     // axes (D, S, K, B)
   TensorMap v;     // axes (Dv, S, K, B)
   TensorMap dout;  // axes (Dv, T, N, B)
-  TensorMap dq;    // axes (D, T, N, B); read by sm90_backward_dq, and with a box (64, tile_q, 1, 1) if Config::casts
+  TensorMap dq;    // axes (D, T, N, B); read by sm90_backward_dq
   TensorMap dk;    // axes (D, S, K, B); read if wants_dk
   TensorMap dv;    // axes (Dv, S, K, B); read if wants_dv
   ProblemParams problem;
@@ -38,11 +37,8 @@ struct BackwardParams {
   int32_t first_kv_head, launched_kv_heads;
   int32_t first_ds_head;  // query head that stands first in ds
   // Config::schedule 2
-  int32_t numbers;       // that blocks take: of items and of casts
-  int32_t* next_number;  // taken beside the first of each block; zeroed by backward_prepare
-  // Config::casts
-  CastOrder cast_order;
-  int32_t* signals;  // [B, K]: 1 for every warp of a finished item; then the next ticket. Zeroed by backward_prepare
+  int32_t items;
+  int32_t* next_item;  // items taken beside the first of each block; zeroed by backward_prepare
 };
 
 // backward_dbias.cuh
@@ -76,9 +72,8 @@ struct PrepareParams {
   float* delta;
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null
-  int32_t* signals;       // likewise
+  int32_t* next_item;     // likewise
   int64_t rows_padded;
-  int32_t num_signals;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t q_len, num_heads, head_dim_v;
 };

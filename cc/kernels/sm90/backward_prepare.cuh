@@ -1,5 +1,5 @@
 // What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
-// with rows that see no key; and zeros in the accumulator of dq and where items signal that they are done.
+// with rows that see no key; and zeros in the accumulator of dq and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
 // head, blocks of a head in a row.
@@ -61,9 +61,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 
-  // Signals are one more than key/value heads, so that there are enough threads.
-  const int64_t signal = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (signal < params.num_signals) params.signals[signal] = 0;
+  if (params.next_item && blockIdx.x == 0 && threadIdx.x == 0) *params.next_item = 0;
 
   bool empty_rows = false;
 #pragma unroll 1

@@ -255,32 +255,20 @@ struct KeyProducer {
     if (ahead >= 0) start_item(item, has_padding);
   }
 
-  // Tells the consumers of something else than an item: kNoItem or kCast.
-  __device__ __forceinline__ void start_other(int kind, int number) {
-    BackwardItem item{};
-    item.first = kind;
-    item.head = number;
-    start_item(item, false);
-  }
-
   __device__ __forceinline__ void run() {
     if constexpr (!takes_items(C)) {
       run_item(blockIdx.x, true);
     } else {
       int number = blockIdx.x;
-      while (number < params.numbers) {
-        Duty duty{number, -1};
-        if constexpr (C.casts) duty = duty_of(params.cast_order, number);
-        if (duty.item >= 0) {
-          run_item(duty.item, number == blockIdx.x);
-        } else {
-          start_other(kCast, duty.cast);
-        }
+      while (number < params.items) {
+        run_item(number, number == blockIdx.x);
         int taken = 0;
-        if (leads()) taken = atomicAdd(params.next_number, 1);
+        if (leads()) taken = atomicAdd(params.next_item, 1);
         number = gridDim.x + __shfl_sync(~0u, taken, 0);
       }
-      start_other(kNoItem, 0);
+      BackwardItem none{};
+      none.first = kNoItem;
+      start_item(none, false);
     }
   }
 };

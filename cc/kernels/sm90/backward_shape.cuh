@@ -71,8 +71,7 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
   const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
   const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
-  const int tickets = config.casts ? 16 : 0;
-  return positions + mask + terms + barriers + tickets;
+  return positions + mask + terms + barriers;
 }
 
 // Barriers, headers, statistics, ids: everything but the tiles.
@@ -91,7 +90,7 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
 // Places in the shared memory of a kernel that owns keys: k, v, rings of q and dout, and what the kernel needs besides.
 struct KeyLayout {
   int k, v, q, dout, exchange, ds, staging, bias, control, bytes;
-  int bias_slots;  // a bias tile is needed for the shortest part of a step, so one slot where memory is short
+  int bias_slots;     // a bias tile is needed for the shortest part of a step, so one slot where memory is short
   int staging_slots;  // of parts of dq: sums take longer to reach memory than a step, so two where there is room
   int staging_bytes;  // of one
 };
@@ -108,8 +107,7 @@ JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fuse
   layout.staging = layout.ds + (fused ? two_tiles : 0);
   const int control_bytes = backward_control_bytes(config, false), bias_bytes = bias_tile_bytes(config);
   layout.staging_bytes = fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0;
-  const bool has_room =
-      layout.staging + 2 * layout.staging_bytes + bias_bytes + control_bytes <= kMaxSharedBytes;
+  const bool has_room = layout.staging + 2 * layout.staging_bytes + bias_bytes + control_bytes <= kMaxSharedBytes;
   layout.staging_slots = has_room && !splits_gradients(config) ? 2 : 1;
   layout.bias = layout.staging + layout.staging_slots * layout.staging_bytes;
   layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;

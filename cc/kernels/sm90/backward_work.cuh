@@ -42,8 +42,7 @@ struct BackwardItem {
   int upper_offset, lower_offset;
   bool runs;  // there is a tile to visit
 };
-// As BackwardItem::first: the block is done; it casts, by the number in BackwardItem::head.
-inline constexpr int kNoItem = -1, kCast = -2;
+inline constexpr int kNoItem = -1;  // as BackwardItem::first: the block is done
 
 // What the scores of a step need beside the products; of one batch entry and query head.
 struct alignas(16) StepTerms {
@@ -84,9 +83,6 @@ template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
 };
-struct CastTicketsPart {
-  alignas(16) int cast_tickets[kBackwardConsumers];
-};
 template <int kKind>
 struct NoPart {};
 
@@ -114,16 +110,13 @@ template <Config C>
 using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.stages>, NoPart<3>>;
 template <Config C>
 using DqStepsOf = Conditional<has_dq_warpgroup(C), DqStepsPart, NoPart<4>>;
-template <Config C>
-using CastTicketsOf = Conditional<C.casts, CastTicketsPart, NoPart<5>>;
 
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
                                      PositionsOf<C, kOwnsQueries>,
                                      BiasBarriersOf<C>,
-                                     DqStepsOf<C>,
-                                     CastTicketsOf<C> {
+                                     DqStepsOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -133,7 +126,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   StepHeader headers[C.stages];
   BackwardItem item;
   Barrier own_full, own_empty;  // the tiles that the block owns, and the record of its item
-  Barrier landed;    // tiles whose padding rows must be cleared before the consumers may see them
+  Barrier landed;               // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
   // Of weights that the warpgroup of dv gives to that of dk; where each has both, of ds.

@@ -125,7 +125,7 @@ def keys_shared_bytes(tile: Tile, spec: Spec, *, fused: bool) -> int:
     staging = tile.tile_q * tile.head_dim * 4 if fused and tile.bulk_reduce else 0
     control = _control_bytes(tile, spec, owns_queries=False)
     rest = keys + tile.stages * queries + exchanged + control
-    two_slots = rest + 2 * staging + _bias_bytes(tile) <= MAX_SHARED_BYTES and not _splits(tile)
+    two_slots = tile.takes_items and rest + 2 * staging + _bias_bytes(tile) <= MAX_SHARED_BYTES
     return _with_bias(tile, rest + (2 if two_slots else 1) * staging)
 
 

@@ -241,10 +241,11 @@ struct KeyProducer {
     if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
     // Tiles of queries go where the item before has left room, before its consumers let go of its keys.
-    int ahead = is_first ? 0 : C.stages;
+    int ahead = takes_items(C) && !is_first ? C.stages : 0;
+    if (!takes_items(C)) start_item(item, has_padding);
     bool empty_rows = has_empty_rows(step);
     while (step.tile >= 0) {
-      if (ahead-- == 0) start_item(item, has_padding);
+      if (takes_items(C) && ahead-- == 0) start_item(item, has_padding);
       const Step next = following(step);
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
       if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
@@ -252,7 +253,7 @@ struct KeyProducer {
       step = next;
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for
     }
-    if (ahead >= 0) start_item(item, has_padding);
+    if (takes_items(C) && ahead >= 0) start_item(item, has_padding);
   }
 
   __device__ __forceinline__ void run() {

@@ -108,7 +108,7 @@ JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fuse
   const int control_bytes = backward_control_bytes(config, false), bias_bytes = bias_tile_bytes(config);
   layout.staging_bytes = fused && config.bulk_reduce ? config.tile_q * config.head_dim * 4 : 0;
   const bool has_room = layout.staging + 2 * layout.staging_bytes + bias_bytes + control_bytes <= kMaxSharedBytes;
-  layout.staging_slots = has_room && !splits_gradients(config) ? 2 : 1;
+  layout.staging_slots = has_room && takes_items(config) ? 2 : 1;
   layout.bias = layout.staging + layout.staging_slots * layout.staging_bytes;
   layout.bias_slots = layout.bias + config.stages * bias_bytes + control_bytes <= kMaxSharedBytes ? config.stages : 1;
   layout.control = layout.bias + layout.bias_slots * bias_bytes;

@@ -31,7 +31,6 @@ CASES = [
     BASE.but("segments", segments="random", num_segments=7, is_causal=True),
     BASE.but("mask", mask_form="b1ts"),
     BASE.but("bias", bias_form="bn1s"),
-    BASE.but("softcap", softcap=5.0, is_causal=True),
     BASE.but("dropout", dropout_rate=0.2, is_causal=True),
     BASE.but("alibi", alibi_form="n", is_causal=True),
     BASE.but("few", q_len=1, kv_len=4096),

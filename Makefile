@@ -17,7 +17,7 @@ CXX_FILES = $$(find cc tests benchmarks -type f \( -name '*.h' -o -name '*.cc' -
 CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup format check test test-compile test-gpu ci demo docs tables bench bench-cpu record-cpu clean
+.PHONY: help setup format check test test-compile test-gpu sanitize ci demo docs tables bench bench-cpu record-cpu clean
 
 help:  ## this table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 
 test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 minutes with 16 cores
 	$(PYTEST) -n $$(nproc) --maxprocesses 16 tests/gpu $(ARGS)
+
+sanitize: $(VENV)/.installed  ## CPU kernel under ASan and UBSan, on every instruction set: ARGS="--every 4" is a sample
+	PYTHON=$(BIN)/python tools/sanitize_cpu.sh $(ARGS)
 
 ci: check test docs test-compile  ## what CI runs
 

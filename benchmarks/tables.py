@@ -235,6 +235,54 @@ _TILE_PARTS = (
 )
 
 
+def cpu_matrix_unit(page: Path) -> str:
+    """PyTorch's bfloat16 forward, four times that, and ours as shares of the peak of the matrix unit."""
+    if not (records.has("cpu-tiles") and records.has("cpu-two-cores")):
+        return ""
+    tiles, record = records.newest("cpu-tiles"), records.newest("cpu-two-cores")
+    one_core = [
+        row["peak_flops_per_second"] / 1e12
+        for row in tiles.content["rows"]
+        if (row["instruction_set"], row["dtype"]) == ("amx", "bfloat16")
+    ]
+    if not one_core:
+        return ""
+    cores = record.content["cores"]
+    peak = cores * statistics.median(one_core)
+    groups: dict[tuple[int, str, int], dict[str, float]] = {}
+    for point in record.points:
+        at = point.problem
+        if at is not None and at.dtype == "bfloat16" and point.pass_name == "forward":
+            values = groups.setdefault((at.head_dim, at.mask, at.length), {})
+            values[point.contender] = point.tflops or 0.0
+    rows, bounds = [], []
+    for (head_dim, mask, length), values in sorted(groups.items()):
+        if not (values.get("torch") and values.get("jattn")):
+            continue
+        ours, torch = values["jattn"], values["torch"]
+        speeds = [f"{speed:.2f} ({speed / peak:.0%})" for speed in (ours, torch, 4 * torch)]
+        bounds.append(peak / torch)
+        rows.append(
+            [str(head_dim), mask, str(length), *speeds, f"{ours / torch:.2f}", f"{bounds[-1]:.1f}"]
+        )
+    header = ["head dim", "mask", "length", "jattn", "torch", "4 x torch"]
+    header += ["jattn / torch", "peak / torch"]
+    mean = statistics.geometric_mean(bounds)
+    sentence = (
+        f"A pass that did nothing but products would be {mean:.1f} ({min(bounds):.1f} to"
+        f" {max(bounds):.1f}) times as fast as torch."
+    )
+    what = f"bfloat16 forward, TFLOP/s and share of the peak, {cores} times that of one core: {peak:.2f}"
+    return "\n\n".join(
+        [
+            _format(header, rows),
+            sentence,
+            _caption(record, page, what),
+            _caption(tiles, page, "Peak"),
+        ]
+    )
+
+
 def speed_features(page: Path) -> str:
     """Speed of each feature beside the plain problem of the same shape, on the GPU and on the CPU."""
     parts = []
@@ -375,6 +423,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
     "cpu-tiles": cpu_tiles,
+    "cpu-matrix-unit": cpu_matrix_unit,
     "speed-features": speed_features,
     "accuracy": accuracy,
     "latency": latency,

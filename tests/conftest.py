@@ -11,6 +11,8 @@ import hypothesis
 import jax
 import pytest
 
+from jattn import _core
+
 CPU_BACKENDS = ("reference", "xla", "cpu")
 GPU_BACKENDS = ("mem_efficient", "flash")
 
@@ -29,6 +31,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="of every test function each Nth case"
     )
+    parser.addoption(
+        "--instruction-set",
+        default="",
+        metavar="NAME",
+        help="what the CPU kernel runs on where a test does not say it (the best that there is)",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before every test, since those that choose a set themselves leave the best one behind."""
+    name = item.config.getoption("--instruction-set")
+    if name and not _core.cpu_force_instruction_set(name):
+        sets = ", ".join(_core.cpu_instruction_sets())
+        raise pytest.UsageError(f"--instruction-set {name}: this machine can run {sets}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

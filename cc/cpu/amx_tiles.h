@@ -6,6 +6,7 @@
 
 #include "cpu/convert.h"
 #include "cpu/plan.h"
+#include "cpu/touch.h"
 
 namespace jattn::cpu {
 namespace {
@@ -67,6 +68,8 @@ inline void stored_for_tiles() { asm volatile("" ::: "memory"); }
 template <bool kSecondPair>
 inline __attribute__((always_inline)) void multiply_stripe(const BFloat16* left, int64_t left_stride_bytes,
                                                            const BFloat16* right, int64_t right_stride_bytes) {
+  touch_rows(left, kAmxRows, left_stride_bytes, kAmxRowBytes);
+  touch_rows(right, kAmxRows, right_stride_bytes, 2 * kAmxRowBytes);
   _tile_loadd(4, left, left_stride_bytes);
   _tile_loadd(5, right, right_stride_bytes);
   if constexpr (kSecondPair) {
@@ -95,6 +98,7 @@ inline __attribute__((always_inline)) void clear_stripe() {
 
 template <bool kSecondPair>
 inline __attribute__((always_inline)) void load_stripe(const float* from, int64_t stride_bytes) {
+  touch_rows(from, kAmxRows, stride_bytes, 2 * kAmxRowBytes);
   if constexpr (kSecondPair) {
     _tile_loadd(2, from, stride_bytes);
     _tile_loadd(3, from + kAmxRows, stride_bytes);
@@ -106,6 +110,7 @@ inline __attribute__((always_inline)) void load_stripe(const float* from, int64_
 
 template <bool kSecondPair>
 inline __attribute__((always_inline)) void store_stripe(float* to, int64_t stride_bytes) {
+  touch_rows(to, kAmxRows, stride_bytes, 2 * kAmxRowBytes);
   if constexpr (kSecondPair) {
     _tile_stored(2, to, stride_bytes);
     _tile_stored(3, to + kAmxRows, stride_bytes);
@@ -179,7 +184,9 @@ inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloa
     for (int64_t d = 0; d < row_len; d += kStep) {
       const int64_t rest = row_size - d;
       const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
-      const __m512i value = _mm512_maskz_loadu_epi16(present, row(i) + d);
+      const BFloat16* const from = row(i) + d;
+      touch(from, 2 * (rest < kStep ? rest : kStep));
+      const __m512i value = _mm512_maskz_loadu_epi16(present, from);
       bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
       _mm512_storeu_si512(to + i * row_len + d, value);
     }
@@ -227,6 +234,7 @@ inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t ex
     for (int64_t half = 0; half < 2; ++half) {
       const int64_t at = row * kTile + half * 32;
       const auto kept = static_cast<__mmask32>(~excluded >> (half * 32));
+      touch(from + at, kAmxRowBytes);
       _mm512_storeu_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
     }
   }
@@ -255,6 +263,7 @@ inline void round_tile(const float* tile, int64_t rows, int64_t columns, BFloat1
     for (int64_t column = 0; column < kTile; column += kWidth<float>) {
       const int64_t present = row < rows ? columns - column : 0;
       const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
+      touch(tile + row * kTile + column, 4 * (present < 16 ? present : 16));
       const Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
       store_16bit(to + row * kTile + column, (as_words(value) + 0x8000u) >> 16);
     }

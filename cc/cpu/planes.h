@@ -89,6 +89,7 @@ inline void multiply_planes(int64_t rows, int64_t columns, int64_t inner, PlaneO
   // GCC's tile loads do not say that they read memory: everything stored so far must be there before them.
   asm volatile("" ::: "memory");
   const int64_t result_stride_bytes = result.stride * static_cast<int64_t>(sizeof(float));
+  touch_rows(result.data, rows, result_stride_bytes, columns * 4);
   for (int64_t row = 0; row < rows; row += kAmxBlock) {
     for (int64_t column = 0; column < columns; column += kAmxBlock) {
       const int64_t m = row / kAmxRows, n = column / kAmxRows;
@@ -111,6 +112,8 @@ inline void multiply_planes(int64_t rows, int64_t columns, int64_t inner, PlaneO
         for (size_t pair = 0; pair < sizeof(kPairs) / sizeof(PlanePair); ++pair) {
           const BFloat16* left_tile = left_block + kPairs[pair].left * kBlockLen;
           const BFloat16* right_tile = right_block + kPairs[pair].right * kBlockLen;
+          touch(left_tile, kBlockLen * 2);
+          touch(right_tile, kBlockLen * 2);
           // What the pair before it left in the registers stays there.
           const bool loads_left = pair == 0 || kPairs[pair - 1].left != kPairs[pair].left;
           const bool loads_right = pair == 0 || kPairs[pair - 1].right != kPairs[pair].right;
@@ -202,10 +205,13 @@ inline __attribute__((always_inline)) Planes<kPlanes> cut_planes(Vec<float> valu
   return planes;
 }
 
+// The lanes present are the first of a row.
 inline Vec<float> load_present(const float* from, __mmask16 present) {
+  touch(from, 4 * __builtin_popcount(present));
   return reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(present, from));
 }
 inline Vec<float> load_present(const Float16* from, __mmask16 present) {
+  touch(from, 2 * __builtin_popcount(present));
   return reinterpret_cast<Vec<float>>(_mm512_maskz_cvtph_ps(kEveryLane, _mm256_maskz_loadu_epi16(present, from)));
 }
 
@@ -222,6 +228,7 @@ inline void take_exact(int64_t rows, int64_t columns, uint64_t exact_rows, uint6
     const uint64_t taken = exact_rows >> row & 1 ? ~uint64_t{0} : exact_columns;
     for (int64_t column = 0; taken != 0 && column < columns; column += kWidth<float>) {
       const int64_t at = row * stride + column;
+      touch(result + at, kAmxRowBytes);
       _mm512_mask_storeu_ps(result + at, static_cast<__mmask16>(taken >> column),
                             reinterpret_cast<__m512>(load(exact + at)));
     }
@@ -390,6 +397,7 @@ inline void copy_left_columns_without(const BFloat16* from, int64_t row_len, uin
   for (int64_t at = 0; at < operand_len<kPlanes>(row_len, kTile); at += kAmxInner) {
     const int64_t first_row = at / (kPlanes * kBlockLen) % (kTile / kAmxInner) * kAmxInner;
     const auto kept = static_cast<__mmask32>(~excluded >> first_row);
+    touch(from + at, kAmxRowBytes);
     _mm512_storeu_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
   }
 }

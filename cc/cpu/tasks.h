@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernel_table.h"
+#include "cpu/touch.h"
 
 namespace jattn::cpu {
 namespace {
@@ -65,6 +66,9 @@ class Workspace {
   T* take(int64_t count) {
     T* start = reinterpret_cast<T*>(next_);
     next_ += bytes<T>(count);
+    const char* const end = reinterpret_cast<char*>(start + count);
+    open_bytes(start, count * static_cast<int64_t>(sizeof(T)));
+    close_bytes(end, next_ - end);
     return start;
   }
 

@@ -90,7 +90,7 @@ def measure(
         is_ours = contender.name == OURS
         rows.append(dataclasses.replace(wrong, note="WRONG, not timed:", failed=is_ours))
     work = report.flops(case, case_arrays.visible_pairs(case, operands), pass_name)
-    timings = timing.compare(contenders, rounds, round_seconds=0.05)
+    timings = timing.compare(contenders, rounds, round_seconds=0.05, pause_seconds=0.03)
     return rows + [
         report.Row(
             case.name,

@@ -66,11 +66,17 @@ def calls_for(contender: Contender, round_seconds: float, max_calls: int = 2000)
 
 
 def compare(
-    contenders: Sequence[Contender], rounds: int, round_seconds: float, seed: int = 0
+    contenders: Sequence[Contender],
+    rounds: int,
+    round_seconds: float,
+    seed: int = 0,
+    pause_seconds: float = 0.0,
 ) -> dict[str, Timing]:
     """Times contenders in rounds; every round runs all of them once, each round in another random order.
 
-    Clocks and heat drift by several percent within a minute; interleaving puts that drift on everyone alike.
+    Clocks and heat drift by several percent within a minute; interleaving puts that drift on everyone alike. On a CPU
+    a pause before each contender lets the threads of the one before come to rest: OpenMP's turn in circles for tens of
+    milliseconds behind a parallel region, on cores that the next contender is timed on.
     """
     order = list(contenders)
     calls = {contender.name: calls_for(contender, round_seconds) for contender in order}
@@ -79,6 +85,7 @@ def compare(
     for _ in range(rounds):
         shuffle.shuffle(order)
         for contender in order:
+            time.sleep(pause_seconds)
             if calls[contender.name] > 1:
                 # Brings the clock up and the caches to this contender's state. One call that fills a round does it by
                 # itself.

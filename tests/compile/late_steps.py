@@ -7,6 +7,7 @@ held there while all others run on. Who comes early reads what a writer, held be
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 
 Place = tuple[object, ...]
 
@@ -24,24 +25,61 @@ class Step:
     per_phase: int = 1
 
 
-def run(
-    programs: list[list[Step]], hold: tuple[int, int] | None = None
-) -> tuple[list[int], Counter[tuple[str, Place]]]:
-    """Runs all programs as far as they come; `hold`: this program stops before this step."""
-    at = [0] * len(programs)
-    counted: Counter[tuple[str, Place]] = Counter()
-    moved = True
-    while moved:
-        moved = False
-        for i, steps in enumerate(programs):
-            while at[i] < len(steps) and (i, at[i]) != hold:
-                step = steps[at[i]]
-                if step.action == "wait" and step.number > counted["signal", step.place]:
-                    break
-                counted[step.action, step.place] += step.action != "wait"
-                at[i] += 1
-                moved = True
-    return at, counted
+class Run:
+    """Programs that go on as far as they come.
+
+    Attributes:
+      at: the next step of each.
+      counted: signals and writes by place.
+      latest: the latest version that was read of each place.
+    """
+
+    def __init__(self, programs: list[list[Step]]) -> None:
+        self.programs = programs
+        self.at = [0] * len(programs)
+        self.counted: Counter[tuple[str, Place]] = Counter()
+        self.latest: Counter[Place] = Counter()
+
+    def go_on(self, hold: tuple[int, int] | None = None) -> None:
+        """`hold`: this program stops before this step."""
+        moved = True
+        while moved:
+            moved = False
+            for i, steps in enumerate(self.programs):
+                first = at = self.at[i]
+                end = hold[1] if hold and hold[0] == i else len(steps)
+                while at < end:
+                    step = steps[at]
+                    if step.action == "wait":
+                        if step.number > self.counted["signal", step.place]:
+                            break
+                    elif step.action == "read":
+                        self.latest[step.place] = max(self.latest[step.place], step.number)
+                    else:
+                        self.counted[step.action, step.place] += 1
+                    at += 1
+                self.at[i] = at
+                moved = moved or at > first
+
+
+def run(programs: list[list[Step]]) -> tuple[list[int], Counter[tuple[str, Place]]]:
+    """How far all programs come, and the signals and writes until then."""
+    whole = Run(programs)
+    whole.go_on()
+    return whole.at, whole.counted
+
+
+def held_before(programs: list[list[Step]], *actions: str) -> Iterator[tuple[Step, Run]]:
+    """Every step of these actions with what happens while its program is held before it.
+
+    Nothing that was possible becomes impossible when the program is held later, so one run serves all its steps.
+    """
+    for i, steps in enumerate(programs):
+        held = Run(programs)
+        for j, step in enumerate(steps):
+            if step.action in actions:
+                held.go_on((i, j))
+                yield step, held
 
 
 def faults(programs: list[list[Step]]) -> set[str]:
@@ -50,30 +88,19 @@ def faults(programs: list[list[Step]]) -> set[str]:
     found = {
         f"stops at {steps[at[i]].place}" for i, steps in enumerate(programs) if at[i] < len(steps)
     }
-    for i, steps in enumerate(programs):
-        for j, step in enumerate(steps):
-            if step.action not in ("wait", "read"):
-                continue
-            counted = run(programs, (i, j))[1]
-            if step.action == "read" and counted["write", step.place] != step.number:
-                found.add(f"{step.place[0]} is read late")
-            ahead = counted["signal", step.place] - step.number
-            if step.action == "wait" and ahead >= step.per_phase:
-                found.add(f"{step.place} runs ahead")
+    for step, held in held_before(programs, "wait", "read"):
+        if step.action == "read" and held.counted["write", step.place] != step.number:
+            found.add(f"{step.place[0]} is read late")
+        ahead = held.counted["signal", step.place] - step.number
+        if step.action == "wait" and ahead >= step.per_phase:
+            found.add(f"{step.place} runs ahead")
     return found
 
 
 def early_reads(programs: list[list[Step]]) -> set[str]:
     """Reads of a version that its writer, held before every write in turn, has not written yet."""
-    found = set()
-    for i, steps in enumerate(programs):
-        for j, step in enumerate(steps):
-            if step.action != "write":
-                continue
-            at, counted = run(programs, (i, j))
-            written = counted["write", step.place]
-            for other, end in zip(programs, at, strict=True):
-                reads = (x for x in other[:end] if x.action == "read" and x.place == step.place)
-                if any(read.number > written for read in reads):
-                    found.add(f"{step.place[0]} is read early")
-    return found
+    return {
+        f"{step.place[0]} is read early"
+        for step, held in held_before(programs, "write")
+        if held.latest[step.place] > held.counted["write", step.place]
+    }

@@ -5,7 +5,8 @@ The model holds every wait, signal, read and write of the producer and of each w
 warpgroup together at its start, by which its operands count as read, and has ended for all of them
 when it has for one; "one thread speaks for the warpgroup" is warp 0. Signals are only counted up,
 so whether the kernel ends does not depend on the order of events. A warp that comes late is looked
-for at every wait and every read: it is held there while all others run on.
+for at every wait and every read: it is held there while all others run on. Blocks that take item after
+item are in ``test_backward_item_steps.py``.
 """
 
 import dataclasses

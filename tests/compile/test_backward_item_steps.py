@@ -1,0 +1,447 @@
+"""The Hopper backward kernels whose blocks take item after item: who waits for whom, and what somebody late would read.
+
+The model holds every wait, signal, read and write of the producer and of each warp of a block with
+``Config::schedule`` 2 (cc/kernels/sm90/backward_{producer,keys}.cuh, turns.cuh), through items of
+any numbers of steps. What reads shared memory behind a warp's back has programs of its own: the
+matrix unit for each warpgroup, whose product reads once all warps have started it and ends for all
+of them at once, and the copy engine for each warp, whose stores and reductions read at any time
+until they are waited for. ``test_backward_steps.py`` has the kernels with a block for each item.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+
+import late_steps
+import pytest
+from late_steps import Place, Step, early_reads
+
+WARPS = 4  # of a warpgroup
+ALL_WARPS = 2 * WARPS
+UNLIMITED = 1 << 30  # signals of a phase where who waits asks for a number and cannot miss it
+
+# Turns that end elsewhere, as `Form.without`.
+LATE_END = "turn held over the last dq"
+END_IN_FIRST_STEP = "turn ended in the first step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A kernel, with one fault or none.
+
+    Attributes:
+      chunks: of 64 queries in a tile. Where a tile has two, each warpgroup makes dq of one of them.
+      slots: places to stage dq for reductions; 0 if threads add it up themselves.
+      dv, dk: where the results leave, (buffer, chunk) of ds; dk without any leaves by the first slot.
+      ahead: tiles of queries that come before the keys of their item.
+      products_meet: a product ends for no warp before all warps of the warpgroup have started it.
+      without: what is left out.
+    """
+
+    chunks: int = 1
+    slots: int = 2
+    dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
+    dk: tuple[tuple[int, int], ...] = ()
+    stages: int = 2
+    ahead: int = 2
+    turns: bool = True
+    empty_rows: bool = False
+    products_meet: bool = True
+    without: str = ""
+
+
+class Program:
+    """The steps of the producer or of one warp, and of the copies of that warp."""
+
+    def __init__(self, form: Form, items: list[int], warpgroup: int = 0, warp: int = 0) -> None:
+        self.form, self.items, self.warpgroup, self.warp = form, items, warpgroup, warp
+        self.me = WARPS * warpgroup + warp
+        self.unit: Place = (warpgroup,) if form.products_meet else (warpgroup, warp)
+        self.steps: list[Step] = []
+        self.copies: list[Step] = []
+        self.products: list[Step] = []
+        self.met: Counter[Place] = Counter()
+        # Writes of places by every warp to its part: all warps write alike, so the version that is due everywhere.
+        self.written: Counter[Place] = Counter()
+        self.step = self.visited = self.started = self.sent = self.slot = 0
+        self.staged = False
+
+    def wait(self, barrier: Place, phases: int, per_phase: int, name: str = "") -> None:
+        if phases > 0 and self.form.without != (name or barrier[0]):
+            self.steps.append(Step("wait", barrier, phases * per_phase, per_phase))
+
+    def wait_number(self, barrier: Place, number: int, name: str = "") -> None:
+        if self.form.without != (name or barrier[0]):
+            self.steps.append(Step("wait", barrier, number, UNLIMITED))
+
+    def signal(self, *barrier: object, name: str = "") -> None:
+        if self.form.without != name or not name:
+            self.steps.append(Step("signal", barrier))
+
+    def write(self, *place: object) -> None:
+        self.steps.append(Step("write", place))
+
+    def read(self, *place: object, version: int) -> None:
+        self.steps.append(Step("read", place, version))
+
+    def sync(self, barrier: Place, warps: int, name: str) -> None:
+        if self.form.without == name:
+            return
+        self.met[barrier] += 1
+        self.signal(*barrier)
+        self.wait(barrier, self.met[barrier], warps)
+
+    def sync_warpgroup(self, name: str) -> None:
+        self.sync(("warpgroup", self.warpgroup), WARPS, name)
+
+    # The producer.
+    def produce(self) -> list[Step]:
+        for number, count in enumerate(self.items):
+            ahead = self.form.ahead if number else 0
+            for i in range(count):
+                if i == ahead:
+                    self.start_item(number, count)
+                self.load_queries()
+            if count <= ahead:
+                self.start_item(number, count)
+        self.start_item(len(self.items), 0)
+        return self.steps
+
+    def start_item(self, number: int, count: int) -> None:
+        self.wait(("own empty",), number, ALL_WARPS)
+        self.write("record")
+        if count:
+            self.write("k")
+            self.write("v")
+        self.signal("own full")
+
+    def load_queries(self) -> None:
+        stage, rounds = self.step % self.form.stages, self.step // self.form.stages
+        for kind in ("q", "d"):
+            self.wait((f"{kind} empty", stage), rounds, 2)
+            self.write(kind, stage)
+            if not self.form.empty_rows:
+                self.signal(f"{kind} full", stage)
+        if self.form.empty_rows:
+            self.signal("q full", stage)
+            self.signal("d full", stage)
+        self.step += 1
+
+    # Turns.
+    def begin_turn(self, name: str = "turn begins") -> None:
+        """A named barrier whose arrivals of each side are counted apart: neither may come twice in a phase."""
+        if self.form.turns and self.form.without != name:
+            self.met["turn",] += 1
+            self.signal("turn taken", self.warpgroup)
+            for side in ("turn taken", "turn given"):
+                self.wait((side, self.warpgroup), self.met["turn",], WARPS)
+
+    def end_turn(self, name: str = "turn ends") -> None:
+        if self.form.turns:
+            self.signal("turn given", 1 - self.warpgroup, name=name)
+
+    # Products.
+    def start(self, *operands: tuple[Place, int]) -> None:
+        self.started += 1
+        self.signal("started", *self.unit)
+        starters = WARPS if self.form.products_meet else 1
+        due = Step("wait", ("started", *self.unit), starters * self.started, UNLIMITED)
+        reads = [Step("read", place, version) for place, version in operands]
+        self.products += [due, *reads, Step("signal", ("ended", *self.unit))]
+
+    def wait_products(self, pending: int, name: str = "") -> None:
+        self.wait_number(("ended", *self.unit), self.started - pending, name)
+
+    def tile(self, kind: str) -> tuple[Place, int]:
+        return (kind, self.step % self.form.stages), self.step // self.form.stages + 1
+
+    def wait_full(self, kind: str) -> None:
+        self.wait((f"{kind} full", self.step % self.form.stages), self.tile(kind)[1], 1)
+
+    def read_tile(self, kind: str) -> None:
+        place, version = self.tile(kind)
+        self.read(*place, version=version)
+
+    def free(self, kind: str) -> None:
+        if self.warp == 0:
+            self.signal(f"{kind} empty", self.step % self.form.stages)
+
+    # Copies.
+    def send(self, places: list[Place], version: dict[Place, int]) -> None:
+        self.sent += 1
+        reads = [Step("read", place, version[place]) for place in places]
+        due = Step("wait", ("sent", self.me), self.sent, UNLIMITED)
+        self.copies += [due, *reads, Step("signal", ("copied", self.me))]
+        self.signal("sent", self.me)
+
+    def wait_copies(self, pending: int, name: str) -> None:
+        self.wait_number(("copied", self.me), self.sent - pending, name)
+
+    # Staged parts of dq lie one behind the other, rows of dk across them: warp i writes half i % 2 of the parts
+    # i / 2 and 2 + i / 2.
+    def staging(self, slot: int, part: int, half: int) -> Place:
+        return ("staging", slot, self.warpgroup, part, half)
+
+    def stage_dq(self) -> None:
+        if not self.form.slots:
+            return
+        self.slot = (self.slot + 1) % self.form.slots
+        self.wait_copies(self.form.slots - 1, "place of staging")
+        for half in range(2):
+            self.write(*self.staging(self.slot, self.warp, half))
+        self.written["staging", self.slot] += 1
+        self.staged = True
+
+    def start_reduction(self) -> None:
+        if self.staged:
+            places = [self.staging(self.slot, self.warp, half) for half in range(2)]
+            self.send(places, dict.fromkeys(places, self.written["staging", self.slot]))
+        self.staged = False
+
+    # The consumers.
+    def work(self) -> list[Step]:
+        form = self.form
+        if form.turns and self.warpgroup == 1:
+            self.signal("turn given", 0, name="first turn")
+        for number, count in enumerate([*self.items, None]):
+            self.wait(("own full",), number + 1, 1)
+            self.wait_copies(0, "results read" if count is not None else "results read at the end")
+            self.sync_warpgroup("sync behind results read")
+            self.read("record", version=number + 1)
+            if count is None:
+                break
+            if count:
+                self.visit(count, number + 1)
+            else:
+                self.signal("own empty")
+            self.start_reduction()
+            self.leave()
+        if form.turns and self.warpgroup == 0:
+            self.begin_turn("last turn")
+        self.signal("gone")
+        return self.steps
+
+    def visit(self, count: int, record: int) -> None:
+        self.visited += 1
+        k, v = (("k",), self.visited), (("v",), self.visited)
+        for i in range(count):
+            self.wait_full("q")
+            self.read_tile("q")
+            self.start(k, self.tile("q"))
+            self.wait_full("d")
+            self.start(v, self.tile("d"))
+            if i > 0 or self.form.without == END_IN_FIRST_STEP:
+                self.end_turn()
+            self.wait_products(1)
+            self.read("record", version=record)
+            self.read_tile("q")
+            self.wait_products(0)
+            self.read_tile("d")
+            self.give_gradients()
+            self.begin_turn()
+            self.start(self.tile("d"))
+            self.signal("ds full", self.step % 2)
+            self.start_late_dq(k, is_used=i > 0)
+            self.wait_products(1)
+            self.free("d")
+            self.read_tile("q")
+            self.start(self.tile("q"))
+            self.wait_products(1)
+            if i > 0:
+                self.signal("ds empty", (self.step - 1) % 2)
+                self.stage_dq()
+            self.wait_products(0)
+            self.free("q")
+            self.step += 1
+        if self.form.without != LATE_END:
+            self.end_turn("turn of the last step ends")
+        self.start_reduction()
+        self.start_late_dq(k)
+        self.wait_products(0, "last dq")
+        self.signal("ds empty", (self.step - 1) % 2, name="ds empty of the drain")
+        self.signal("own empty")
+        self.stage_dq()
+        if self.form.without == LATE_END:
+            self.end_turn()
+
+    def give_gradients(self) -> None:
+        buffer = self.step % 2
+        self.wait(("ds empty", buffer), self.step // 2, ALL_WARPS)
+        for chunk in range(self.form.chunks):
+            self.write("ds", buffer, chunk, self.me)
+            self.written["ds", buffer, chunk] += 1
+        self.start_reduction()
+
+    def start_late_dq(self, k: tuple[Place, int], is_used: bool = True) -> None:
+        """The product for the step before. That of an item's first step is of what happens to lie there."""
+        before = self.step - 1
+        self.wait(("ds full", before % 2), before // 2 + 1, ALL_WARPS)
+        if is_used:
+            chunk = self.warpgroup % self.form.chunks
+            version = self.written["ds", before % 2, chunk]
+            ds = [(("ds", before % 2, chunk, giver), version) for giver in range(ALL_WARPS)]
+            self.start(k, *ds)
+        else:
+            self.start()
+
+    def leave(self) -> None:
+        self.sync(("consumers",), ALL_WARPS, "sync of consumers")
+        self.store([("ds", *place) for place in self.form.dv], "sync before dv is stored")
+        if self.form.dk:
+            self.store([("ds", *place) for place in self.form.dk], "sync before dk is stored")
+        else:
+            self.wait_copies(0, "staging read")
+            self.sync_warpgroup("sync behind staging read")
+            self.store([("staging", 0)], "sync before dk is stored")
+
+    def store(self, places: list[Place], name: str) -> None:
+        """Each warp writes its rows, and one thread has those of the warpgroup stored."""
+        versions: dict[Place, int] = {}
+        for place in places:
+            self.written[place] += 1
+            for warp in range(WARPS):
+                for part in self.parts(place, warp):
+                    versions[part] = self.written[place]
+            for part in self.parts(place, self.warp):
+                self.write(*part)
+        self.sync_warpgroup(name)
+        if self.warp == 0:
+            self.send(list(versions), versions)
+
+    def parts(self, place: Place, warp: int) -> list[Place]:
+        if place[0] == "ds":
+            return [(*place, WARPS * self.warpgroup + warp)]
+        return [self.staging(0, part + warp // 2, warp % 2) for part in (0, 2)]
+
+
+def programs(form: Form, items: list[int]) -> list[list[Step]]:
+    """The producer, the warps, their copies, the products of the warpgroups, and the end of the block."""
+    warps = [Program(form, items, i // WARPS, i % WARPS) for i in range(ALL_WARPS)]
+    found = [Program(form, items).produce(), *(warp.work() for warp in warps)]
+    found += [warp.copies for warp in warps]
+    found += [warp.products for warp in (warps[::WARPS] if form.products_meet else warps)]
+    # Whoever has the shared memory next writes over it.
+    stored = {step.place for warp in warps for step in warp.copies if step.action == "read"}
+    end = [
+        Step("wait", ("gone",), ALL_WARPS),
+        *(Step("write", place) for place in sorted(stored, key=str)),
+    ]
+    return [*found, end]
+
+
+def faults(form: Form, items: list[int]) -> set[str]:
+    """Those of ``late_steps``, and arrivals of turns that meet no wait."""
+    found = programs(form, items)
+    _, counted = late_steps.run(found)
+    turns = {
+        f"turns of {w} left over"
+        for w in range(2)
+        if counted["signal", ("turn given", w)] != counted["signal", ("turn taken", w)]
+    }
+    return late_steps.faults(found) | early_reads(found) | turns
+
+
+HEAD_DIM_64 = Form(chunks=2, dv=((0, 0),), dk=((0, 1),))
+FORMS = {
+    "128": Form(),
+    "128-one-slot": Form(slots=1, empty_rows=True),
+    "128-three-stages": Form(stages=3, ahead=3),
+    "64": HEAD_DIM_64,
+    "64-red": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True),
+    "64-narrow": Form(dv=((0, 0),), dk=((1, 0),)),
+    "128-without-turns": Form(turns=False),
+}
+ITEMS: tuple[list[int], ...] = (
+    [],
+    [0],
+    [1],
+    [0, 0, 1, 0],
+    [3, 0, 1, 2, 5],
+    [1, 1, 1, 1],
+    [2, 2, 3],
+    [6, 0, 4],
+)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_no_warp_hangs_or_reads_what_belongs_to_another_item(form: Form) -> None:
+    draw = random.Random(form.chunks + form.slots)
+    drawn = [[draw.randint(0, 4) for _ in range(5)] for _ in range(3)]
+    for items in (*ITEMS, *drawn):
+        assert faults(form, items) == set(), items
+
+
+def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
+    """They wait for steps of their own item then, which waits for its keys."""
+    for stages in (2, 3, 4):
+        form = Form(stages=stages, ahead=stages)
+        assert faults(form, [1, stages + 1]) == set()
+        further = dataclasses.replace(form, ahead=stages + 1)
+        assert "stops at ('own full',)" in faults(further, [1, stages + 1])
+
+
+# The wait of the producer for q covers that for dout, which is freed before it.
+@pytest.mark.parametrize(
+    ("name", "without", "fault"),
+    [
+        ("128", "own full", "k is read early"),
+        ("128", "own empty", "k is read late"),
+        ("64-red", "own empty", "record is read late"),
+        ("128", "q full", "q is read early"),
+        ("128", "d full", "d is read early"),
+        ("128", "q empty", "q is read late"),
+        ("128", "ds full", "ds is read early"),
+        ("128", "ds empty", "ds is read late"),
+        ("128", "ds empty of the drain", "stops at ('ds empty', 0)"),
+        ("128", "last dq", "k is read late"),
+        ("128", "sync of consumers", "ds is read late"),
+        ("64-red", "sync of consumers", "ds is read late"),
+        ("128", "sync before dv is stored", "ds is read early"),
+        ("128", "sync before dk is stored", "staging is read early"),
+        ("64", "sync before dk is stored", "ds is read early"),
+        ("128", "staging read", "staging is read late"),
+        ("128", "sync behind staging read", "staging is read late"),
+        ("128", "place of staging", "staging is read late"),
+        ("128-one-slot", "place of staging", "staging is read late"),
+        ("128", "results read", "staging is read late"),
+        ("64-red", "results read", "ds is read late"),
+        ("64-red", "results read at the end", "ds is read late"),
+        ("128", "results read at the end", "staging is read late"),
+        ("128", "first turn", "stops at ('turn given', 0)"),
+        ("128", "turn begins", "turns of 0 left over"),
+        ("128", "turn ends", "stops at ('turn given', 1)"),
+        ("128", "turn of the last step ends", "stops at ('turn given', 1)"),
+        ("128", "last turn", "turns of 0 left over"),
+        ("128", LATE_END, "stops at ('ds full', 0)"),
+        ("128", END_IN_FIRST_STEP, "turns of 1 left over"),
+    ],
+)
+def test_what_is_left_out_is_found(name: str, without: str, fault: str) -> None:
+    form = dataclasses.replace(FORMS[name], without=without)
+    assert fault in faults(form, [3, 0, 1, 2, 5])
+
+
+@pytest.mark.parametrize("name", ["64", "64-red", "64-narrow"])
+def test_results_do_not_rely_on_products_that_meet(name: str) -> None:
+    """The sync behind the wait for results: else only the first scores of the next item hold a warp up until then.
+
+    At head dim 128 nothing needs it: dv has been read when dk is staged, and the next item stages dq in a turn.
+    """
+    form = dataclasses.replace(FORMS[name], products_meet=False)
+    results = {
+        "ds is read late",
+        "ds is read early",
+        "staging is read late",
+        "staging is read early",
+    }
+    assert not faults(form, [3, 0, 1, 2, 5]) & results
+    bare = dataclasses.replace(form, without="sync behind results read")
+    assert "ds is read late" in faults(bare, [3, 0, 1, 2, 5])
+
+
+def test_a_record_read_behind_its_release_is_found() -> None:
+    """Results are written by a copy of the record, which each warp makes before it lets go of it."""
+    found = programs(Form(), [2, 1])
+    for steps in found[1 : 1 + ALL_WARPS]:
+        steps.insert(steps.index(Step("signal", ("own empty",))) + 1, Step("read", ("record",), 1))
+    assert late_steps.faults(found) == {"record is read late"}

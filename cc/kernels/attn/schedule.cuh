@@ -1,4 +1,5 @@
-// Which tile of which head a block works on: a plain grid of one block per work item, ordered by this function.
+// Which tile of which head a work item is. Blocks take the items in the order of their numbers: one each, or one after the
+// other by a counter.
 //
 // Items of `section_heads` neighbouring heads are handed out together, the tiles with most work first: their K and V
 // stay in L2, and the last blocks to start are short. For causal problems that is worth 10 to 20 % over one head after

@@ -33,6 +33,14 @@ class ForwardPass {
         score_unit_(has_score_rule_ ? Acc{1} : scale_) {}
 
   void run(const TaskRunner& runner) {
+    if (keeps_heads_together(max_of(1, runner.num_threads))) {
+      const int64_t num_tasks = plan_.num_tasks / num_groups();
+      run_tasks(runner, num_groups(), [&](int64_t group) {
+        for (int64_t i = 0; i < plan_.kv_tiles; ++i) pack_tile(group * plan_.kv_tiles + i);
+        for (int64_t i = 0; i < num_tasks; ++i) attend(group * num_tasks + i);
+      });
+      return;
+    }
     const int64_t num_packs = plan_.packs_first ? num_groups() * plan_.kv_tiles : 0;
     const int64_t num_merges = plan_.num_splits > 1 ? (num_rows() + kTile - 1) / kTile : 0;
     Tickets tickets;
@@ -84,6 +92,15 @@ class ForwardPass {
 
   // Milestones: tiles packed of each (batch, kv_head), then tasks done.
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
+
+  // Whether a thread packs the keys and values of a head and attends to them alone, so that it finds them in its own
+  // cache. For few queries: with many, what comes from another core is a small part, and heads are too large to share
+  // out evenly.
+  bool keeps_heads_together(int64_t num_threads) const {
+    constexpr int64_t kMostBlocks = 16, kLeastHeadsPerThread = 4;
+    return plan_.packs_first && plan_.num_splits == 1 && plan_.query_blocks * plan_.head_blocks <= kMostBlocks &&
+           num_groups() >= kLeastHeadsPerThread * num_threads;
+  }
 
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
   int64_t query_row(int64_t batch, int64_t query, int64_t head) const {

@@ -75,8 +75,8 @@ def compare(
     """Times contenders in rounds; every round runs all of them once, each round in another random order.
 
     Clocks and heat drift by several percent within a minute; interleaving puts that drift on everyone alike. On a CPU
-    a pause before each contender lets the threads of the one before come to rest: OpenMP's turn in circles for tens of
-    milliseconds behind a parallel region, on cores that the next contender is timed on.
+    a pause before each contender lets the threads of the one before come to rest: PyTorch's spin for some 7 ms behind
+    a call (2.13, two threads), on cores that the next contender is timed on.
     """
     order = list(contenders)
     calls = {contender.name: calls_for(contender, round_seconds) for contender in order}

@@ -95,11 +95,12 @@ class ForwardPass {
 
   // Whether a thread packs the keys and values of a head and attends to them alone, so that it finds them in its own
   // cache. For few queries: with many, what comes from another core is a small part, and heads are too large to share
-  // out evenly.
+  // out evenly, as they are where lengths differ.
   bool keeps_heads_together(int64_t num_threads) const {
     constexpr int64_t kMostBlocks = 16, kLeastHeadsPerThread = 4;
+    const bool has_lengths = problem_.q_lengths != nullptr || problem_.kv_lengths != nullptr;
     return plan_.packs_first && plan_.num_splits == 1 && plan_.query_blocks * plan_.head_blocks <= kMostBlocks &&
-           num_groups() >= kLeastHeadsPerThread * num_threads;
+           num_groups() >= kLeastHeadsPerThread * num_threads && !has_lengths;
   }
 
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }

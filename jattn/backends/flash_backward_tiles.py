@@ -118,15 +118,13 @@ def _with_bias(tile: Tile, rest: int) -> int:
 
 
 def keys_shared_bytes(tile: Tile, spec: Spec, *, fused: bool) -> int:
-    """Shared memory of the kernels that own keys."""
+    """Shared memory that the kernels that own keys need; those that take items use more where there is room."""
     keys = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     queries = tile_bytes(tile.tile_q, tile.head_dim) + tile_bytes(tile.tile_q, tile.head_dim_v)
     exchanged = 2 * tile.tile_kv * tile.tile_q * 2 * (fused + _splits(tile))
     staging = tile.tile_q * tile.head_dim * 4 if fused and tile.bulk_reduce else 0
     control = _control_bytes(tile, spec, owns_queries=False)
-    rest = keys + tile.stages * queries + exchanged + control
-    two_slots = tile.takes_items and rest + 2 * staging + _bias_bytes(tile) <= MAX_SHARED_BYTES
-    return _with_bias(tile, rest + (2 if two_slots else 1) * staging)
+    return _with_bias(tile, keys + tile.stages * queries + exchanged + staging + control)
 
 
 def queries_shared_bytes(tile: Tile, spec: Spec) -> int:
@@ -317,7 +315,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
-        schedule=2 if tile.takes_items else 0,
+        schedule=2 if tile.takes_items else None,
         take_turns=tile.takes_items,
     )
 

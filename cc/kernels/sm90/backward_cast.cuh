@@ -11,56 +11,9 @@
 
 namespace jattn::sm90 {
 
-// A part of a tile on its way through the registers of one warp.
-template <Config C>
-struct CastPart {
-  static constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
-
-  float4 x[kColumns / 8];
-
-  // source: the tile in the accumulator.
-  __device__ __forceinline__ void load(const float* source, int part) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-      x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
-    }
-  }
-
-  // Into a tile in shared memory. length: rows of the tile that count.
-  __device__ __forceinline__ void cast(unsigned tile, int part, int length, float scale) const {
-    const int half = part / 4;
-    const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
-    const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
-    bool inside[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) inside[r] = row + lane() / 4 + 8 * r < length;
-#pragma unroll
-    for (int step = 0; step < kColumns / 16; ++step) {
-      unsigned words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 value = x[2 * step + i / 2];
-        const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
-        words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * scale, high * scale) : 0;
-      }
-      store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2],
-                   words[3]);
-    }
-  }
-};
-
-// Sends the tile of dq whose first row is `first`. By one thread.
-template <Config C>
-__device__ __forceinline__ void store_cast(unsigned tile, const TensorMap* dq, int first, int head, int entry) {
-#pragma unroll
-  for (int chunk = 0; chunk < num_chunks(C.head_dim); ++chunk) {
-    store_box(dq, tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first, head, entry);
-  }
-  commit_stores();
-}
-
 template <Config C>
 __device__ __forceinline__ void backward_cast(const CastParams& params) {
+  constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned tile = shared_address(shared);
   const int flat_head = blockIdx.x / params.tiles;
@@ -68,13 +21,38 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   const int entry = flat_head / params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
   const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
-  CastPart<C> part;
-  part.load(source, threadIdx.x / 32);
-  part.cast(tile, threadIdx.x / 32, length - first, params.scale);
+
+  const int part = threadIdx.x / 32, half = part / 4;
+  float4 x[kColumns / 8];
+#pragma unroll
+  for (int i = 0; i < kColumns / 8; ++i) {
+    x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
+  }
+  const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
+  const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
+  bool inside[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inside[r] = row + lane() / 4 + 8 * r < length - first;
+#pragma unroll
+  for (int step = 0; step < kColumns / 16; ++step) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 value = x[2 * step + i / 2];
+      const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
+      words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
+    }
+    store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2], words[3]);
+  }
   fence_async_proxy();
   __syncthreads();
   if (threadIdx.x == 0) {
-    store_cast<C>(tile, &params.dq, first, flat_head - entry * params.num_heads, entry);
+#pragma unroll
+    for (int chunk = 0; chunk < num_chunks(C.head_dim); ++chunk) {
+      store_box(&params.dq, tile + chunk * C.tile_q * kChunkRowBytes, chunk * kChunkColumns, first,
+                flat_head - entry * params.num_heads, entry);
+    }
+    commit_stores();
     wait_stores_read();
   }
 }

@@ -262,8 +262,8 @@ struct KeyProducer {
     } else {
       int number = blockIdx.x;
       while (number < params.items) {
-        // Always so. Without the comparison ptxas (13.0) orders the consumers' loop otherwise: at head dim 128 with a band 6
-        // instructions more of 618, and 4 % less speed at 8192 keys (docs/kernels/log-backward.md).
+        // Always so. With the comparison ptxas (13.0) gives the consumers' loop at head dim 128 with a band the order that
+        // was measured (docs/kernels/log-backward.md); without, another, of 624 instructions instead of 618.
         if (number >= 0) run_item(number, number == blockIdx.x);
         int taken = 0;
         if (leads()) taken = atomicAdd(params.next_item, 1);

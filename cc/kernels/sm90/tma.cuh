@@ -72,10 +72,4 @@ __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// The same, but they are complete, and what they wrote is visible to this thread.
-template <int kPending = 0>
-__device__ __forceinline__ void wait_stores_done() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 }  // namespace jattn::sm90

@@ -330,18 +330,18 @@ def time_terms(head_dim: int, batch: int = 4, heads: int = 16, length: int = 409
         )
 
 
-_LAST: dict[str, Any] = {"loop_order": 1}
-_AMID: dict[str, Any] = {"loop_order": 0, "chain_items": False}
-_TURNS: dict[str, Any] = {"take_turns": True, "chain_items": False}
-_Q_SHARED: dict[str, Any] = {"q_in_registers": False}
-_SQUARE: dict[str, Any] = {"loop_order": 0, "tile_q": 128, "q_in_registers": True}
-_BY_TURNS: dict[str, dict[str, Any]] = {"turns": _TURNS, "last, turns": _LAST | _TURNS}
-_OF_ALIBI: dict[str, dict[str, Any]] = {
-    "no turns": {"take_turns": False},
-    "q shared": _Q_SHARED,
-    "amid, q shared": _AMID | _Q_SHARED | {"take_turns": False},
+_TURNS: dict[str, dict[str, Any]] = {"turns": {"take_turns": True}}
+_NO_TURNS: dict[str, dict[str, Any]] = {"no turns": {"take_turns": False}}
+_IN_SERIES: dict[str, dict[str, Any]] = {"in series": {"in_series": True, "take_turns": False}}
+_WIDE_IN_SERIES: dict[str, dict[str, Any]] = {
+    "192 queries, in series": {"in_series": True, "tile_q": 192, "take_turns": False}
 }
-_AS_FLOATS = {"as floats": {"bias_in_product": False}}
+_SQUARE: dict[str, dict[str, Any]] = {
+    "128 queries": {"tile_q": 128, "q_in_registers": True, "take_turns": False}
+}
+_Q_IN_REGISTERS: dict[str, dict[str, Any]] = {"q in registers": {"q_in_registers": True}}
+_Q_SHARED: dict[str, dict[str, Any]] = {"q shared": {"q_in_registers": False}}
+_AS_FLOATS: dict[str, dict[str, Any]] = {"as floats": {"bias_in_product": False}}
 _ROWS = {
     "bias (1,N,1,S)": _AS_FLOATS,
     "bias (B,1,1,S)": _AS_FLOATS,
@@ -351,38 +351,22 @@ _ROWS = {
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
     128: _ROWS
     | {
-        "mask (1,1,T,S) random": {"q in registers": {"q_in_registers": True}, "turns": _TURNS},
-        "mask (1,1,T,S) causal": {"q in registers": {"q_in_registers": True}, "turns": _TURNS},
-        "alibi": _OF_ALIBI,
-        "alibi causal": _OF_ALIBI,
-        "dropout 0.1": {"turns": _TURNS},
-        "dropout 0.1 causal": {"turns": _TURNS},
+        "bias (1,N,T,S)": _TURNS,
+        "mask (1,1,T,S) random": _Q_IN_REGISTERS | _TURNS,
+        "mask (1,1,T,S) causal": _Q_IN_REGISTERS | _TURNS,
+        "softcap": _TURNS | _Q_SHARED,
+        "alibi": _NO_TURNS | _Q_SHARED,
+        "alibi causal": _NO_TURNS | _Q_SHARED,
+        "dropout 0.1": _TURNS,
+        "dropout 0.1 causal": _TURNS,
     },
     64: _ROWS
     | {
-        "bias (1,N,T,S)": {
-            "128 queries, amid": _AMID | {"tile_q": 128, "stages": 3},
-            "128 queries, last": _LAST | {"tile_q": 128, "stages": 3},
-            "in series": {"loop_order": 2},
-            **_BY_TURNS,
-        },
-        "bias (1,N,1,S)": _AS_FLOATS
-        | {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}},
-        "mask (1,1,T,S) random": {
-            "128 queries, last": _LAST | {"tile_q": 128, "chain_items": False},
-            "no chain": {"chain_items": False},
-        },
-        "softcap": {
-            "128 queries, amid": _SQUARE | {"stages": 2},
-            "192 x 112, last": _LAST | {"tile_kv": 112},
-        },
-        "alibi": {"128 queries, last": _LAST | {"tile_q": 128, "chain_items": False}} | _BY_TURNS,
-        "dropout 0.1": {
-            "amid": _AMID,
-            "last": _LAST,
-            "192 queries, in series": {"loop_order": 2, "tile_q": 192},
-            **_BY_TURNS,
-        },
+        "bias (1,N,T,S)": _NO_TURNS | _IN_SERIES,
+        "mask (1,1,T,S) random": _NO_TURNS | _SQUARE,
+        "softcap": _SQUARE,
+        "alibi": _NO_TURNS | _SQUARE,
+        "dropout 0.1": _TURNS | _WIDE_IN_SERIES,
     },
     96: _ROWS,
     192: _ROWS,

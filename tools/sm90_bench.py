@@ -176,6 +176,8 @@ class Case:
     softcap: float = 0.0
     dlse: bool = False
     element: str = "bf16"
+    growth: float = 0.0  # what the scores of the first half of the keys exceed the others by, in some heads and rows
+    v_size: float = 1.0
 
     @property
     def width_v(self) -> int:
@@ -250,6 +252,13 @@ def make_data(torch: Any, case: Case, seed: int) -> Data:
         draw(case.batch, case.kv_len, case.kv_heads, case.width_v),
         draw(case.batch, case.q_len, case.heads, case.width_v),
     )
+    if case.growth:
+        # Every third query of the odd heads: few rows of a warp, some warps of a block.
+        data.q[..., 0] = 0
+        data.q[:, ::3, 1::2, 0] = 16
+        data.k[..., 0] = 0
+        data.k[:, : case.kv_len // 2, :, 0] = case.growth / (16 * case.true_scale)
+    data.v *= case.v_size
     if case.dlse:
         shape = (case.batch, case.heads, case.q_len)
         data.dlse = torch.randn(*shape, device="cuda", generator=generator)

@@ -19,10 +19,6 @@ namespace {
 constexpr const char* kFamily = "sm90_forward";
 constexpr const char* kCombineFamily = "forward_combine";
 
-// The values of Config::schedule.
-constexpr int kOneBlockPerItem = 0;
-constexpr int kByCounter = 2;
-
 // One bias for several batch entries. They then run side by side, and its tiles come from L2.
 bool shares_bias_over_batch(const Problem& problem, const Config& config) {
   return config.bias && !config.row_bias && problem.batch > 1 && problem.bias.stride_batch == 0;
@@ -47,13 +43,13 @@ sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
 }
 
-// Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two,
-// four: head_dim 128, 8192 keys 605, 648, 649, 654 (615, 665, 640, 615 on another card), 2048 keys 530, 541, 546, 548;
-// head_dim 64, 8192 keys 497, 497, 513, 16384 keys 513, 531, 519; head_dim 256, 2048 keys 620 with one and 603 with
-// four.
+// Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two, four:
+// head_dim 128, 2048 keys 529, 538, 544, 548, 8192 keys 632, 661, 666, 669, 16384 keys 682, 682, 687, 690; head_dim 64, 2048
+// keys 423, 418, 429, 427, 8192 keys 519, 513, 525, 525, 16384 keys 535, 547, 543, 542; head_dim 256, 1024 keys 463, 473, 463,
+// 457, 8192 keys 632, 703, 705, 699.
 int64_t waves_of_section(const Problem& problem, const Config& config) {
   if (config.head_dim_v <= 64) return problem.kv_len <= 8192 ? 2 : 1;
-  return config.head_dim_v <= 128 && problem.kv_len <= 2048 ? 4 : 1;
+  return config.head_dim_v <= 128 ? 4 : 1;
 }
 
 // Query heads whose tiles are handed out together. Where tiles differ in work, as many as make some waves of items:
@@ -153,9 +149,8 @@ void launch_combine(const Problem& problem, const ForwardResults& results, const
 
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, kFamily).config();
-  const int64_t counter_bytes = config.schedule == kByCounter ? kScratchAlignment : 0;
   const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0;
-  return counter_bytes + tile_ranges_bytes(problem, config) + documents_bytes(problem, config) + mask_bytes +
+  return kScratchAlignment + tile_ranges_bytes(problem, config) + documents_bytes(problem, config) + mask_bytes +
          parts_bytes(problem, plan);
 }
 
@@ -185,20 +180,16 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
 
   const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
   // How many tiles documents make is known to the device only, and may be more.
-  const int64_t blocks = config.schedule == kOneBlockPerItem ? items
-                         : config.documents                  ? num_sms
-                                                             : std::min(items, num_sms);
+  const int64_t blocks = config.documents ? num_sms : std::min(items, num_sms);
 
   auto* bytes = static_cast<char*>(scratch);
-  if (config.schedule == kByCounter) {
-    // Blocks that run the item they start with and no other count nothing. To clear a counter for them would make two
-    // operations on the stream of a small call's one.
-    if (config.documents || items > blocks) {
-      params.next_item = reinterpret_cast<int32_t*>(bytes);
-      fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
-    }
-    bytes += kScratchAlignment;
+  // Blocks that run the item they start with and no other count nothing. To clear a counter for them would make two
+  // operations on the stream of a small call's one.
+  if (config.documents || items > blocks) {
+    params.next_item = reinterpret_cast<int32_t*>(bytes);
+    fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
   }
+  bytes += kScratchAlignment;
   launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
   bytes += tile_ranges_bytes(problem, config);
   if (config.documents) {

@@ -40,9 +40,8 @@ struct Config {
   int tf32_chain = 1;   // float32: steps whose products the tensor unit adds up before a rounded addition
 
   // Read by kernels/sm90 only.
-  int schedule = 0;             // 0: one block per work item; 1: resident blocks with a fixed stride; 2: a counter
-  int loop_order = 0;           // 0: softmax amid the loop body; 1: at its end; 2: no products run under the softmax
-  bool chain_items = false;     // start the next item before the last output product of this one
+  int schedule = 0;             // 0: one block per work item; 2: resident blocks that take items by a counter
+  bool in_series = false;       // forward: a warpgroup has one product in flight, not two
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product
   bool integer_max = false;     // row maximum by three-input integer instructions

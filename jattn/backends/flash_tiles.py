@@ -26,7 +26,6 @@ from jattn.backends.kernel_plan import (
     tile_pass_keys,
 )
 from jattn.backends.key_splits import choose_splits
-from jattn.masks import UNBOUNDED
 from jattn.spec import Dropout, Spec
 
 KEY_ARCH = "sm_90a"
@@ -38,7 +37,6 @@ MAX_SHARED_BYTES = 227 * 1024
 
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
-_SOFTMAX_LAST, _IN_SERIES = 1, 2
 # Scales of problems whose bias may be a step of the first product, as cc/kernels/sm90/forward_params.cuh says.
 LEAST_PRODUCT_SCALE, LARGEST_PRODUCT_SCALE = 2.0**-20, 2.0
 _DOCUMENT_TILE_BYTES = 32
@@ -51,7 +49,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      loop_order, chain_items, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
+      in_series, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
         cap_series, documents, bias_in_product: see ``Config``.
     """
 
@@ -60,8 +58,7 @@ class Tile:
     tile_q: int
     tile_kv: int
     stages: int = 2
-    loop_order: int = 0
-    chain_items: bool = False
+    in_series: bool = False
     q_in_registers: bool = False
     integer_max: bool = False
     staged_bias: bool = False
@@ -83,22 +80,22 @@ def tile_bytes(rows: int, columns: int) -> int:
 
 
 def _q_bytes(tile: Tile) -> int:
-    return (2 if tile.chain_items else 1) * tile_bytes(tile.tile_q, tile.head_dim)
+    return tile_bytes(tile.tile_q, tile.head_dim)
 
 
 def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     """Shared memory of the forward kernel for all but q and the output."""
-    q_buffers = 2 if tile.chain_items else 1
     stage = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     if tile.staged_bias:
         stage += tile_bytes(tile.tile_q, tile.tile_kv)
     if tile.bias_in_product:
         stage += 2 * 16 * tile.tile_kv
     row_of_floats = tile.row_bias and not tile.bias_in_product
-    slots = 2 * q_buffers
+    slots = 2
     columns = tile.stages * tile.tile_kv
-    barriers = 8 * (1 + 2 * q_buffers + 4 * tile.stages)
-    control = barriers + 8 + 8 * tile.stages + slots * 32
+    barriers = 8 * (3 + 4 * tile.stages)
+    lost_items = 3 * 4 * (tile.tile_q // 64)
+    control = barriers + 8 + 8 * tile.stages + slots * (32 + 4) + 8 + 4 * lost_items
     control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
     control += 4 * columns if row_of_floats else 0
     control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
@@ -107,11 +104,6 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     if spec.mask is not None or row_of_floats or spec.positions or head_numbers:
         control += 96
     return tile.stages * stage + control
-
-
-def _has_place_for_output(tile: Tile, spec: Spec) -> bool:
-    out = tile_bytes(tile.tile_q, tile.head_dim_v)
-    return _q_bytes(tile) + out + _bytes_without_q(tile, spec) <= MAX_SHARED_BYTES
 
 
 def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
@@ -209,9 +201,8 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             192,
             128,
             stages=2 if has_tiles else 4,
-            loop_order=_SOFTMAX_LAST,
-            chain_items=not has_tiles,
             integer_max=True,
+            take_turns=True,
             staged_bias=has_tiles,
             row_bias=row_bias,
         )
@@ -228,7 +219,7 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             128,
             tile_kv,
             stages=stages,
-            loop_order=_IN_SERIES if in_series else _SOFTMAX_LAST if by_turns else 0,
+            in_series=in_series,
             q_in_registers=light and largest <= 128 and spec.mask is None,
             integer_max=head_dim_v <= 128,
             row_bias=row_bias,
@@ -247,17 +238,6 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     return found
 
 
-def _has_long_rows(spec: Spec) -> bool:
-    """Whether turns pay more than starting the next item before the end of this one.
-
-    At head dim 64 and causal they gain 1.3, 2.3 and 2.4 % with 4096, 8192 and 16384 keys and lose 2 and 4 % with
-    2048 and 1024; full problems gain nothing in the mean.
-    """
-    causal = spec.band.left == UNBOUNDED and not spec.band.unbounded
-    whole = not (spec.segments or spec.q_lengths or spec.kv_lengths)
-    return causal and whole and min(spec.q_len, spec.kv_len) >= 4096
-
-
 def _head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in _HEAD_DIM_TILES if tile >= head_dim)
 
@@ -271,8 +251,8 @@ _CHANGES: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.Context
 def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
-    For measurements of tiles that are not picked. Turns stay away from tiles in series, chains from turns and from
-    every order but the softmax last, a bias in the product from what it has no form for.
+    For measurements of tiles that are not picked. Turns stay away from tiles in series, a bias in the product from
+    what it has no form for.
     """
     token = _CHANGES.set(changes)
     try:
@@ -306,19 +286,15 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     if not changes:
         return tile
     tile = dataclasses.replace(tile, **changes)
-    turns = tile.take_turns and tile.loop_order != _IN_SERIES
+    turns = tile.take_turns and not tile.in_series
     in_product = tile.bias_in_product and not partial and _can_add_in_product(spec, tile)
-    chains = tile.chain_items and not turns and tile.loop_order == _SOFTMAX_LAST
-    return dataclasses.replace(
-        tile, take_turns=turns, chain_items=chains, bias_in_product=in_product
-    )
+    return dataclasses.replace(tile, take_turns=turns, bias_in_product=in_product)
 
 
 def _can_add_in_product(spec: Spec, tile: Tile) -> bool:
     """Whether a tile has room for the bias as a step of the first product."""
     tile = dataclasses.replace(tile, bias_in_product=True)
     fits = forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
-    fits = fits and (not tile.chain_items or _has_place_for_output(tile, spec))
     return _has_bias_for_product(spec) and fits and tile.tile_kv % 32 == 0
 
 
@@ -328,8 +304,6 @@ def _tile_with_bias_in_product(spec: Spec, head_dim: int, head_dim_v: int) -> Ti
     pick = _plain_tile if _is_plain(rest) else _tile_with_terms
     tile = pick(rest, head_dim, head_dim_v)
     tile = dataclasses.replace(tile, row_bias=True, bias_in_product=True)
-    if tile.chain_items and not _has_place_for_output(tile, spec):
-        tile = dataclasses.replace(tile, stages=3)
     return tile if _can_add_in_product(spec, tile) else None
 
 
@@ -351,28 +325,15 @@ def _plain_tile(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     # With a softcap 24 bytes of registers spill; by the series and with products in series none do.
     small = largest <= 96 and (not spec.softcap > 0 or _caps_by_series(spec))
     if small and largest <= 64 and not spec.softcap > 0:
-        by_turns = _has_long_rows(spec)
-        return Tile(
-            head_dim,
-            head_dim_v,
-            192,
-            128,
-            stages=4,
-            loop_order=_SOFTMAX_LAST,
-            chain_items=not (spec.segments or by_turns),  # with segments 4 bytes of registers spill
-            integer_max=True,
-            take_turns=by_turns,
-        )
+        return Tile(head_dim, head_dim_v, 192, 128, stages=4, integer_max=True, take_turns=True)
     if small:
         stages = 4 if largest <= 64 else 2
-        return Tile(
-            head_dim, head_dim_v, 192, 128, stages=stages, loop_order=_IN_SERIES, integer_max=True
-        )
+        return Tile(head_dim, head_dim_v, 192, 128, stages=stages, in_series=True, integer_max=True)
     # Measured with 32/8 heads at 8192 keys: 692 TFLOP/s against 668; with one head per group equal, causal worse.
     shared_keys = spec.num_heads >= 4 * spec.num_kv_heads and spec.q_len >= 2048
     full = spec.band.unbounded and not spec.segments and not spec.softcap > 0
     if head_dim == head_dim_v == 128 and shared_keys and full:
-        return Tile(128, 128, 192, 128, loop_order=_IN_SERIES, integer_max=True)
+        return Tile(128, 128, 192, 128, in_series=True, integer_max=True)
     # A consumer thread holds head_dim_v / 2 values of the output, tile_kv / 2 scores, half as many packed
     # probabilities and, if q is in registers, head_dim / 4 of its words.
     for tile_kv in (128, 96, 64):
@@ -411,8 +372,7 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         staged_bias=tile.staged_bias,
         row_bias=tile.row_bias,
         schedule=_SCHEDULE_BY_COUNTER,
-        loop_order=tile.loop_order or None,
-        chain_items=tile.chain_items,
+        in_series=tile.in_series,
         q_in_registers=tile.q_in_registers,
         integer_max=tile.integer_max,
         scale_first=not spec.scale > 0 and not spec.softcap > 0,

@@ -1,7 +1,8 @@
 """The softmax of raw scores that hold a bias, run on the host: biases of every size, tile by tile.
 
 One thread has two whole rows. The scores are what the matrix unit makes of products and parts, in the worst case: the
-exact sum cut off at 24 bits.
+exact sum cut off at 24 bits. As in the kernel, rows settle, and where their sums say that they did so too early they are
+computed again.
 """
 
 import subprocess
@@ -43,9 +44,9 @@ float score(float product, float bias, float scale) {
 }
 
 int main() {
-  int tiles;
+  int tiles, may_settle;
   float scale;
-  std::cin >> scale >> tiles;
+  std::cin >> may_settle >> scale >> tiles;
   const auto read = [] {
     uint32_t bits;
     std::cin >> bits;
@@ -54,7 +55,7 @@ int main() {
   OnlineSoftmax<ScoreUnits::kRawBiased, true> softmax;
   softmax.scale = scale;
   softmax.scale_log2 = float(scale * 1.4426950408889634);
-  softmax.reset(true, true);
+  softmax.reset(true, true, may_settle != 0);
   std::vector<float> weights[2];
   for (int tile = 0; tile < tiles; ++tile) {
     float s[2 * kColumns];
@@ -64,13 +65,14 @@ int main() {
         s[j / 2 * 4 + 2 * r + j % 2] = score(product, bias, scale);
       }
     }
-    softmax.update(s);
+    softmax.update(s, true);
     for (int r = 0; r < 2; ++r) {
       for (float& weight : weights[r]) weight *= softmax.rescale ? softmax.alpha[r] : 1.0f;
       for (int j = 0; j < kColumns; ++j) weights[r].push_back(s[j / 2 * 4 + 2 * r + j % 2]);
     }
   }
   std::cout.precision(17);
+  std::cout << softmax.settled() << ' ' << softmax.sum_beyond(0x1p100f) << '\\n';
   for (int r = 0; r < 2; ++r) {
     const float lse = softmax.raised_lse(softmax.natural_max(r) + std::log2(softmax.row_sum[r]) * kLn2);
     std::cout << softmax.row_max[r] << ' ' << softmax.row_sum[r] << ' ' << lse;
@@ -89,16 +91,29 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_program(text, tmp_path_factory.mktemp("softmax"), "-w", "-ffp-contract=off")
 
 
+def run_once(
+    program: Path, products: np.ndarray, biases: np.ndarray, *, may_settle: bool
+) -> tuple[bool, bool, np.ndarray]:
+    """Whether the rows settled, whether they are lost, and (2, 3 + keys): maximum, sum, lse and weights."""
+    keys = products.shape[1]
+    pairs = np.stack([products.T, np.broadcast_to(biases, products.shape).T], axis=2)
+    words = pairs.astype(np.float32).view(np.uint32).reshape(-1)
+    text = " ".join([str(int(may_settle)), repr(SCALE), str(keys // COLUMNS), *map(str, words)])
+    done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+    first, *rows = done.stdout.splitlines()
+    settled, lost = first.split()
+    return settled == "1", lost == "1", np.array([row.split() for row in rows]).astype(np.float64)
+
+
 def run(
     program: Path, products: np.ndarray, biases: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Weights over their sum (2, keys), the sum (2,) and the lse (2,) of two rows."""
-    keys = products.shape[1]
-    pairs = np.stack([products.T, np.broadcast_to(biases, products.shape).T], axis=2)
-    words = pairs.astype(np.float32).view(np.uint32).reshape(-1)
-    text = " ".join([repr(SCALE), str(keys // COLUMNS), *map(str, words)])
-    done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
-    found = np.array([line.split() for line in done.stdout.splitlines()]).astype(np.float64)
+    _, lost, found = run_once(program, products, biases, may_settle=True)
+    if lost:
+        settled, lost, found = run_once(program, products, biases, may_settle=False)
+        assert not settled
+        assert not lost
     with np.errstate(invalid="ignore"):
         return found[:, 3:] / found[:, 1:2], found[:, 1], found[:, 2]
 
@@ -174,3 +189,46 @@ def test_no_number_spreads_over_the_row(program: Path) -> None:
     biases[13] = np.nan
     _, total, _ = run(program, drawn(), biases)
     assert np.isnan(total).all()
+
+
+NO_BIAS = np.zeros(COLUMNS * TILES, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "settles", "loses"),
+    [
+        (0.0, 0.0, True, False),
+        (0.0, 40.0, True, False),
+        (0.0, 60.0, True, False),
+        (0.0, 80.0, True, True),  # exp(80) exceeds 2^100
+        (0.0, 500.0, True, True),
+        (0.0, -500.0, True, False),
+        (300.0, 340.0, True, False),
+        (-60.0, -60.0, False, False),  # too low to settle: 2^-64 is exp(-44)
+        (-60.0, 30.0, True, False),
+        (-500.0, 0.0, True, False),
+    ],
+)
+def test_rows_settle_and_are_lost(
+    program: Path, first: float, later: float, settles: bool, loses: bool
+) -> None:
+    """Scores of the first tile, and of the third and later ones."""
+    scores = drawn() * SCALE + first
+    scores[:, 2 * COLUMNS :] += later - first
+    products = np.asarray(scores / SCALE, np.float32)
+    settled, lost, found = run_once(program, products, NO_BIAS, may_settle=True)
+    assert (settled, lost) == (settles, loses)
+    wanted, wanted_lse = exact(products, NO_BIAS)
+    if not lost:
+        assert np.abs(found[:, 3:] / found[:, 1:2] - wanted).max() <= 1e-4
+        assert np.abs(found[:, 2] - wanted_lse).max() <= 1e-4
+    weights, _, lse = run(program, products, NO_BIAS)
+    assert np.abs(weights - wanted).max() <= 1e-4
+    assert np.abs(lse - wanted_lse).max() <= 1e-4
+
+
+def test_rows_do_not_settle_unless_they_may(program: Path) -> None:
+    settled, lost, found = run_once(program, drawn(), NO_BIAS, may_settle=False)
+    assert not settled
+    assert not lost
+    assert found[:, 3:].max() <= 2.0**9

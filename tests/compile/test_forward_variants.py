@@ -36,9 +36,16 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "softcap mask": ((128, 128), CAP | {"mask": FULL}, ("cap_series",)),
     "alibi causal": ((128, 128), SLOPES | {"band": CAUSAL}, ("take_turns",)),
     "alibi 96": ((96, 96), SLOPES | {"sinks": (1, 4)}, ("take_turns",)),
-    "long 64 causal": ((64, 64), LONG | {"band": CAUSAL}, ("take_turns",)),
+    "64": ((64, 64), {}, ("take_turns",)),
+    "64 causal": ((64, 64), {"band": CAUSAL}, ("take_turns",)),
+    "64 window lengths": ((64, 64), {"kv_lengths": True, "band": WINDOW}, ("take_turns",)),
+    "alibi 64": ((64, 64), SLOPES, ("take_turns",)),
     "documents": ((128, 128), {"segments": True}, ("documents",)),
-    "documents 64": ((64, 64), {"segments": True, "band": CAUSAL}, ("documents",)),
+    "documents 64": (
+        (64, 64),
+        {"segments": True, "band": CAUSAL},
+        ("take_turns", "documents"),
+    ),
     "documents 96": ((96, 96), {"segments": True, "band": CAUSAL}, ("documents",)),
     "documents 192": ((192, 192), {"segments": True}, ("documents",)),
     "documents 256": ((256, 256), {"segments": True, "band": WINDOW}, ("documents",)),
@@ -63,17 +70,21 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
         LONG | ROW | {"num_heads": 32, "num_kv_heads": 8, "bias": (2, 1, 1, 4096)},
         ("bias_in_product",),
     ),
-    "row of bias 64": ((64, 64), ROW, ("bias_in_product",)),
-    "row of bias 64 segments": ((64, 64), ROW | {"segments": True}, ("bias_in_product",)),
-    "row of bias 64 mask": ((64, 64), ROW | {"mask": FULL}, ("bias_in_product",)),
+    "row of bias 64": ((64, 64), ROW, ("take_turns", "bias_in_product")),
+    "row of bias 64 segments": (
+        (64, 64),
+        ROW | {"segments": True},
+        ("take_turns", "bias_in_product"),
+    ),
+    "row of bias 64 mask": ((64, 64), ROW | {"mask": FULL}, ("take_turns", "bias_in_product")),
     "row of bias 64 float16": (
         (64, 64),
         ROW | {"dtype": "float16", "bias_dtype": "float16"},
-        ("bias_in_product",),
+        ("take_turns", "bias_in_product"),
     ),
-    "row of bias 64 long causal": (
+    "row of bias 64 causal": (
         (64, 64),
-        ROW | LONG | {"band": CAUSAL, "bias": (1, 4, 1, 4096)},
+        ROW | {"band": CAUSAL},
         ("take_turns", "bias_in_product"),
     ),
     "row of bias 96": ((96, 96), ROW | {"band": CAUSAL}, ("bias_in_product",)),
@@ -94,18 +105,15 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "softcap, bias": (128, CAP | {"bias": FULL, "bias_dtype": "bfloat16"}),
     "softcap, dropout, mask": (128, CAP | {"dropout": DROPOUT, "mask": FULL}),
     "softcap, dropout, wide": (192, CAP | {"dropout": DROPOUT}),
-    "alibi, narrow": (64, SLOPES),
     "alibi, wide": (192, SLOPES),
     "alibi, mask": (128, SLOPES | {"mask": FULL}),
-    "long, window": (64, LONG | {"band": WINDOW}),
-    "long, full": (64, LONG),
-    "long, lengths": (64, LONG | {"kv_lengths": True, "band": CAUSAL}),
-    "long, wider": (96, LONG | {"band": CAUSAL}),
-    "short": (64, {"q_len": 2048, "kv_len": 2048, "band": CAUSAL}),
+    "causal": (128, LONG | {"band": CAUSAL}),
+    "causal 96": (96, LONG | {"band": CAUSAL}),
+    "two terms 64": (64, SLOPES | {"mask": FULL}),
     "segments, lengths": (128, {"segments": True, "kv_lengths": True}),
     "segments, positions": (128, {"segments": True, "positions": True, "band": CAUSAL}),
-    "segments, mask": (64, {"segments": True, "mask": FULL}),
-    "segments, one tile": (64, {"segments": True, "q_len": 192}),
+    "segments, mask": (128, {"segments": True, "mask": FULL}),
+    "segments, one tile": (128, {"segments": True, "q_len": 128}),
     "row of bias, negative scale": (128, ROW | {"scale": -0.1}),
     "row of bias, no scale": (128, ROW | {"scale": 0.0}),
     "row of bias, tiny scale": (128, ROW | {"scale": 1e-7}),
@@ -257,10 +265,9 @@ def test_a_row_of_the_bias_is_one_product_more(
     assert len(of_floats.body) - len(in_product.body) >= FEWER_INSTRUCTIONS[head_dim]
 
 
-def test_turns_stay_away_from_tiles_in_series_and_chains_from_turns() -> None:
+def test_turns_stay_away_from_tiles_in_series() -> None:
     with flash_tiles.forward_tile_changes(take_turns=True):
-        in_series, narrow = (flash_tiles.forward_tile(spec(head_dim)) for head_dim in (96, 64))
-    assert in_series.loop_order == 2
+        in_series, wide = (flash_tiles.forward_tile(spec(head_dim)) for head_dim in (96, 128))
+    assert in_series.in_series
     assert not in_series.take_turns
-    assert narrow.take_turns
-    assert not narrow.chain_items
+    assert wide.take_turns

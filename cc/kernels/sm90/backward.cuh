@@ -22,7 +22,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 128));
   static_assert(has_dq_warpgroup(C) == (kSplit && kFused) && (!kSplit || C.tile_q == kWarpgroupRows));
-  static_assert(C.loop_order == 0 && !C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
+  static_assert(!C.in_series && !C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
   static_assert(!C.staged_bias || C.bias_element != Element::kF32);
   // The slope of a softcap is part of ds, but not of the gradient of a bias.
   static_assert(!C.stores_ds || (C.bias && C.staged_bias && C.bias_element == C.element && !C.softcap && !kSplit));

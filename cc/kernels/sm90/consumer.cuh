@@ -27,6 +27,9 @@ struct Consumer {
 
   static constexpr int kMasks =
       kMaskUpper | kMaskLower | kMaskSegments | (has_position_band(C) ? kMaskPositions : 0) | (C.mask ? kMaskDense : 0);
+  // Whether v of a tile is waited for behind the tile's exponentials, so that both products of the next start without a test
+  // between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 -> 648.
+  static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
 
   const ForwardParams& params;
@@ -56,9 +59,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ unsigned q_address() const {
-    return tiles + items % S::kQBuffers * S::kQBytes + first_row() * kChunkRowBytes;
-  }
+  __device__ __forceinline__ unsigned q_address() const { return tiles + first_row() * kChunkRowBytes; }
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
   __device__ __forceinline__ unsigned bias_step_address(int stage) const {
     return tiles + S::kBiasStepOffset + stage * S::kBiasStepBytes;
@@ -110,21 +111,21 @@ struct Consumer {
     }
   }
 
-  // Their barriers come behind those of sync_warpgroup().
-  __device__ __forceinline__ Turns<C.take_turns, num_consumers(C), 1 + num_consumers(C)> turns() const {
-    return {warpgroup};
-  }
+  // Named barriers: those of sync_warpgroup(), from 1 on, those of the turns, and one of all consumers.
+  static constexpr int kFirstTurn = 1 + num_consumers(C), kAllConsumers = kFirstTurn + num_consumers(C);
+
+  __device__ __forceinline__ Turns<C.take_turns, num_consumers(C), kFirstTurn> turns() const { return {warpgroup}; }
 
   // Starts the products of a turn: the scores of the tile at hand and, from the p of the tile before, the output.
-  // between: what stands between the two.
-  template <class Between>
-  __device__ __forceinline__ void start_both(Scores& s, Queries& q, Output& out, Probabilities& p, const Ring& before,
-                                             Between between) const {
-    if constexpr (C.take_turns) wait(&control.v_full[before.index], before.parity);  // not while others wait for us
+  __device__ __forceinline__ void start_both(Scores& s, Queries& q, Output& out, Probabilities& p,
+                                             const Ring& before) const {
+    constexpr bool kAwaitsVBetween = !C.take_turns && !kAwaitsVEarly;
+    if constexpr (C.take_turns && !kAwaitsVEarly) {
+      wait(&control.v_full[before.index], before.parity);  // not while others wait for us
+    }
     turns().begin();
     start_scores_of_stage(s, q);
-    between();
-    if constexpr (!C.take_turns) wait(&control.v_full[before.index], before.parity);
+    if constexpr (kAwaitsVBetween) wait(&control.v_full[before.index], before.parity);
     start_output<C>(out, p, v_address(before.index));
     turns().end();
   }
@@ -141,12 +142,10 @@ struct Consumer {
                                                 Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
-      int most[2];
-      greatest_bits(most, s);
-      const bool small = !(header.flags & kMasks) && all_below(s, most, params.cap_series.limit);
-      if (__all_sync(~0u, small)) {
+      const bool open = (header.flags & kMasks) || !softmax.settled();
+      if (!open && __all_sync(~0u, all_below(s, params.cap_series.limit))) {
         if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
-        softmax.update_capped(s, most, params.cap_series);
+        softmax.update_capped(s, params.cap_series);
         if constexpr (C.dropout) drops.apply(s, context(header));
         if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
         return;
@@ -157,21 +156,22 @@ struct Consumer {
       add_terms<C>(s, context(header), [&](int step) { return fragment_address(bias_address(ring.index), step); });
     }
     if (header.flags & kMasks) {
-      apply_masks<C>(s, header, ring.index, items % S::kItemSlots, control, params, place());
+      apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }
     if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
-    softmax.update(s);
+    // A float16 probability has no room for all that may follow a row's only key in the tile of its diagonal.
+    softmax.update(s, C.element == Element::kBF16 || !(header.flags & kMasks));
     if constexpr (C.dropout) drops.apply(s, context(header));
     if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
   }
 
   __device__ __forceinline__ TileContext<C> context(const TileHeader& header) const {
-    const int slot = items % S::kItemSlots;
+    const int slot = items % kItemSlots;
     const ItemRecord& item = control.items[slot];
     return {params, control, item, header, ring.index, slot, place(), item.q_begin + first_row() + warp_row()};
   }
 
-  // Softmax in the middle of the loop body, behind the start of the output product of the tile before.
+  // The softmax of a tile runs behind the start of the output product of the tile before.
   __device__ __forceinline__ void visit_tiles(Queries& q, Output& out, Softmax& softmax) {
     Probabilities p;
     TileHeader header = wait_k();
@@ -184,18 +184,23 @@ struct Consumer {
       pin_registers(s);
       finish_scores(s, header, drops, softmax);
       pack_fragment<C.element>(p, s);
+      if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
     }
     while (!is_last(header)) {
       const Ring before = ring;
       ring.advance();
       header = wait_k();
       Scores s;
-      start_both(s, q, out, p, before, [] {});
+      start_both(s, q, out, p, before);
       TileDrops<C> drops;
       drops.make(context(header));
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, header, drops, softmax);
+      if constexpr (kAwaitsVEarly) {
+        pin_registers(s);
+        wait(&control.v_full[ring.index], ring.parity);
+      }
       wait_products<0>();
       pin_registers(out);
       release(&control.v_empty[before.index]);
@@ -206,74 +211,19 @@ struct Consumer {
     finish_last_tile(p, out, softmax);
   }
 
-  // Softmax at the end of the loop body: the wait for the output product lies behind the back edge, where ptxas cannot
-  // move it above the exponentials.
-  __device__ __forceinline__ void visit_tiles_softmax_last(Queries& q, Output& out, Softmax& softmax) {
-    Scores s;
-    TileHeader header = wait_k();
-    start_first_scores(s, q);
-    TileDrops<C> first_drops;
-    first_drops.make(context(header));
-    wait_products<0>();
-    pin_registers(s);
-    finish_scores(s, header, first_drops, softmax);
-    int v_read = -1;      // stage of the v tile that the running output product reads
-    bool starts = false;  // out holds the item before the one of s
-    RowFactors factors;
-    for (;;) {
-      const bool ends = is_last(header);
-      if (ends && !next_item_follows(header)) break;
-      Probabilities p;
-      const Ring before = ring;
-      ring.advance();
-      header = wait_k();
-      wait_products<0>();
-      pin_registers(out);
-      if (v_read >= 0) release(&control.v_empty[v_read]);
-      v_read = before.index;
-      if (C.chain_items && starts) {
-        write(out, factors, items - 1);
-        clear(out);
-      }
-      if (ends) begin_next_item(q);
-      pack_fragment<C.element>(p, s);
-      start_both(s, q, out, p, before, [&] { softmax.rescale_output(out); });
-      if (ends) {
-        factors = finish_rows(softmax, items - 1);
-        reset(softmax);
-      }
-      starts = ends;
-      TileDrops<C> drops;
-      drops.make(context(header));
-      wait_products<1>();
-      pin_registers(s);
-      finish_scores(s, header, drops, softmax);
-    }
-    wait_products<0>();
-    pin_registers(out);
-    if (v_read >= 0) release(&control.v_empty[v_read]);
-    if (C.chain_items && starts) {
-      write(out, factors, items - 1);
-      clear(out);
-    }
-    Probabilities p;
-    pack_fragment<C.element>(p, s);
-    softmax.rescale_output(out);
-    leaves_tiles = leaves_tiles_behind(header);
-    finish_last_tile(p, out, softmax);
-  }
-
-  // The output product of the last tile when nothing follows at once, and the end of its item.
+  // The output product of the last tile, and the end of its item.
   __device__ __forceinline__ void finish_last_tile(Probabilities& p, Output& out, const Softmax& softmax) {
     if constexpr (kReleasesQAtLastTile) release_q();
     wait(&control.v_full[ring.index], ring.parity);
     start_output<C>(out, p, v_address(ring.index));
-    const RowFactors factors = finish_rows(softmax, items);
+    const bool at_risk = is_at_risk(softmax);
+    const RowFactors factors = finish_rows(softmax);
     wait_products<0>();
     pin_registers(out);
     release(&control.v_empty[ring.index]);
     ring.advance();
-    write(out, factors, items);
+    if (at_risk) list_if_lost(softmax, out);
+    write(out, factors);
   }
 
   // One product after the other: fewest registers, so that three warpgroups can hold 128 columns of output. Only the
@@ -300,7 +250,8 @@ struct Consumer {
       pin_registers(out);
       release(&control.v_empty[ring.index]);
     }
-    write(out, finish_rows(softmax, items), items);
+    if (is_at_risk(softmax)) list_if_lost(softmax, out);
+    write(out, finish_rows(softmax));
   }
 
   // The last tile of the item, or the last that this warpgroup needs.
@@ -332,7 +283,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_q() const {
-    if (thread() == 0) arrive(&control.q_empty[items % S::kQBuffers]);
+    if (thread() == 0) arrive(&control.q_empty);
   }
 
   __device__ __forceinline__ void sync_warpgroup() const { sync_named(1 + warpgroup, kWarpgroupThreads); }
@@ -360,39 +311,49 @@ struct Consumer {
     return false;
   }
 
-  // Whether the next item's first tile can be computed beside the last output product of this one: the item runs, and
-  // this warpgroup sees its first tile.
-  __device__ __forceinline__ bool next_item_follows(const TileHeader& last) const {
-    if constexpr (C.chain_items) {
-      if (leaves_tiles_behind(last)) return false;
-      const unsigned next = items + 1;
-      wait(&control.q_full[next % S::kQBuffers], next / S::kQBuffers % 2);
-      const ItemRecord& item = control.items[next % S::kItemSlots];
-      if (item.status != kItemRuns) return false;
-      Ring ahead = ring;
-      ahead.advance();
-      wait(&control.k_full[ahead.index], ahead.parity);
-      return control.headers[ahead.index].kv_tile * C.tile_kv < end_of_keys(item);
-    }
-    return false;
-  }
-
-  __device__ __forceinline__ void begin_next_item(Queries& q) {
-    if constexpr (kReleasesQAtLastTile) release_q();
-    ++items;
-    load_queries(q);
-  }
-
   // Starts the statistics of the present item.
   __device__ __forceinline__ void reset(Softmax& softmax) const {
-    const ItemRecord& item = control.items[items % S::kItemSlots];
+    const ItemRecord& item = control.items[items % kItemSlots];
     const int row = item.q_begin + place().row;
-    softmax.reset(row < item.q_length, row + 8 < item.q_length);
+    softmax.reset(row < item.q_length, row + 8 < item.q_length,
+                  control.item_numbers[items % kItemSlots] != kComputedAgain);
   }
 
   __device__ __forceinline__ static void clear(Output& out) {
 #pragma unroll
     for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
+  }
+
+  // Sums of probabilities. Up to kSafeSum they are as harmless as those of rows that do not settle; up to kLargestSum the
+  // output is right if it is finite. A float16 probability must stay below 65504.
+  static constexpr float kSafeSum = C.element == Element::kF16 ? 0x1p15f : 0x1p20f;
+  static constexpr float kLargestSum = C.element == Element::kF16 ? kSafeSum : 0x1p100f;
+
+  // Whether a row of this warp, settled by its first keys, has met scores that are much larger.
+  __device__ __forceinline__ static bool is_at_risk(const Softmax& softmax) {
+    return __any_sync(~0u, softmax.sum_beyond(kSafeSum));
+  }
+
+  // Lists the item for another computation if the sum or the output of such a row has left the range of its type.
+  __device__ __forceinline__ void list_if_lost(const Softmax& softmax, const Output& out) const {
+    bool lost = softmax.sum_beyond(kLargestSum);
+#pragma unroll
+    for (int i = 0; i < C.head_dim_v / 2; ++i) {
+      lost = lost || (softmax.row_max[i / 2 % 2] != infinity() && !(fabsf(out[i]) < infinity()));
+    }
+    if (__any_sync(~0u, lost) && lane() == 0) {
+      control.lost_items[atomicAdd(&control.lost, 1)] = control.item_numbers[items % kItemSlots];
+    }
+  }
+
+  // At the end of the items: whether some are computed again.
+  __device__ __forceinline__ bool items_follow() const {
+    sync_named(kAllConsumers, S::kConsumers * kWarpgroupThreads);  // what these items have lost is listed
+    const bool follow = *const_cast<volatile int*>(&control.lost) != 0;
+    if (follow && thread() == 0) wait_stores();  // not to be overtaken by those of the second computation
+    sync_warpgroup();
+    release_q();  // lets the producer see the list, and clear it
+    return follow;
   }
 
   // What the two rows of a thread are multiplied by at the end; 0 for rows without keys and beyond q_length.
@@ -401,8 +362,8 @@ struct Consumer {
   };
 
   // Writes lse: -inf for rows without keys and beyond q_length.
-  __device__ __forceinline__ RowFactors finish_rows(Softmax softmax, unsigned number) const {
-    const ItemRecord& item = control.items[number % S::kItemSlots];
+  __device__ __forceinline__ RowFactors finish_rows(Softmax softmax) const {
+    const ItemRecord& item = control.items[items % kItemSlots];
     softmax.finish();
     RowFactors factors;
 #pragma unroll
@@ -411,17 +372,17 @@ struct Consumer {
       const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
       float lse_with_sink = 0.0f;
       if constexpr (C.sinks) {
-        const auto result = softmax.with_sink(r, control.numbers[number % S::kItemSlots].sink);
+        const auto result = softmax.with_sink(r, control.numbers[items % kItemSlots].sink);
         factors.row[r] = sees_keys ? result.factor : 0.0f;
         lse_with_sink = result.lse;
       } else {
         factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       }
-      if constexpr (C.dropout) factors.row[r] *= control.numbers[number % S::kItemSlots].dropout.factor;
+      if constexpr (C.dropout) factors.row[r] *= control.numbers[items % kItemSlots].dropout.factor;
       if (lane() % 4 == 0 && t < end_of_rows(item)) {
         if constexpr (C.partial_results) {
-          params.row_parts[row_of_part(item, number, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
-                                                            softmax.unit(), softmax.natural_unit()};
+          params.row_parts[row_of_part(item, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
+                                                    softmax.unit(), softmax.natural_unit()};
           continue;
         }
         const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head;
@@ -434,21 +395,21 @@ struct Consumer {
   }
 
   // Index of a row among those of all parts.
-  __device__ __forceinline__ int64_t row_of_part(const ItemRecord& item, unsigned number, int t) const {
+  __device__ __forceinline__ int64_t row_of_part(const ItemRecord& item, int t) const {
     const ProblemParams& problem = params.problem;
-    const int64_t entry = int64_t(control.parts[number % S::kItemSlots]) * problem.batch + item.batch;
+    const int64_t entry = int64_t(control.parts[items % kItemSlots]) * problem.batch + item.batch;
     return (entry * problem.num_heads + item.head) * problem.q_len + t;
   }
 
   // Writes the rows as floats, straight from the fragments.
-  __device__ __forceinline__ void write_part(const Output& out, RowFactors factors, unsigned number) const {
-    const ItemRecord& item = control.items[number % S::kItemSlots];
+  __device__ __forceinline__ void write_part(const Output& out, RowFactors factors) const {
+    const ItemRecord& item = control.items[items % kItemSlots];
     const int width = params.problem.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int t = item.q_begin + place().row + 8 * r;
       if (t >= params.problem.q_len) continue;
-      float* row = params.partial_out + row_of_part(item, number, t) * width;
+      float* row = params.partial_out + row_of_part(item, t) * width;
       const float f = factors.row[r];
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 8; ++i) {
@@ -460,7 +421,7 @@ struct Consumer {
       }
     }
     sync_warpgroup();  // every warp is done with q
-    if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty[number % S::kQBuffers]);
+    if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty);
   }
 
   // One past the last row that an item answers for: with documents its rows may end before its tile does.
@@ -503,11 +464,11 @@ struct Consumer {
 
   // Writes the output rows of this warpgroup: the whole tile at once where it has a place, else chunk by chunk through the
   // places that there are.
-  __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned number) const {
-    if constexpr (C.partial_results) return write_part(out, factors, number);
+  __device__ __forceinline__ void write(Output& out, RowFactors factors) const {
+    if constexpr (C.partial_results) return write_part(out, factors);
     constexpr int kChunks = num_chunks(C.head_dim_v);
     constexpr bool kAtOnce = S::kOutChunks == kChunks;
-    const ItemRecord& item = control.items[number % S::kItemSlots];
+    const ItemRecord& item = control.items[items % kItemSlots];
     const bool by_rows = C.documents && is_cut(item);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += kAtOnce ? kChunks : 1) {
@@ -525,7 +486,7 @@ struct Consumer {
       if (by_rows) sync_warpgroup();
       if (thread() == 0) {
         wait_stores_read();
-        arrive(&control.q_empty[number % S::kQBuffers]);
+        arrive(&control.q_empty);
       }
     }
   }
@@ -569,38 +530,42 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ void run_item(Softmax& softmax) {
+    const ItemRecord& item = control.items[items % kItemSlots];
+    reset(softmax);
+    Output out;
+    clear(out);
+    if (item.status == kItemEmpty) {
+      write(out, finish_rows(softmax));
+      // Only now: write() has brought the warps together, so none still waits for the round of q_full that this ends.
+      if constexpr (!S::kOutAliasesQ) release_q();
+    } else if (skip_tiles(item)) {
+      Queries q;
+      load_queries(q);
+      if constexpr (C.in_series) {
+        visit_tiles_serially(q, out, softmax);
+      } else {
+        visit_tiles(q, out, softmax);
+      }
+      if (leaves_tiles) pass_over_tiles();
+      leaves_tiles = false;
+    } else {
+      write(out, finish_rows(softmax));
+    }
+  }
+
   __device__ __forceinline__ void run() {
     Softmax softmax;
     softmax.scale_log2 = params.problem.scale_log2;
     softmax.scale = params.problem.scale;
     turns().start();
-    for (;; ++items) {
-      wait(&control.q_full[items % S::kQBuffers], items / S::kQBuffers % 2);
-      const ItemRecord& item = control.items[items % S::kItemSlots];
-      if (item.status == kItemsEnd) break;
-      reset(softmax);
-      Output out;
-      clear(out);
-      if (item.status == kItemEmpty) {
-        write(out, finish_rows(softmax, items), items);
-        // Only now: write() has brought the warps together, so none still waits for the round of q_full that this ends.
-        if constexpr (!S::kOutAliasesQ) release_q();
-      } else if (skip_tiles(item)) {
-        Queries q;
-        load_queries(q);
-        if constexpr (C.loop_order == 0) {
-          visit_tiles(q, out, softmax);
-        } else if constexpr (C.loop_order == 1) {
-          visit_tiles_softmax_last(q, out, softmax);
-        } else {
-          visit_tiles_serially(q, out, softmax);
-        }
-        if (leaves_tiles) pass_over_tiles();
-        leaves_tiles = false;
+    for (bool more = true; more; ++items) {
+      wait(&control.q_full, items % 2);
+      if (control.items[items % kItemSlots].status == kItemsEnd) {
+        more = items_follow();
       } else {
-        write(out, finish_rows(softmax, items), items);
+        run_item(softmax);
       }
-      if constexpr (C.schedule == 0) break;
     }
     turns().finish();
     if (thread() == 0) wait_stores_read();  // shared memory must outlive the copies that read it

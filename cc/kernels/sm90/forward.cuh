@@ -24,11 +24,11 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
                 (C.row_bias && !C.softcap && !C.alibi && !C.scale_first && !C.partial_results && !C.documents));
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
-  static_assert(!C.chain_items || (!S::kOutAliasesQ && C.loop_order == 1 && C.schedule != 0));
-  static_assert(!C.take_turns || (C.loop_order != 2 && !C.chain_items));
+  static_assert(!C.take_turns || !C.in_series);
+  static_assert(C.schedule == 2);
   static_assert(!C.cap_series || (C.softcap && C.integer_max && !C.bias && !C.alibi));
   static_assert(!C.documents || (C.segments && !C.lengths && !C.positions && !C.mask && !C.bias && !C.alibi &&
-                                 !C.dropout && !C.partial_results && !C.chain_items && C.schedule == 2));
+                                 !C.dropout && !C.partial_results));
   static_assert(C.num_warps == forward_threads(C) / 32);
   static_assert(forward_shared_bytes(C) <= kMaxSharedBytes);
   static_assert(sizeof(ForwardControl<C>) <= control_bytes(C));
@@ -39,10 +39,9 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   if (threadIdx.x == 0) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
     constexpr int kReleases = S::kConsumers * S::kReleases;
-    for (int buffer = 0; buffer < S::kQBuffers; ++buffer) {
-      init_barrier(&control.q_full[buffer], 1);
-      init_barrier(&control.q_empty[buffer], S::kConsumers);
-    }
+    control.lost = control.repeats = 0;
+    init_barrier(&control.q_full, 1);
+    init_barrier(&control.q_empty, S::kConsumers);
     init_barrier(&control.v_landed, 1);
     for (int stage = 0; stage < C.stages; ++stage) {
       init_barrier(&control.k_full[stage], 1);
@@ -66,11 +65,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     if (threadIdx.x < 32) {
       Producer<C> producer{params, control, tiles};
       if constexpr (C.bias_in_product) producer.clear_bias_steps();
-      if constexpr (C.chain_items) {
-        producer.run_chained();
-      } else {
-        producer.run();
-      }
+      producer.run();
     }
   } else {
     acquire_registers<consumer_registers(C)>();

@@ -81,7 +81,7 @@ struct ForwardParams {
   TensorMap out;  // axes (Dv, T, N, B), box (64, 64, 1, 1), likewise
   ProblemParams problem;
   float* lse;             // [B, N, T]
-  int32_t* next_item;     // zero at launch, or null if there is a block for every item; read if Config::schedule is 2
+  int32_t* next_item;     // zero at launch, or null if there is a block for every item
   int32_t tiles;          // query tiles of one head
   int32_t items;          // B * N * tiles
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)

@@ -25,21 +25,11 @@ struct ItemQueue {
   // the last tile: an item that is claimed a whole item ahead runs late, when the other blocks have left its keys
   // behind (causal, head_dim 256, 8192 keys on H200: 610 instead of 700 TFLOP/s).
   __device__ __forceinline__ void prefetch() {
-    if constexpr (C.schedule == 2) {
-      const bool counted = C.documents || params.next_item != nullptr;
-      if (threadIdx.x % 32 == 0) fetched = counted ? atomicAdd(params.next_item, 1) : items;
-    }
+    const bool counted = C.documents || params.next_item != nullptr;
+    if (threadIdx.x % 32 == 0) fetched = counted ? atomicAdd(params.next_item, 1) : items;
   }
 
-  __device__ __forceinline__ void advance() {
-    if constexpr (C.schedule == 0) {
-      item = items;
-    } else if constexpr (C.schedule == 1) {
-      item += gridDim.x;
-    } else {
-      item = gridDim.x + __shfl_sync(~0u, fetched, 0);
-    }
-  }
+  __device__ __forceinline__ void advance() { item = gridDim.x + __shfl_sync(~0u, fetched, 0); }
 };
 
 // The filter of the walk, with the states of the tiles of a dense mask.
@@ -156,15 +146,14 @@ struct Producer {
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
 
-  // Publishes the item and copies its q, when the buffer's last user is done with it.
-  __device__ __forceinline__ void load_q(const ItemRecord& record) {
-    const int buffer = items % S::kQBuffers;
-    const int slot = items % S::kItemSlots;
+  // Publishes the item and copies its q, when the item before is done with q's place.
+  __device__ __forceinline__ void load_q(const ItemRecord& record, int number) {
+    const int slot = items % kItemSlots;
     HeadNumbers numbers{};
     if constexpr (has_head_numbers(C)) {
       if (record.status != kItemsEnd) numbers = head_numbers(record);  // before the wait, which hides their way here
     }
-    wait(&control.q_empty[buffer], items / S::kQBuffers % 2 ^ 1);
+    wait(&control.q_empty, items % 2 ^ 1);
     ++items;
     if constexpr (C.segments) {
       if (record.status == kItemRuns && !(C.documents && by_documents)) {
@@ -182,13 +171,13 @@ struct Producer {
       __syncwarp();
     }
     if (leads()) {
-      Barrier* full = &control.q_full[buffer];
+      Barrier* full = &control.q_full;
       control.items[slot] = record;
+      control.item_numbers[slot] = number;
       if constexpr (C.partial_results) control.parts[slot] = part;
       if (record.status == kItemRuns) {
         arrive_and_expect_bytes(full, S::kQBytes);
-        load_tile<C.tile_q, C.head_dim>(tiles + buffer * S::kQBytes, &params.q, full, record.q_begin, record.head,
-                                        record.batch);
+        load_tile<C.tile_q, C.head_dim>(tiles, &params.q, full, record.q_begin, record.head, record.batch);
       } else {
         arrive(full);
       }
@@ -472,67 +461,72 @@ struct Producer {
       by_documents = params.next_item[kDocumentsRefused] == 0;
       if (by_documents) all_items = params.next_item[kDocumentTiles] * params.problem.num_heads;
     }
-    for (ItemQueue<C> queue(params, all_items); queue.valid(); queue.advance()) {
-      ItemRecord record = begin_item(queue.item);
-      ItemTiles<C> visit = tiles_of(record, queue.item);
-      int tile = visit.last();
-      if (tile < 0) record.status = kItemEmpty;
+    ItemQueue<C> queue(params, all_items);
+    for (;;) {
+      // A round without an item tells the consumers that the items published so far are all for now.
+      const bool repeating = repeats();
+      const bool ends = !repeating && (!queue.valid() || loses_items());
+      const int number = ends ? 0 : repeating ? control.lost_items[control.repeats - 1] : queue.item;
+      ItemRecord record = begin_item(number);
+      ItemTiles<C> visit = tiles_of(record, number);
+      int tile = ends ? -1 : visit.last();
+      if (tile < 0) record.status = ends ? kItemsEnd : kItemEmpty;
       int next = tile < 0 ? -1 : visit.before(tile);
-      if (next < 0) queue.prefetch();
+      if (next < 0 && !ends) prefetch(queue);
       if (tile >= 0) load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
-      load_q(record);
+      load_q(record, repeating ? kComputedAgain : queue.item);
       while (tile >= 0) {
         int after = -1;
         if (next >= 0) {
           after = visit.before(next);
-          if (after < 0) queue.prefetch();
+          if (after < 0) prefetch(queue);
           load_k(record, next, visit.flags(next) | (after < 0 ? kLastTile : 0));
         }
         load_v(record, tile, visit.has_padding(tile));
         tile = next;
         next = after;
       }
-    }
-    if constexpr (C.schedule != 0) publish_end();
-  }
-
-  // With chained items k runs ahead across items: k and q of the next item come before the last v of this one.
-  __device__ __forceinline__ void run_chained() {
-    ItemRecord held_record;  // of the v tile that is still to be copied
-    int held_tile = -1;
-    bool held_padding = false;
-    for (ItemQueue<C> queue(params, params.items); queue.valid(); queue.advance()) {
-      ItemRecord record = item_record<C>(params, queue.item);
-      ItemTiles<C> visit = tiles_of(record, queue.item);
-      int tile = visit.last();
-      if (tile < 0) {
-        record.status = kItemEmpty;
-        queue.prefetch();
-        // Nothing is chained to an empty item: the consumers end the item before it first, and need its v for that.
-        if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
-        held_tile = -1;
-        load_q(record);
-      }
-      for (bool first = true; tile >= 0; first = false) {
-        const int next = visit.before(tile);
-        if (next < 0) queue.prefetch();
-        load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
-        if (first) load_q(record);
-        if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
-        held_record = record;
-        held_tile = tile;
-        held_padding = visit.has_padding(tile);
-        tile = next;
+      if (record.status == kItemsEnd) {
+        list_repeats();
+        if (!repeats()) return;
+      } else if (repeats()) {
+        if (leads()) --control.repeats;
+        __syncwarp();
+      } else {
+        queue.advance();
       }
     }
-    publish_end();
-    if (held_tile >= 0) load_v(held_record, held_tile, held_padding);
   }
 
-  __device__ __forceinline__ void publish_end() {
-    ItemRecord end{};
-    end.status = kItemsEnd;
-    load_q(end);
+  __device__ __forceinline__ void prefetch(ItemQueue<C>& queue) const {
+    if (!repeats()) queue.prefetch();
+  }
+
+  // In shared memory, because this warp has no registers left for it.
+  __device__ __forceinline__ bool repeats() const {
+    return __any_sync(~0u, *const_cast<volatile int*>(&control.repeats) != 0);
+  }
+  __device__ __forceinline__ bool loses_items() const {
+    return __any_sync(~0u, *const_cast<volatile int*>(&control.lost) != 0);
+  }
+
+  // When the consumers are done with all items: those that are lost are to be computed again, each once.
+  __device__ __forceinline__ void list_repeats() {
+    wait(&control.q_empty, items % 2 ^ 1);
+    if (leads()) {
+      int count = 0;
+#pragma unroll 1
+      for (int i = 0; i < control.lost; ++i) {
+        const int item = control.lost_items[i];
+        bool known = false;
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) known = known || control.lost_items[j] == item;
+        if (!known) control.lost_items[count++] = item;
+      }
+      control.lost = 0;
+      control.repeats = count;
+    }
+    __syncwarp();
   }
 };
 

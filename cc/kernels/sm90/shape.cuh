@@ -26,10 +26,11 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// Whether the producer looks up segments or splits a bias beside positions: 24 registers then spill.
+// Whether the producer looks up segments, or splits a bias or fetches numbers of a head beside more: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
-  const bool splits_beside = config.bias_in_product && config.positions;
-  return num_consumers(config) == 2 && (config.segments || splits_beside);
+  const bool splits_beside = config.bias_in_product && (config.positions || config.dropout);
+  const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
+  return num_consumers(config) == 2 && (config.segments || splits_beside || fetches_numbers);
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
@@ -40,11 +41,12 @@ JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
   return num_consumers(config) == 3 ? 160 : has_busy_producer(config) ? 232 : 240;
 }
 
-// With chained items the next q arrives while this one is in use.
-JATTN_HOST_DEVICE constexpr int q_buffers(const Config& config) { return config.chain_items ? 2 : 1; }
+// Records of items: one is written when q's place is free again, while the item before may still be in its last tile.
+inline constexpr int kItemSlots = 2;
 
-// Records of items: one is written when q's buffer is free again, while the item before may still be in its last tile.
-JATTN_HOST_DEVICE constexpr int item_slots(const Config& config) { return 2 * q_buffers(config); }
+// Items that may be lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item, sees the first
+// of them: the last two and the one that it begins then. Each of their warps may say so.
+JATTN_HOST_DEVICE constexpr int lost_items_room(const Config& config) { return 3 * 4 * num_consumers(config); }
 
 // Bytes of a tile of the bias in shared memory, chunks of 64 keys with queries along rows; 0 if it is read elsewhere.
 JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
@@ -74,16 +76,16 @@ JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
 
 // Barriers, tile headers, item records: everything but the tiles.
 JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
-  const int rows = item_slots(config) * config.tile_q, columns = config.stages * config.tile_kv;
-  const int barriers = 8 * (1 + 2 * q_buffers(config) + 4 * config.stages);
+  const int rows = kItemSlots * config.tile_q, columns = config.stages * config.tile_kv;
+  const int barriers = 8 * (3 + 4 * config.stages);
   const int headers = 8 * config.stages;
-  const int records = item_slots(config) * 32;
+  const int records = kItemSlots * (32 + 4) + 8 + 4 * lost_items_room(config);
   const int ids = config.segments ? 4 * (rows + columns) : 0;
   const int positions = config.positions ? 4 * (rows + columns) : 0;
   const int row_bias = has_row_of_floats(config) ? 4 * columns : 0;
   const int mask = config.mask ? 16 * config.stages * config.tile_q : 0;
-  const int numbers = has_head_numbers(config) ? 24 * item_slots(config) : 0;
-  const int parts = config.partial_results ? 4 * item_slots(config) : 0;
+  const int numbers = has_head_numbers(config) ? 24 * kItemSlots : 0;
+  const int parts = config.partial_results ? 4 * kItemSlots : 0;
   const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
   return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders;
 }
@@ -93,9 +95,7 @@ JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
          staged_bias_bytes(config) + bias_step_bytes(config);
 }
 
-JATTN_HOST_DEVICE constexpr int q_bytes(const Config& config) {
-  return q_buffers(config) * tile_bytes(config.tile_q, config.head_dim);
-}
+JATTN_HOST_DEVICE constexpr int q_bytes(const Config& config) { return tile_bytes(config.tile_q, config.head_dim); }
 
 JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
   return config.stages * stage_bytes(config) + control_bytes(config);
@@ -168,8 +168,6 @@ template <Config C>
 struct Shape {
   static constexpr int kConsumers = num_consumers(C);
   static constexpr int kReleases = releases_per_warpgroup(C);
-  static constexpr int kQBuffers = q_buffers(C);
-  static constexpr int kItemSlots = item_slots(C);
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kKBytes = tile_bytes(C.tile_kv, C.head_dim);
   static constexpr int kVBytes = tile_bytes(C.tile_kv, C.head_dim_v);

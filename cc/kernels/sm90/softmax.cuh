@@ -89,19 +89,18 @@ __device__ __forceinline__ void greatest_bits(int (&most)[2], const float (&s)[k
   for (int r = 0; r < 2; ++r) most[r] = max(bits[r][0], bits[r][1]);
 }
 
-// Whether all values are of less than this magnitude; NaN is not. `most` is of greatest_bits(): as integers positive
-// floats ascend and negative ones descend.
+// Whether all values are of less than this magnitude; NaN is not. As integers positive floats ascend and negative ones
+// descend.
 template <int kCount>
-__device__ __forceinline__ bool all_below(const float (&s)[kCount], const int (&most)[2], float limit) {
-  unsigned least[2] = {__float_as_uint(s[0]), __float_as_uint(s[1])};
+__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
+  int most = __float_as_int(s[0]);
+  unsigned least = __float_as_uint(s[0]);
 #pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      least[half] = __vimax3_u32(least[half], __float_as_uint(s[4 * i + half]), __float_as_uint(s[4 * i + half + 2]));
-    }
+  for (int i = 0; i < kCount; i += 2) {
+    most = __vimax3_s32(most, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
   }
-  return max(most[0], most[1]) < __float_as_int(limit) && max(least[0], least[1]) < __float_as_uint(-limit);
+  return most < __float_as_int(limit) && least < __float_as_uint(-limit);
 }
 
 // Finite quotients bias / scale are held below it, so that times the scale, at most kLargestScale, they stay finite in every
@@ -116,35 +115,42 @@ enum class ScoreUnits {
   kNatural,    // by log2(e); a score may be as large as any float (a bias)
 };
 
-// row_max is the maximum that probabilities refer to, not always the true one: it follows only when a row of the warp
-// has outgrown it by kLazyLog2, so p stays below 2^8 and the output is rarely rescaled (source: FlashAttention-4;
-// measured on H200: +10 % at head_dim 128). The results out / row_sum and lse do not depend on it but for rounding.
+// row_max is the maximum that probabilities refer to, not always the true one. The results out / row_sum and lse do not
+// depend on it but for rounding: p = exp2(score - row_max) has the same relative error whatever its size. So no maximum is
+// computed once the rows of a warp are settled: each has seen a key, and its row_max is of ordinary size. Until then row_max
+// follows when a row of the warp has outgrown it by kLazyLog2, and p stays below 2^8 (source of the lazy maximum:
+// FlashAttention-4). A settled row whose later scores exceed row_max by far ends with a sum or an output that is too large
+// for its type; the sum tells (Consumer::list_if_lost), and the item is computed again with rows that do not settle.
+// Measured on H200: +8 % at head_dim 128, +10 to 13 % at 64.
 template <ScoreUnits kUnits, bool kIntegerMax>
 struct OnlineSoftmax {
   static constexpr bool kScaled = kUnits == ScoreUnits::kLog2;
   static constexpr bool kHasTerms = kUnits == ScoreUnits::kNatural || kUnits == ScoreUnits::kRawBiased;
   static constexpr float kLazyLog2 = 8.0f;
+  static constexpr float kLazyForGoodLog2 = 9.0f;  // of rows that may not settle
+  static constexpr float kLeastSettledLog2 = -64.0f;
   static constexpr float kLargestExactShift = 16777216.0f;  // 2^24: from here on neighbouring floats are 2 apart
 
   float scale_log2;
   float scale;       // read if kRawBiased
-  float lazy;        // kLazyLog2; below 0 once a shift is inexact
+  float lazy;        // kLazyLog2 or kLazyForGoodLog2; below 0 once a shift is inexact; infinite once settled
   float row_max[2];  // -inf: no visible key yet
   float row_sum[2];  // over this thread's columns
   float alpha[2];    // factor of the output so far; 1 unless rescale
   bool rescale;
+  float shift[2];  // of the exponents
 
   __device__ __forceinline__ float unit() const {
     return kScaled ? 1.0f : kUnits == ScoreUnits::kNatural ? kLog2E : scale_log2;
   }
 
   // A row that must take no part (beyond q_length) starts at +inf: all its p are 0 and it never asks for rescaling.
-  __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part) {
+  __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part, bool may_settle) {
     row_max[0] = first_takes_part ? -infinity() : infinity();
     row_max[1] = second_takes_part ? -infinity() : infinity();
     row_sum[0] = row_sum[1] = 0.0f;
     rescale = false;
-    lazy = kLazyLog2;
+    lazy = may_settle ? kLazyLog2 : kLazyForGoodLog2;
   }
 
   // Moves row_max to the largest of the row, if a row of the warp has outgrown it; returns whether.
@@ -165,53 +171,67 @@ struct OnlineSoftmax {
     return rescale;
   }
 
-  // The same as update() from raw products of magnitude below series.limit, all of them visible: the polynomial ends in
-  // the multiply-add of the exponent. What the cap does to the largest product is done to it alone, because it ascends.
-  // `most` is of greatest_bits().
-  template <class Series, int kCount>
-  __device__ __forceinline__ void update_capped(float (&s)[kCount], const int (&most)[2], const Series& series) {
-    static_assert(kScaled && kIntegerMax);
-    const auto slope = [&](float x) {
-      const float square = x * x;
-      const float high = fmaf(series.factor[3], square, series.factor[2]);
-      return fmaf(fmaf(high, square, series.factor[1]), square, series.factor[0]);
-    };
-    // Only products above row_max matter, whose sign is that of its product.
-    float largest[2] = {row_max[0] < 0.0f ? -infinity() : 0.0f, row_max[1] < 0.0f ? -infinity() : 0.0f};
-    raise_row_max_integer<false>(largest, s, most);
+  __device__ __forceinline__ bool settled() const { return lazy == infinity(); }
+
+  // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf), and after shift_ahead().
+  __device__ __forceinline__ void set_shift() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = fmaxf(row_max[r], largest[r] * slope(largest[r]));
-    follow(largest);
+    for (int r = 0; r < 2; ++r) {
+      shift[r] = row_max[r] * unit();
+      const bool plain = kScaled ? row_max[r] != -infinity() : fabsf(shift[r]) < kLargestExactShift;
+      shift[r] = plain ? shift[r] : 0.0f;
+    }
+  }
+
+  // With a row_max far below zero rows do not settle: it may be that of keys that a bias hides, with others to come.
+  __device__ __forceinline__ void settle() {
+    bool open = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float shift = row_max[r] * unit();
+      const bool ordinary = shift > kLeastSettledLog2 && (kScaled || shift < kLargestExactShift);
+      open = open || !(ordinary || row_max[r] == infinity());
+    }
+    if (!__any_sync(~0u, open)) lazy = infinity();
+  }
+
+  // The same as update(), of settled rows, from raw products of magnitude below series.limit, all of them visible: the
+  // polynomial ends in the multiply-add of the exponent.
+  template <class Series, int kCount>
+  __device__ __forceinline__ void update_capped(float (&s)[kCount], const Series& series) {
+    static_assert(kScaled);
+    rescale = false;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int r = i / 2 % 2;
-      s[i] = exp2_fast(fmaf(s[i], slope(s[i]), -row_max[r]));
-      row_sum[r] += s[i];
+      const float square = s[i] * s[i];
+      const float high = fmaf(series.factor[3], square, series.factor[2]);
+      const float slope = fmaf(fmaf(high, square, series.factor[1]), square, series.factor[0]);
+      s[i] = exp2_fast(fmaf(s[i], slope, -row_max[i / 2 % 2]));
+      row_sum[i / 2 % 2] += s[i];
     }
   }
 
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
+  // has_room: whether rows may settle by this tile.
   template <int kCount>
-  __device__ __forceinline__ void update(float (&s)[kCount]) {
+  __device__ __forceinline__ void update(float (&s)[kCount], bool has_room) {
     const float unit = this->unit();
-    float largest[2] = {row_max[0], row_max[1]};
-    if constexpr (kIntegerMax) {
-      int most[2];
-      greatest_bits(most, s);
-      raise_row_max_integer<kHasTerms>(largest, s, most);
+    if (settled()) {
+      rescale = false;
     } else {
-      raise_row_max(largest, s);
-    }
-    if (follow(largest)) {
-      if constexpr (!kScaled) shift_ahead(s);
-    }
-    float shift[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf), and after shift_ahead().
-      shift[r] = row_max[r] * unit;
-      const bool plain = kScaled ? row_max[r] != -infinity() : fabsf(shift[r]) < kLargestExactShift;
-      shift[r] = plain ? shift[r] : 0.0f;
+      float largest[2] = {row_max[0], row_max[1]};
+      if constexpr (kIntegerMax) {
+        int most[2];
+        greatest_bits(most, s);
+        raise_row_max_integer<kHasTerms>(largest, s, most);
+      } else {
+        raise_row_max(largest, s);
+      }
+      if (follow(largest)) {
+        if constexpr (!kScaled) shift_ahead(s);
+      }
+      if (has_room && lazy == kLazyLog2) settle();
+      set_shift();
     }
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -242,10 +262,10 @@ struct OnlineSoftmax {
     }
     if (!__any_sync(~0u, inexact[0] || inexact[1])) {
       // Rows whose first tiles hold the least float of a bias leave it behind with the first other score.
-      if constexpr (kHasTerms) lazy = kLazyLog2;
+      if constexpr (kHasTerms) lazy = fabsf(lazy);
       return;
     }
-    lazy = -1.0f;
+    lazy = -fabsf(lazy);
     if constexpr (kHasTerms) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -266,6 +286,14 @@ struct OnlineSoftmax {
     if (!rescale) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) out[i] *= alpha[i / 2 % 2];
+  }
+
+  // Whether a settled row that takes part has a sum over this thread's columns beyond `limit`.
+  __device__ __forceinline__ bool sum_beyond(float limit) const {
+    bool beyond = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) beyond = beyond || (row_max[r] != infinity() && row_sum[r] > limit);
+    return settled() && beyond;
   }
 
   // Completes the row sums over the quad. After it a sum of 0 means: no visible key.

@@ -42,6 +42,8 @@ struct ItemRecord {
   int lower_offset;
 };
 
+inline constexpr int kComputedAgain = -1;
+
 // Numbers of the item's head, beside its record.
 struct HeadNumbers {
   float slope, sink;
@@ -56,19 +58,23 @@ struct ControlExtras<C, true> {
   alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
   float row_bias[has_row_of_floats(C) ? C.stages : 1][has_row_of_floats(C) ? C.tile_kv : 2];  // natural units
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
-  int q_positions[C.positions ? item_slots(C) : 1][C.positions ? C.tile_q : 2];
-  HeadNumbers numbers[has_head_numbers(C) ? item_slots(C) : 1];
-  int parts[C.partial_results ? item_slots(C) : 1];
+  int q_positions[C.positions ? kItemSlots : 1][C.positions ? C.tile_q : 2];
+  HeadNumbers numbers[has_head_numbers(C) ? kItemSlots : 1];
+  int parts[C.partial_results ? kItemSlots : 1];
 };
 
 template <Config C>
 struct ForwardControl : ControlExtras<C> {
-  Barrier q_full[q_buffers(C)], q_empty[q_buffers(C)];
+  Barrier q_full, q_empty;
   Barrier v_landed;  // a v tile whose padding rows must be cleared before the consumers may see it
   Barrier k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
   TileHeader headers[C.stages];
-  ItemRecord items[item_slots(C)];
-  int q_ids[C.segments ? item_slots(C) : 1][C.segments ? C.tile_q : 1];
+  ItemRecord items[kItemSlots];
+  int item_numbers[kItemSlots];        // as the producer counts items; kComputedAgain: its rows may not settle
+  int repeats;                         // items of the list still to be computed again, with the present one
+  int lost;                            // entries of that list
+  int lost_items[lost_items_room(C)];  // maybe several times
+  int q_ids[C.segments ? kItemSlots : 1][C.segments ? C.tile_q : 1];
   int kv_ids[C.segments ? C.stages : 1][C.segments ? C.tile_kv : 1];
 };
 

@@ -111,6 +111,36 @@ class Milestones {
   int64_t* counts_;
 };
 
+// Places in memory that heads use one after another, each as long as a thread works on it: the next head finds what it
+// writes in the caches, and less memory is touched than all heads would take. A thread gets the first place that is
+// free, so one that takes and gives back keeps its place.
+class Places {
+ public:
+  Places(int64_t* taken, int64_t size) : taken_(taken) {
+    for (int64_t i = 0; i < size; ++i) taken_[i] = 0;
+  }
+  // There are as many places as heads, so there is always one.
+  int64_t take() {
+    for (int64_t place = 0;; ++place) {
+      if (__atomic_exchange_n(taken_ + place, 1, __ATOMIC_ACQUIRE) == 0) return place;
+    }
+  }
+  void give_back(int64_t place) { __atomic_store_n(taken_ + place, 0, __ATOMIC_RELEASE); }
+
+ private:
+  int64_t* taken_;
+};
+
+// How many heads threads work on alone, all of a pass but its end in one place each, rather than share. What one thread
+// alone has written comes from its own cache, and places are few. Heads that are left even out what threads take for
+// theirs; a pass of short heads does without.
+inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head) {
+  constexpr int64_t kShort = 16 * 16, kManyHeads = 4;
+  const int64_t per_thread = num_heads / num_threads;
+  const bool shares_none = per_thread >= kManyHeads && tiles_per_head <= kShort;
+  return (shares_none ? per_thread : max_of(0, per_thread - 1)) * num_threads;
+}
+
 // Tasks that walk the same steps in the same order, every `distance`-th task forming one chain. A task adds to memory
 // that it shares with its chain only after all earlier tasks of the chain are past that step, so the sums at one place
 // are formed in the order of the task indices, which is that of their tickets.

@@ -92,7 +92,7 @@ class BackwardPass {
   // waits for. The sums of dq are the same for any number; those of a dbias that heads share are not.
   int64_t key_tiles_per_task(int64_t num_threads) const {
     constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
-    constexpr int64_t kMostBytes = 1 << 20;  // of what is kept of the keys, beside a tile of queries in a cache
+    constexpr int64_t kMostBytes = 9 << 17;  // of what is kept of the keys, beside a tile of queries in a cache
     if (dbias_.needs_order()) return 1;
     const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
     const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
@@ -405,10 +405,10 @@ class BackwardPass {
       if (!has_score_rule(problem_) && !dropout.is_active() && (bad_keys | bad_queries) == 0 &&
           (covered == Coverage::kFull || only_band)) {
         uint64_t visible[kTile];
-        visible_keys(rows, keys, lse, visible);
-        products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_, visible);
-        if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count);
-        if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count);
+        const bool sees_all = visible_keys(rows, keys, lse, visible);
+        products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_,
+                               sees_all ? nullptr : visible);
+        products.add_dv_and_dk(rows.count, buffers_.dv != nullptr, buffers_.dk != nullptr);
         if (buffers_.dq != nullptr) {
           waiting.products[waiting.count] = &products;
           waiting.keys[waiting.count++] = keys.count;
@@ -479,14 +479,17 @@ class BackwardPass {
     });
   }
 
-  // A bit for each key that lengths and band leave to a row.
-  static void visible_keys(const QueryRows& rows, KeyRange keys, const Acc* lse, uint64_t* visible) {
+  // A bit for each key that lengths and band leave to a row. Returns whether all pairs of a whole tile are visible.
+  static bool visible_keys(const QueryRows& rows, KeyRange keys, const Acc* lse, uint64_t* visible) {
+    uint64_t seen_by_all = rows.count == kTile ? ~uint64_t{0} : 0;
     for (int64_t row = 0; row < rows.count; ++row) {
       const int64_t first = max_of(0, rows.first_key[row] - keys.first);
       const int64_t end = min_of(keys.count, rows.end_key[row] - keys.first);
       const bool is_empty = end <= first || lse[row] == -static_cast<Acc>(__builtin_inf());
       visible[row] = is_empty ? 0 : (~uint64_t{0} >> (kTile - (end - first))) << first;
+      seen_by_all &= visible[row];
     }
+    return seen_by_all == ~uint64_t{0};
   }
 
   struct RowValues {

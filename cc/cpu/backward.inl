@@ -57,17 +57,20 @@ class BackwardPass {
         i -= size;
         ++stage;
       }
-      const auto head = [&] { return own_heads + i / head_tiles; };
+      const auto tile_of_shared = [&](bool takes_place) {
+        const int64_t head = own_heads + i / head_tiles, tile = i % head_tiles;
+        return query_tile(head, tile, places_.of_shared_head(head, takes_place && tile == 0));
+      };
       switch (stage) {
         case 0: differentiate_head(i); break;
-        case 1: prepare_queries(query_tile(head(), i % head_tiles, head())); break;
+        case 1: prepare_queries(tile_of_shared(true)); break;
         case 2: clear_dbias(i); break;
         case 3: {
-          const int64_t group = own_heads + i % shared_heads;
-          differentiate(i / shared_heads * num_groups() + group, group);
+          const int64_t head = own_heads + i % shared_heads;
+          differentiate(i / shared_heads * num_groups() + head, places_.of_shared_head(head, false));
           break;
         }
-        case 4: finish_dq(query_tile(head(), i % head_tiles, head())); break;
+        case 4: finish_dq(tile_of_shared(false)); break;
         case 5: join_chunks(i); break;
         default: finish_dbias(i); break;
       }

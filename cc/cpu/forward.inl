@@ -46,10 +46,12 @@ class ForwardPass {
         attend_to_head(i);
       } else if (i -= own_heads; i < num_packs) {
         const int64_t head = own_heads + i / plan_.kv_tiles;
-        pack_tile(head, i % plan_.kv_tiles, head);
+        const int64_t tile = i % plan_.kv_tiles;
+        pack_tile(head, tile, places_.of_shared_head(head, tile == 0));
       } else if (i -= num_packs; i < num_tasks) {
         const int64_t head = own_heads + i / tasks_of_head;
-        attend(head * tasks_of_head + i % tasks_of_head, head);
+        const int64_t place = plan_.packs_first ? places_.of_shared_head(head, false) : 0;
+        attend(head * tasks_of_head + i % tasks_of_head, place);
       } else {
         merge_splits(i - num_tasks);
       }

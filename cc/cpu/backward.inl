@@ -35,8 +35,8 @@ class BackwardPass {
 
   void run(const TaskRunner& runner) {
     const int64_t num_threads = max_of(1, runner.num_threads);
-    key_tiles_ = key_tiles_per_task(num_threads);
     const int64_t own_heads = own_heads_for(num_threads), shared_heads = num_groups() - own_heads;
+    key_tiles_ = key_tiles_per_task(num_threads, shared_heads > 0);
     const int64_t head_tiles = group_ * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
     Tickets tickets;
@@ -93,13 +93,19 @@ class BackwardPass {
 
   // Tiles of keys that a task owns: queries, dout and dq are fetched once for all of them, which is what a long pass
   // waits for. The sums of dq are the same for any number; those of a dbias that heads share are not.
-  int64_t key_tiles_per_task(int64_t num_threads) const {
+  int64_t key_tiles_per_task(int64_t num_threads, bool shares_heads) const {
     constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
     constexpr int64_t kMostBytes = 9 << 17;  // of what is kept of the keys, beside a tile of queries in a cache
     if (dbias_.needs_order()) return 1;
     const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
     const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
-    return max_of(1, min_of(kMostKeyTiles, min_of(by_tasks, by_bytes)));
+    // A head that a thread has packed for itself stays in its cache, if it is small and what is kept of the keys leaves
+    // room for it.
+    constexpr int64_t kSmallHeadBytes = 1 << 20, kKeyTilesOfSmallHead = 2;
+    const int64_t head_bytes = group_ * plan_.query_tiles * static_cast<int64_t>(sizeof(Acc)) *
+                               (plan_.query_tile_len + plan_.dout_tile_len + kTile * plan_.row_len);
+    const int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    return max_of(1, min_of(most, min_of(by_tasks, by_bytes)));
   }
   // The first heads are differentiated by one thread each; a dbias wants its order over all heads, and where lengths
   // differ heads do not share out evenly.

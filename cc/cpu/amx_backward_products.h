@@ -38,7 +38,7 @@ class AmxBackwardProducts {
     return 3 * Workspace::bytes<BFloat16>(kTile * plan.row_len) + Workspace::bytes<BFloat16>(kTile * plan.row_len_v) +
            TransposedSum::bytes(plan.row_len) + TransposedSum::bytes(plan.row_len_v) +
            2 * Workspace::bytes<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v)) +
-           3 * Workspace::bytes<BFloat16>(kTile * kTile);
+           (2 * kMostWaiting + 1) * Workspace::bytes<BFloat16>(kTile * kTile);
   }
 
   AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
@@ -54,20 +54,25 @@ class AmxBackwardProducts {
         dv_(row_len_v_, workspace),
         finite_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
         finite_pairs_(workspace.take<BFloat16>(kTile * max_of(row_len_, row_len_v_))),
-        pairs_(workspace.take<BFloat16>(kTile * kTile)),
-        ds_pairs_(workspace.take<BFloat16>(kTile * kTile)),
-        ds_rows_(workspace.take<BFloat16>(kTile * kTile)) {}
+        ds_rows_(workspace.take<BFloat16>(kTile * kTile)) {
+    for (Waiting& tile : waiting_) {
+      tile.pairs = workspace.take<BFloat16>(kTile * kTile);
+      tile.ds_pairs = workspace.take<BFloat16>(kTile * kTile);
+    }
+  }
 
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
     const uint64_t not_finite = copy_rows(count, key_row, head_dim_, k_rows_, row_len_);
-    interleave_rows(k_rows_, row_len_, k_row_pairs_);
+    interleave_halves(k_rows_, row_len_, k_row_pairs_);
     transpose_to_pairs(k_rows_, kTile, row_len_, k_pairs_);
     copy_rows(count, value_row, head_dim_v_, finite_, row_len_v_);
     transpose_to_pairs(finite_, kTile, row_len_v_, v_pairs_);
     dk_.reset();
     dv_.reset();
+    keys_ = count;
+    num_waiting_ = 0;
     return not_finite;
   }
 
@@ -90,78 +95,48 @@ class AmxBackwardProducts {
 
   // The queries, or keys, in `excluded` are left out of the sum.
   void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
+    add_waiting();
     add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_);
   }
   void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
+    add_waiting();
     add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_);
   }
   void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
-    round_tile(ds, queries, keys, ds_rows_);
+    round_tile_to_halves(ds, queries, keys, ds_rows_);
     const BFloat16* k_row_pairs = k_row_pairs_;
     if (excluded != 0) {
       memcpy(finite_, k_rows_, static_cast<size_t>(kTile * row_len_) * sizeof(BFloat16));
       for (int64_t row = 0; row < kTile; ++row) {
         if (excluded >> row & 1) clear(finite_ + row * row_len_, row_len_);
       }
-      interleave_rows(finite_, row_len_, finite_pairs_);
+      interleave_halves(finite_, row_len_, finite_pairs_);
       k_row_pairs = finite_pairs_;
     }
     amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile}, {k_row_pairs, 2 * row_len_}, {dq, row_len_});
   }
 
-  // Whether find_p_and_ds and the three functions after it serve tiles of which only a band and lengths hide pairs.
+  // Whether find_p_and_ds and the two functions after it serve tiles of which only a band and lengths hide pairs.
   static constexpr bool kFusesSoftmax = true;
 
   // P = exp(scale * s - lse) and dS = scale * P * (dp - delta) where visible[query] has the bit of the key, else
-  // exactly 0, straight into the operands of the products.
+  // exactly 0, straight into the operands of the products. Where every pair is visible `visible` may be null.
   void find_p_and_ds(int64_t queries, const float* s, const float* dp, const float* lse, const float* delta,
                      float scale, const uint64_t* visible) {
-    const TableExp2 exp2;
-    const float log2_unit = scale * static_cast<float>(kLog2E);
-    for (int64_t row = 0; row < kTile; row += 2) {
-      // An odd last row has a partner that sees nothing; rows after it are 0.
-      if (row >= queries) {
-        clear(pairs_ + row * kTile, 2 * kTile);
-        clear(ds_pairs_ + row * kTile, 2 * kTile);
-        clear(ds_rows_ + row * kTile, 2 * kTile);
-        continue;
-      }
-      struct Row {
-        uint64_t visible;
-        float shift, delta;
-      };
-      const auto row_of = [&](int64_t i) {
-        if (i >= queries || visible[i] == 0) return Row{0, 0, 0};
-        return Row{visible[i], rounded(lse[i] * static_cast<float>(kLog2E)), delta[i]};
-      };
-      const Row of_even = row_of(row), of_odd = row_of(row + 1);
-      for (int64_t column = 0; column < kTile; column += kWidth<float>) {
-        struct Pair {
-          Vec<float> p, ds;
-        };
-        const auto differentiate = [&](int64_t i, const Row& of) {
-          constexpr float kLeast = -200;  // far below the smallest number; the table wants it finite
-          const int64_t at = i * kTile + column;
-          const auto seen = static_cast<__mmask16>(of.visible >> column);
-          const Vec<float> p = exp2(at_least(load(s + at) * log2_unit - of.shift, broadcast(kLeast)));
-          const Vec<float> ds = p * (load(dp + at) - of.delta) * scale;
-          return Pair{_mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(p)),
-                      _mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(ds))};
-        };
-        const Pair even = differentiate(row, of_even), odd = differentiate(row + 1, of_odd);
-        const Vec<uint32_t> ds = round_to_pairs(even.ds, odd.ds);
-        store(reinterpret_cast<uint32_t*>(pairs_ + row * kTile + 2 * column), round_to_pairs(even.p, odd.p));
-        store(reinterpret_cast<uint32_t*>(ds_pairs_ + row * kTile + 2 * column), ds);
-        store_16bit(ds_rows_ + row * kTile + column, ds & 0xffffu);
-        store_16bit(ds_rows_ + (row + 1) * kTile + column, ds >> 16);
-      }
+    if (visible == nullptr) {
+      find_p_and_ds<false>(queries, s, dp, lse, delta, scale, visible);
+    } else {
+      find_p_and_ds<true>(queries, s, dp, lse, delta, scale, visible);
     }
   }
-  void add_dv(int64_t queries, int64_t keys) {
-    add_pairs(queries, keys, pairs_, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_);
-  }
-  void add_dk(int64_t queries, int64_t keys) {
-    add_pairs(queries, keys, ds_pairs_, q_rows_ + kTile * row_len_, row_len_, dk_);
+  // Adds them to dv and dk, together with those of tiles of queries after this one: the sums, 16 to 32 KiB each, are
+  // loaded and stored once for all of them. The order of the sums is that of the tiles.
+  void add_dv_and_dk(int64_t queries, bool wants_dv, bool wants_dk) {
+    Waiting& tile = waiting_[num_waiting_++];
+    tile.queries = queries;
+    tile.q_columns = wants_dk ? q_rows_ + kTile * row_len_ : nullptr;
+    tile.dout_columns = wants_dv ? dout_rows_ + kTile * row_len_v_ : nullptr;
+    if (num_waiting_ == kMostWaiting) add_waiting();
   }
   // For several tiles of keys at once, products[i] with keys[i] of them: dq is loaded and stored once.
   template <int64_t kMost>
@@ -178,6 +153,7 @@ class AmxBackwardProducts {
 
   // dk and dv are complete after this; 0 from key `keys` on.
   void finish(int64_t keys) {
+    add_waiting();
     dk_.finish(keys);
     dv_.finish(keys);
   }
@@ -187,31 +163,114 @@ class AmxBackwardProducts {
   float* dv() { return dv_.rows(); }
 
  private:
-  static void add_pairs(int64_t queries, int64_t keys, const BFloat16* pairs, const BFloat16* left, int64_t row_len,
-                        TransposedSum& sum) {
+  template <bool kMasked>
+  void find_p_and_ds(int64_t queries, const float* s, const float* dp, const float* lse, const float* delta,
+                     float scale, const uint64_t* visible) {
+    BFloat16 *const pairs = waiting_[num_waiting_].pairs, *const ds_pairs = waiting_[num_waiting_].ds_pairs;
+    const TableExp2 exp2;
+    const float log2_unit = scale * static_cast<float>(kLog2E);
+    for (int64_t row = 0; row < kTile; row += 2) {
+      // An odd last row has a partner that sees nothing; rows after it are 0.
+      if (kMasked && row >= queries) {
+        clear(pairs + row * kTile, 2 * kTile);
+        clear(ds_pairs + row * kTile, 2 * kTile);
+        clear(ds_rows_ + row * kTile, 2 * kTile);
+        continue;
+      }
+      struct Row {
+        uint64_t visible;
+        float shift, scaled_delta;
+      };
+      const auto row_of = [&](int64_t i) {
+        if (kMasked && (i >= queries || visible[i] == 0)) return Row{0, 0, 0};
+        return Row{kMasked ? visible[i] : 0, rounded(lse[i] * static_cast<float>(kLog2E)), rounded(delta[i] * scale)};
+      };
+      const Row of_even = row_of(row), of_odd = row_of(row + 1);
+      // Returns dS of both rows, rounded.
+      const auto differentiate = [&](int64_t column) {
+        struct Pair {
+          Vec<float> p, ds;
+        };
+        const auto of_row = [&](int64_t i, const Row& of) {
+          constexpr float kLeast = -200;  // far below the smallest number; the table wants it finite
+          const int64_t at = i * kTile + column;
+          const Vec<float> p = exp2(at_least(load(s + at) * log2_unit - of.shift, broadcast(kLeast)));
+          const Vec<float> ds = p * (load(dp + at) * scale - of.scaled_delta);
+          if constexpr (!kMasked) return Pair{p, ds};
+          const auto seen = static_cast<__mmask16>(of.visible >> column);
+          return Pair{_mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(p)),
+                      _mm512_maskz_mov_ps(seen, reinterpret_cast<__m512>(ds))};
+        };
+        const Pair even = of_row(row, of_even), odd = of_row(row + 1, of_odd);
+        const Vec<uint32_t> rounded_ds = round_to_pairs(even.ds, odd.ds);
+        store(reinterpret_cast<uint32_t*>(pairs + row * kTile + 2 * column), round_to_pairs(even.p, odd.p));
+        store(reinterpret_cast<uint32_t*>(ds_pairs + row * kTile + 2 * column), rounded_ds);
+        return rounded_ds;
+      };
+      for (int64_t column = 0; column < kTile; column += 2 * kWidth<float>) {
+        const Vec<uint32_t> first = differentiate(column), second = differentiate(column + kWidth<float>);
+        BFloat16* const to = ds_rows_ + row * kTile + column;
+        store(reinterpret_cast<uint32_t*>(to), (first & 0xffffu) | second << 16);
+        store(reinterpret_cast<uint32_t*>(to + kTile), first >> 16 | (second & 0xffff0000u));
+      }
+    }
+  }
+
+  // P and dS of a tile of queries that dv and dk still lack.
+  static constexpr int64_t kMostWaiting = 2;
+  struct Waiting {
+    BFloat16 *pairs, *ds_pairs;
+    const BFloat16 *q_columns, *dout_columns;  // null: dk or dv is not wanted
+    int64_t queries;
+  };
+
+  void add_waiting() {
+    if (num_waiting_ == 0) return;
+    AmxTerm terms[kMostWaiting];
+    if (waiting_[0].dout_columns != nullptr) {
+      for (int64_t i = 0; i < num_waiting_; ++i) {
+        terms[i] = {waiting_[i].queries, {waiting_[i].dout_columns, kTile}, {waiting_[i].pairs, 2 * kTile}};
+      }
+      add_terms(terms, keys_, row_len_v_, dv_);
+    }
+    if (waiting_[0].q_columns != nullptr) {
+      for (int64_t i = 0; i < num_waiting_; ++i) {
+        terms[i] = {waiting_[i].queries, {waiting_[i].q_columns, kTile}, {waiting_[i].ds_pairs, 2 * kTile}};
+      }
+      add_terms(terms, keys_, row_len_, dk_);
+    }
+    num_waiting_ = 0;
+  }
+
+  void add_terms(const AmxTerm* terms, int64_t keys, int64_t row_len, TransposedSum& sum) const {
     sum.add_product([&](float* columns, auto accumulates) {
-      amx_multiply<accumulates()>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
+      amx_multiply<accumulates()>(row_len, keys, terms, num_waiting_, {columns, kTile});
     });
   }
 
   // sum[key][d] += sum over queries of left[d][query] * tile[query][key]
   void add_columns(int64_t queries, int64_t keys, const float* tile, uint64_t excluded, const BFloat16* left,
                    int64_t row_len, TransposedSum& sum) const {
-    round_tile_to_pairs(tile, queries, pairs_);
+    BFloat16* const pairs = waiting_[0].pairs;
+    round_tile_to_pairs(tile, queries, pairs);
     if (excluded != 0) {
       copy_without_columns(left, row_len, excluded, finite_);
       left = finite_;
     }
-    add_pairs(queries, keys, pairs_, left, row_len, sum);
+    sum.add_product([&](float* columns, auto accumulates) {
+      amx_multiply<accumulates()>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
+    });
   }
 
   AmxSession session_;
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
-  BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, row pairs, and pairs of the transpose
+  BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, halves of rows, and pairs of the transpose
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;
   TransposedSum dk_, dv_;
   BFloat16 *finite_, *finite_pairs_;
-  BFloat16 *pairs_, *ds_pairs_, *ds_rows_;
+  BFloat16* ds_rows_;
+  Waiting waiting_[kMostWaiting];
+  int64_t num_waiting_ = 0, keys_ = 0;
 };
 
 }  // namespace

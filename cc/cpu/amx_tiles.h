@@ -257,15 +257,34 @@ inline void round_tile_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
   }
 }
 
-// A float tile [kTile][kTile] as it is; rows from `rows` and columns from `columns` on become 0.
-inline void round_tile(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
+// In the order of halves the columns (or rows) i and i + 16 of every 32 lie side by side: that is how two vectors of
+// floats, rounded, make one of 16-bit elements. A product over them takes any order that its two operands share.
+
+// A float tile [kTile][kTile] with columns in the order of halves; rows from `rows` and columns from `columns` on become
+// 0.
+inline void round_tile_to_halves(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
   for (int64_t row = 0; row < kTile; ++row) {
-    for (int64_t column = 0; column < kTile; column += kWidth<float>) {
-      const int64_t present = row < rows ? columns - column : 0;
-      const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
-      touch(tile + row * kTile + column, 4 * (present < 16 ? present : 16));
-      const Vec<float> value = reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + column));
-      store_16bit(to + row * kTile + column, (as_words(value) + 0x8000u) >> 16);
+    for (int64_t column = 0; column < kTile; column += kAmxInner) {
+      const auto half = [&](int64_t first) {
+        const int64_t present = row < rows ? columns - first : 0;
+        const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
+        touch(tile + row * kTile + first, 4 * (present < 16 ? present : 16));
+        return reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + first));
+      };
+      store(reinterpret_cast<uint32_t*>(to + row * kTile + column), round_to_pairs(half(column), half(column + 16)));
+    }
+  }
+}
+
+// The right operand of a product over rows in the order of halves: to[row / 2][d][row % 2].
+inline void interleave_halves(const BFloat16* rows, int64_t row_len, BFloat16* to) {
+  for (int64_t first = 0; first < kTile; first += kAmxInner) {
+    for (int64_t i = 0; i < kAmxInner / 2; ++i) {
+      for (int64_t d = 0; d < row_len; d += kWidth<float>) {
+        const Vec<uint32_t> even = load_16bit(rows + (first + i) * row_len + d);
+        const Vec<uint32_t> odd = load_16bit(rows + (first + i + kAmxInner / 2) * row_len + d);
+        store(reinterpret_cast<uint32_t*>(to + (first + 2 * i) * row_len + 2 * d), even | odd << 16);
+      }
     }
   }
 }

@@ -28,17 +28,25 @@ class BackwardPass {
         dv_parts_(at<Acc>(scratch, plan.dv_offset)),
         dbias_(problem, plan, buffers.dbias, static_cast<char*>(scratch)),
         milestones_(at<int64_t>(scratch, plan.milestones_offset), 2 * num_groups() + 2),
+        places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
         group_(problem.num_heads / problem.num_kv_heads),
         scale_(static_cast<Acc>(problem.scale)) {}
 
   void run(const TaskRunner& runner) {
-    key_tiles_ = key_tiles_per_task(max_of(1, runner.num_threads));
-    const int64_t query_tiles = problem_.batch * problem_.num_heads * plan_.query_tiles;
+    const int64_t num_threads = max_of(1, runner.num_threads);
+    const int64_t own_heads = own_heads_for(num_threads), shared_heads = num_groups() - own_heads;
+    key_tiles_ = key_tiles_per_task(num_threads, shared_heads > 0);
+    const int64_t head_tiles = group_ * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
     Tickets tickets;
-    const int64_t stages[] = {query_tiles, dbias_.num_pieces(), num_groups() * plan_.num_chunks * num_key_blocks(),
-                              query_tiles, kv_blocks,           dbias_.num_pieces()};
+    const int64_t stages[] = {own_heads,
+                              shared_heads * head_tiles,
+                              dbias_.num_pieces(),
+                              shared_heads * plan_.num_chunks * num_key_blocks(),
+                              shared_heads * head_tiles,
+                              kv_blocks,
+                              dbias_.num_pieces()};
     int64_t num_tickets = 0;
     for (const int64_t stage : stages) num_tickets += stage;
     run_tasks(runner, num_tickets, [&](int64_t) {
@@ -49,12 +57,21 @@ class BackwardPass {
         i -= size;
         ++stage;
       }
+      const auto tile_of_shared = [&](bool takes_place) {
+        const int64_t head = own_heads + i / head_tiles, tile = i % head_tiles;
+        return query_tile(head, tile, places_.of_shared_head(head, takes_place && tile == 0));
+      };
       switch (stage) {
-        case 0: prepare_queries(i); break;
-        case 1: clear_dbias(i); break;
-        case 2: differentiate(i); break;
-        case 3: finish_dq(i); break;
-        case 4: join_chunks(i); break;
+        case 0: differentiate_head(i); break;
+        case 1: prepare_queries(tile_of_shared(true)); break;
+        case 2: clear_dbias(i); break;
+        case 3: {
+          const int64_t head = own_heads + i % shared_heads;
+          differentiate(i / shared_heads * num_groups() + head, places_.of_shared_head(head, false));
+          break;
+        }
+        case 4: finish_dq(tile_of_shared(false)); break;
+        case 5: join_chunks(i); break;
         default: finish_dbias(i); break;
       }
     });
@@ -76,13 +93,26 @@ class BackwardPass {
 
   // Tiles of keys that a task owns: queries, dout and dq are fetched once for all of them, which is what a long pass
   // waits for. The sums of dq are the same for any number; those of a dbias that heads share are not.
-  int64_t key_tiles_per_task(int64_t num_threads) const {
+  int64_t key_tiles_per_task(int64_t num_threads, bool shares_heads) const {
     constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
-    constexpr int64_t kMostBytes = 1 << 20;  // of what is kept of the keys, beside a tile of queries in a cache
+    constexpr int64_t kMostBytes = 9 << 17;  // of what is kept of the keys, beside a tile of queries in a cache
     if (dbias_.needs_order()) return 1;
     const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
     const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
-    return max_of(1, min_of(kMostKeyTiles, min_of(by_tasks, by_bytes)));
+    // A head that a thread has packed for itself stays in its cache, if it is small and what is kept of the keys leaves
+    // room for it.
+    constexpr int64_t kSmallHeadBytes = 1 << 20, kKeyTilesOfSmallHead = 2;
+    const int64_t head_bytes = group_ * plan_.query_tiles * static_cast<int64_t>(sizeof(Acc)) *
+                               (plan_.query_tile_len + plan_.dout_tile_len + kTile * plan_.row_len);
+    const int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    return max_of(1, min_of(most, min_of(by_tasks, by_bytes)));
+  }
+  // The first heads are differentiated by one thread each; a dbias wants its order over all heads, and where lengths
+  // differ heads do not share out evenly.
+  int64_t own_heads_for(int64_t num_threads) const {
+    const bool has_lengths = problem_.q_lengths != nullptr || problem_.kv_lengths != nullptr;
+    if (plan_.num_chunks > 1 || dbias_.is_wanted() || has_lengths) return 0;
+    return heads_of_one_thread(num_groups(), num_threads, group_ * plan_.query_tiles * plan_.kv_tiles);
   }
   int64_t num_key_blocks() const { return (plan_.kv_tiles + key_tiles_ - 1) / key_tiles_; }
 
@@ -108,21 +138,28 @@ class BackwardPass {
     int64_t batch, head, first, count;
     int64_t index;      // among packed tiles
     int64_t first_lse;  // lse_index of its first query
-
-    QueryTile(const Problem& problem, const BackwardPlan& plan, int64_t batch_index, int64_t head_index, int64_t tile)
-        : batch(batch_index),
-          head(head_index),
-          first(tile * kTile),
-          count(min_of(kTile, problem.q_len - first)),
-          index((batch * problem.num_heads + head) * plan.query_tiles + tile),
-          first_lse((batch * problem.num_heads + head) * problem.q_len + first) {}
   };
-  QueryTile query_tile(int64_t index) const {
-    const int64_t head = index / plan_.query_tiles;
-    return {problem_, plan_, head / problem_.num_heads, head % problem_.num_heads, index % plan_.query_tiles};
+  // Of the `index`-th tile of the query heads of one (batch, kv_head), whose packed tiles lie at `place`.
+  QueryTile query_tile(int64_t group, int64_t index, int64_t place) const {
+    const int64_t head_of_all = group * group_ + index / plan_.query_tiles;  // batch * num_heads + head
+    const int64_t first = index % plan_.query_tiles * kTile;
+    return {head_of_all / problem_.num_heads,
+            head_of_all % problem_.num_heads,
+            first,
+            min_of(kTile, problem_.q_len - first),
+            place * group_ * plan_.query_tiles + index,
+            head_of_all * problem_.q_len + first};
   }
 
   int64_t group_of(const QueryTile& tile) const { return tile.batch * problem_.num_kv_heads + tile.head / group_; }
+
+  void differentiate_head(int64_t group) {
+    const int64_t place = places_.take(), head_tiles = group_ * plan_.query_tiles;
+    for (int64_t i = 0; i < head_tiles; ++i) prepare_queries(query_tile(group, i, place));
+    for (int64_t i = 0; i < num_key_blocks(); ++i) differentiate(i * num_groups() + group, place);
+    for (int64_t i = 0; i < head_tiles; ++i) finish_dq(query_tile(group, i, place));
+    places_.give_back(place);
+  }
 
   // Row i of a tile of [B, T, N, row_size].
   auto query_rows(const void* array, const QueryTile& tile, int64_t row_size) const {
@@ -142,8 +179,8 @@ class BackwardPass {
   }
 
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
-  void prepare_queries(int64_t index) {
-    const QueryTile tile = query_tile(index);
+  void prepare_queries(const QueryTile& tile) {
+    const int64_t index = tile.index;
     const int64_t head_dim_v = problem_.head_dim_v;
     const Sequence sequence(problem_, tile.batch);
     const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(tile.first + i); };
@@ -249,7 +286,8 @@ class BackwardPass {
     }
   }
 
-  void differentiate(int64_t index) {
+  // `place`: of the packed tiles of its head.
+  void differentiate(int64_t index, int64_t place) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     const Dropout dropout(problem_, sequence);
@@ -292,7 +330,7 @@ class BackwardPass {
     // tile of one head, counted from the end of the chunk.
     for (int64_t tile = range.end; tile-- > range.first;) {
       for (int64_t group_head = 0; group_head < group_; ++group_head) {
-        Step step{QueryTile(problem_, plan_, task.batch, task.kv_head * group_ + group_head, tile), {}, {}};
+        Step step{query_tile(group, group_head * plan_.query_tiles + tile, place), {}, {}};
         for (int64_t i = 0; i < step.tile.count; ++i) step.rows.add(sequence, step.tile.first + i, step.tile.head);
         const int64_t steps_before = (chunk.end - 1 - tile) * group_ + group_head;
         // All heads of another task may add to the same tile of dbias.
@@ -376,10 +414,10 @@ class BackwardPass {
       if (!has_score_rule(problem_) && !dropout.is_active() && (bad_keys | bad_queries) == 0 &&
           (covered == Coverage::kFull || only_band)) {
         uint64_t visible[kTile];
-        visible_keys(rows, keys, lse, visible);
-        products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_, visible);
-        if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count);
-        if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count);
+        const bool sees_all = visible_keys(rows, keys, lse, visible);
+        products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_,
+                               sees_all ? nullptr : visible);
+        products.add_dv_and_dk(rows.count, buffers_.dv != nullptr, buffers_.dk != nullptr);
         if (buffers_.dq != nullptr) {
           waiting.products[waiting.count] = &products;
           waiting.keys[waiting.count++] = keys.count;
@@ -450,14 +488,17 @@ class BackwardPass {
     });
   }
 
-  // A bit for each key that lengths and band leave to a row.
-  static void visible_keys(const QueryRows& rows, KeyRange keys, const Acc* lse, uint64_t* visible) {
+  // A bit for each key that lengths and band leave to a row. Returns whether all pairs of a whole tile are visible.
+  static bool visible_keys(const QueryRows& rows, KeyRange keys, const Acc* lse, uint64_t* visible) {
+    uint64_t seen_by_all = rows.count == kTile ? ~uint64_t{0} : 0;
     for (int64_t row = 0; row < rows.count; ++row) {
       const int64_t first = max_of(0, rows.first_key[row] - keys.first);
       const int64_t end = min_of(keys.count, rows.end_key[row] - keys.first);
       const bool is_empty = end <= first || lse[row] == -static_cast<Acc>(__builtin_inf());
       visible[row] = is_empty ? 0 : (~uint64_t{0} >> (kTile - (end - first))) << first;
+      seen_by_all &= visible[row];
     }
+    return seen_by_all == ~uint64_t{0};
   }
 
   struct RowValues {
@@ -580,12 +621,11 @@ class BackwardPass {
     }
   }
 
-  void finish_dq(int64_t index) const {
-    const QueryTile tile = query_tile(index);
+  void finish_dq(const QueryTile& tile) const {
     milestones_.wait(differentiated(group_of(tile)), plan_.kv_tiles * plan_.num_chunks);
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t row = (tile.batch * problem_.q_len + tile.first + i) * problem_.num_heads + tile.head;
-      write_row(dq_sums_ + (index * kTile + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
+      write_row(dq_sums_ + (tile.index * kTile + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);
     }
   }
 
@@ -603,6 +643,7 @@ class BackwardPass {
   Acc *delta_, *dq_sums_, *dk_parts_, *dv_parts_;
   BiasGradient<Acc> dbias_;
   Milestones milestones_;
+  Places places_;
   Convoy convoy_;
   int64_t key_tiles_ = 1;  // of a task
   int64_t group_;

@@ -24,6 +24,7 @@ class ForwardPass {
         packed_values_(at<Acc>(scratch, plan.packed_values_offset)),
         not_finite_(at<uint64_t>(scratch, plan.not_finite_offset)),
         milestones_(at<int64_t>(scratch, plan.milestones_offset), num_groups() + 1),
+        places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         partial_out_(at<Acc>(scratch, plan.partial_out_offset)),
         partial_max_(at<Acc>(scratch, plan.partial_max_offset)),
         partial_sum_(at<Acc>(scratch, plan.partial_sum_offset)),
@@ -33,25 +34,26 @@ class ForwardPass {
         score_unit_(has_score_rule_ ? Acc{1} : scale_) {}
 
   void run(const TaskRunner& runner) {
-    if (keeps_heads_together(max_of(1, runner.num_threads))) {
-      const int64_t num_tasks = plan_.num_tasks / num_groups();
-      run_tasks(runner, num_groups(), [&](int64_t group) {
-        for (int64_t i = 0; i < plan_.kv_tiles; ++i) pack_tile(group * plan_.kv_tiles + i);
-        for (int64_t i = 0; i < num_tasks; ++i) attend(group * num_tasks + i);
-      });
-      return;
-    }
-    const int64_t num_packs = plan_.packs_first ? num_groups() * plan_.kv_tiles : 0;
+    const int64_t own_heads = own_heads_for(max_of(1, runner.num_threads));
+    const int64_t num_packs = plan_.packs_first ? (num_groups() - own_heads) * plan_.kv_tiles : 0;
+    const int64_t tasks_of_head = plan_.num_tasks / num_groups();
+    const int64_t num_tasks = (num_groups() - own_heads) * tasks_of_head;
     const int64_t num_merges = plan_.num_splits > 1 ? (num_rows() + kTile - 1) / kTile : 0;
     Tickets tickets;
-    run_tasks(runner, num_packs + plan_.num_tasks + num_merges, [&](int64_t) {
-      const int64_t ticket = tickets.take();
-      if (ticket < num_packs) {
-        pack_tile(ticket);
-      } else if (ticket < num_packs + plan_.num_tasks) {
-        attend(ticket - num_packs);
+    run_tasks(runner, own_heads + num_packs + num_tasks + num_merges, [&](int64_t) {
+      int64_t i = tickets.take();
+      if (i < own_heads) {
+        attend_to_head(i);
+      } else if (i -= own_heads; i < num_packs) {
+        const int64_t head = own_heads + i / plan_.kv_tiles;
+        const int64_t tile = i % plan_.kv_tiles;
+        pack_tile(head, tile, places_.of_shared_head(head, tile == 0));
+      } else if (i -= num_packs; i < num_tasks) {
+        const int64_t head = own_heads + i / tasks_of_head;
+        const int64_t place = plan_.packs_first ? places_.of_shared_head(head, false) : 0;
+        attend(head * tasks_of_head + i % tasks_of_head, place);
       } else {
-        merge_splits(ticket - num_packs - plan_.num_tasks);
+        merge_splits(i - num_tasks);
       }
     });
   }
@@ -59,6 +61,7 @@ class ForwardPass {
  private:
   struct Task {
     int64_t batch, kv_head, first_head, num_heads, first_query, num_queries, split;
+    int64_t place;  // of the packed tiles of its head
   };
 
   // A tile of keys and values as the products want it.
@@ -93,14 +96,19 @@ class ForwardPass {
   // Milestones: tiles packed of each (batch, kv_head), then tasks done.
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
 
-  // Whether a thread packs the keys and values of a head and attends to them alone, so that it finds them in its own
-  // cache. For few queries: with many, what comes from another core is a small part, and heads are too large to share
-  // out evenly, as they are where lengths differ.
-  bool keeps_heads_together(int64_t num_threads) const {
-    constexpr int64_t kMostBlocks = 16, kLeastHeadsPerThread = 4;
+  // The keys and values of the first heads are packed and attended to by one thread each. Not where lengths differ: heads
+  // then do not share out evenly.
+  int64_t own_heads_for(int64_t num_threads) const {
     const bool has_lengths = problem_.q_lengths != nullptr || problem_.kv_lengths != nullptr;
-    return plan_.packs_first && plan_.num_splits == 1 && plan_.query_blocks * plan_.head_blocks <= kMostBlocks &&
-           num_groups() >= kLeastHeadsPerThread * num_threads && !has_lengths;
+    if (!plan_.packs_first || plan_.num_splits > 1 || has_lengths) return 0;
+    return heads_of_one_thread(num_groups(), num_threads, plan_.query_blocks * plan_.head_blocks * plan_.kv_tiles);
+  }
+
+  void attend_to_head(int64_t group) {
+    const int64_t num_tasks = plan_.num_tasks / num_groups(), place = places_.take();
+    for (int64_t i = 0; i < plan_.kv_tiles; ++i) pack_tile(group, i, place);
+    for (int64_t i = 0; i < num_tasks; ++i) attend(group * num_tasks + i, place);
+    places_.give_back(place);
   }
 
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
@@ -119,12 +127,13 @@ class ForwardPass {
     return [first, stride](int64_t i) { return first + i * stride; };
   }
 
-  void pack_tile(int64_t index) {
-    const int64_t head = index / plan_.kv_tiles, tile = index % plan_.kv_tiles;
+  // `place`: of the packed tiles of a head.
+  void pack_tile(int64_t head, int64_t tile, int64_t place) {
     const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
     const Sequence sequence(problem_, batch);
     if (tile * kTile < sequence.kv_length) {
       Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
+      const int64_t index = place * plan_.kv_tiles + tile;
       not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
     }
     milestones_.count(head);
@@ -179,8 +188,9 @@ class ForwardPass {
   }
 
   // Attention of one block of queries to one range of keys.
-  void attend(int64_t index) {
-    const Task task = decode(index);
+  void attend(int64_t index, int64_t place) {
+    Task task = decode(index);
+    task.place = place;
     const Sequence sequence(problem_, task.batch);
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
                         5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
@@ -283,7 +293,7 @@ class ForwardPass {
       if (!plan_.packs_first) {
         return {keys, covered, pack_rows(sequence, task.kv_head, key / kTile, own_tile, workspace)};
       }
-      const int64_t index = (task.batch * problem_.num_kv_heads + task.kv_head) * plan_.kv_tiles + key / kTile;
+      const int64_t index = task.place * plan_.kv_tiles + key / kTile;
       KvTile packed = packed_tile(index);
       packed.not_finite = not_finite_[index];
       return {keys, covered, packed};
@@ -557,6 +567,7 @@ class ForwardPass {
   Acc *packed_keys_, *packed_values_;
   uint64_t* not_finite_;
   Milestones milestones_;
+  Places places_;
   Acc *partial_out_, *partial_max_, *partial_sum_;
   int64_t group_;
   bool has_score_rule_;

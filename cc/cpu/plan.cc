@@ -71,6 +71,7 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
     plan.not_finite_offset = arena.take(groups * plan.kv_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   }
   plan.milestones_offset = arena.take((groups + 1) * static_cast<int64_t>(sizeof(int64_t)));
+  plan.places_offset = arena.take(2 * groups * static_cast<int64_t>(sizeof(int64_t)));
   if (plan.num_splits > 1) {
     const int64_t rows = plan.num_splits * problem.batch * problem.num_heads * problem.q_len;
     plan.partial_out_offset = arena.take(rows * plan.row_len_v * unit_bytes);
@@ -149,6 +150,7 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   plan.packed_douts_offset = arena.take(query_tiles * plan.dout_tile_len * unit_bytes);
   plan.not_finite_offset = arena.take(query_tiles * static_cast<int64_t>(sizeof(uint64_t)));
   plan.milestones_offset = arena.take((2 * groups + 2) * static_cast<int64_t>(sizeof(int64_t)));
+  plan.places_offset = arena.take(2 * groups * static_cast<int64_t>(sizeof(int64_t)));
   plan.progress_offset = arena.take(plan.num_tasks * static_cast<int64_t>(sizeof(int64_t)));
   plan.delta_offset = arena.take(query_rows * unit_bytes);
   plan.dq_offset = arena.take(query_tiles * kTile * plan.row_len * unit_bytes);

@@ -42,6 +42,7 @@ struct ForwardPlan {
   int64_t packed_keys_offset, packed_values_offset, not_finite_offset;
 
   int64_t milestones_offset;  // int64_t [B * K + 1]
+  int64_t places_offset;      // int64_t [2 * B * K]
 
   // Only with num_splits > 1, per split: out before normalisation [B, N, T, row_len_v], row_max and row_sum [B, N, T].
   int64_t partial_out_offset, partial_max_offset, partial_sum_offset;
@@ -67,6 +68,7 @@ struct BackwardPlan {
   int64_t query_tile_len, dout_tile_len;  // in the accumulator type
   int64_t packed_queries_offset, packed_douts_offset, not_finite_offset;
   int64_t milestones_offset;     // int64_t [2 * B * K + 2]
+  int64_t places_offset;         // int64_t [2 * B * K]
   int64_t progress_offset;       // int64_t [num_tasks]
   int64_t delta_offset;          // [B, N, T]
   int64_t dq_offset;             // [B, N, query_tiles, kTile, row_len]

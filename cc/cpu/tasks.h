@@ -111,6 +111,50 @@ class Milestones {
   int64_t* counts_;
 };
 
+// Places in memory that heads use one after another, each as long as a thread works on it: the next head finds what it
+// writes in the caches, and less memory is touched than all heads would take, which counts where it is fresh from the
+// system. A thread gets the first place that is free, so one that gives back and takes keeps its place.
+class Places {
+ public:
+  // `numbers`: two for each head.
+  Places(int64_t* numbers, int64_t heads) : taken_(numbers), of_head_(numbers + heads) {
+    for (int64_t i = 0; i < heads; ++i) taken_[i] = of_head_[i] = 0;
+  }
+
+  // There are as many places as heads, so there is always one.
+  int64_t take() {
+    for (int64_t place = 0;; ++place) {
+      if (__atomic_exchange_n(taken_ + place, 1, __ATOMIC_ACQUIRE) == 0) return place;
+    }
+  }
+  void give_back(int64_t place) { __atomic_store_n(taken_ + place, 0, __ATOMIC_RELEASE); }
+
+  // The place of a head that several tasks work on, to its end: that with the first ticket of them takes it.
+  int64_t of_shared_head(int64_t head, bool is_first) {
+    if (is_first) {
+      const int64_t place = take();
+      __atomic_store_n(of_head_ + head, place + 1, __ATOMIC_RELEASE);
+      return place;
+    }
+    int64_t number = 0;
+    wait_until([&] { return (number = __atomic_load_n(of_head_ + head, __ATOMIC_ACQUIRE)) != 0; });
+    return number - 1;
+  }
+
+ private:
+  int64_t *taken_, *of_head_;  // 1; place + 1
+};
+
+// How many heads are worked on by one thread each, from packing to the end, before threads share those that are left:
+// what another core has written is slow to come, and such a head needs a place no longer than it is worked on. Those
+// left even out the threads' times, which short heads, of at most `kShort` pairs of tiles, need not.
+inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head) {
+  constexpr int64_t kShort = 16 * 16, kManyHeads = 4;
+  const int64_t per_thread = num_heads / num_threads;
+  const bool shares_none = per_thread >= kManyHeads && tiles_per_head <= kShort;
+  return (shares_none ? per_thread : max_of(0, per_thread - 1)) * num_threads;
+}
+
 // Tasks that walk the same steps in the same order, every `distance`-th task forming one chain. A task adds to memory
 // that it shares with its chain only after all earlier tasks of the chain are past that step, so the sums at one place
 // are formed in the order of the task indices, which is that of their tickets.

@@ -137,6 +137,10 @@ THREAD_CASES = (
     Case("chunks", batch=1, q_len=2000, kv_len=40, num_heads=1, num_kv_heads=1, bias_form="s"),
     Case("plain", q_len=330, kv_len=330, is_causal=True),
     Case("several-key-tiles", q_len=400, kv_len=300, num_heads=8, is_causal=True, dtype="bfloat16"),
+    Case(
+        "long-heads", batch=1, q_len=1100, kv_len=1100, num_heads=6, num_kv_heads=6, is_causal=True
+    ),
+    Case("long-groups", batch=2, q_len=600, kv_len=900, num_heads=6, num_kv_heads=3, softcap=9.0),
     Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
 )
 

@@ -1,8 +1,8 @@
 """The softmax of raw scores that hold a bias, run on the host: biases of every size, tile by tile.
 
 One thread has two whole rows. The scores are what the matrix unit makes of products and parts, in the worst case: the
-exact sum cut off at 24 bits. As in the kernel, rows settle, and where their sums say that they did so too early they are
-computed again.
+exact sum cut off at 24 bits. As in the kernel, rows settle, and where their sums say that they did so too early they
+are computed again.
 """
 
 import subprocess

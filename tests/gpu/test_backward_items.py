@@ -1,6 +1,7 @@
 """Blocks of the Hopper backward kernel that take item after item: results as with a block for each item."""
 
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -15,7 +16,8 @@ from jattn.testing import compare
 from jattn.testing.cases import Case
 from jattn.testing.run import run
 
-TAKEN = "take_turns=1"
+# Of the key of the backward kernel; forward kernels may take turns, too.
+TAKEN = re.compile(r"family=sm90_backward [^;\"]*take_turns=1")
 CASES = [
     BASE.but("full"),
     BASE.but("causal", is_causal=True, dtype="float16"),
@@ -49,7 +51,7 @@ def test_resident_blocks(case: Case) -> None:
     operands, solution = compare.solved(case)
     with flash_backward_tiles.resident_blocks(True):
         outcome = run(case, operands, "flash")
-    assert TAKEN in outcome.lowered
+    assert TAKEN.search(outcome.lowered)
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 
@@ -84,7 +86,7 @@ def test_many_items(
 
         with flash_backward_tiles.resident_blocks(there):
             lowered = jax.jit(step).lower(q, k, v, dout)
-        assert (TAKEN in lowered.as_text()) == there
+        assert bool(TAKEN.search(lowered.as_text())) == there
         compiled = lowered.compile()
         return lambda: jax.device_get(compiled(q, k, v, dout))
 

@@ -13,9 +13,9 @@ from jattn.testing.run import run
 
 SMS = key_splits.MULTIPROCESSORS
 BASE = Case(name="items", batch=1, q_len=100, kv_len=300, dtype="bfloat16")
-# Name -> a choice that tells the kernel from others, the problem. Chained items have a loop over items of their own.
+# Name -> a choice that tells the kernel from others, the problem.
 KERNELS = {
-    "chained": ("chain_items=1", {"head_dim": 64, "head_dim_v": 64, "is_causal": True}),
+    "turns": ("take_turns=1", {"head_dim": 64, "head_dim_v": 64, "is_causal": True}),
     "capped": ("cap_series=1", {"head_dim": 64, "head_dim_v": 64, "softcap": 5.0}),
     "d128": ("q_in_registers=1", {"head_dim": 128, "head_dim_v": 128, "is_causal": True}),
     "d256": ("head_dim=256", {"head_dim": 256, "head_dim_v": 256, "kv_len": 150}),

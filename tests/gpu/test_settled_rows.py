@@ -1,8 +1,8 @@
 """Rows of the Hopper forward kernel that settle by their first keys and meet much larger scores later.
 
-Keys are visited from the last to the first. Scores of the first half of the keys exceed the others by a growth, for some
-rows of some heads: what a warp, a warpgroup, an item and a block have in common differs. Up to about exp(14) nothing
-is tested, up to exp(69) the output, beyond that the item is computed again with maxima throughout.
+Keys are visited from the last to the first. Scores of the first half of the keys exceed the others by a growth, for
+some rows of some heads: what a warp, a warpgroup, an item and a block have in common differs. Up to about exp(14)
+nothing is tested, up to exp(69) the output, beyond that the item is computed again with maxima throughout.
 """
 
 import dataclasses

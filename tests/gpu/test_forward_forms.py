@@ -8,7 +8,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jattn.backends import flash_tiles
 from jattn.testing import compare, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.run import run
@@ -30,6 +29,16 @@ WIDE = BASE.but("256", head_dim=256, head_dim_v=256)
 UNEVEN = BASE.but("narrower", head_dim=120, head_dim_v=104)
 
 TURNS = [
+    BASE.but("dropout", dropout_rate=0.2),
+    BASE.but("dropout-causal", dropout_rate=0.2, is_causal=True, dtype="float16"),
+    BASE.but("dropout-window", dropout_rate=0.2, window=(90, 30), kv_len=611),
+    BASE.but("dropout-sinks", dropout_rate=0.2, sinks_form="n"),
+    NARROW.but("full", kv_len=611),
+    NARROW.but("causal", is_causal=True, dtype="float16"),
+    NARROW.but("alibi", alibi_form="n", is_causal=True),
+    NARROW.but("sinks", sinks_form="n", is_causal=True, lower_right=True, q_len=333),
+]
+ALIBI = [
     BASE.but("alibi", alibi_form="n"),
     BASE.but("alibi-causal", alibi_form="n", is_causal=True, dtype="float16"),
     BASE.but("alibi-window", alibi_form="bn", window=(90, 30), kv_len=611),
@@ -45,12 +54,6 @@ TURNS = [
     BASE.but("alibi-few-queries", alibi_form="n", q_len=65, kv_len=4096),
     D96.but("alibi", alibi_form="n", is_causal=True),
     UNEVEN.but("alibi", alibi_form="n", is_causal=True),
-]
-# By the kernels that are picked at head dim 64 from 8192 keys on.
-SHORT_TURNS = [
-    NARROW.but("full", kv_len=611),
-    NARROW.but("causal", is_causal=True, dtype="float16"),
-    NARROW.but("sinks", sinks_form="n", is_causal=True, lower_right=True, q_len=333),
 ]
 SERIES = [
     BASE.but("all-small", softcap=50.0),
@@ -119,6 +122,7 @@ ROWS = [
 ]
 FORMS = [
     *(("take_turns", case) for case in TURNS),
+    *(("alibi", case) for case in ALIBI),
     *(("cap_series", case) for case in SERIES),
     *(("documents", case) for case in DOCUMENTS),
     *(("bias_in_product", case) for case in ROWS),
@@ -131,15 +135,6 @@ def test_picked_form(form: str, case: Case) -> None:
     operands, solution = compare.solved(case)
     outcome = run(case, operands, "flash", backward=False)
     assert f"{form}=1" in outcome.lowered
-    compare.assert_close(case, operands, outcome.results, solution=solution)
-
-
-@pytest.mark.parametrize("case", SHORT_TURNS, ids=str)
-def test_turns_of_long_rows(case: Case) -> None:
-    operands, solution = compare.solved(case)
-    with flash_tiles.forward_tile_changes(take_turns=True):
-        outcome = run(case, operands, "flash", backward=False)
-    assert "integer_max=1 take_turns=1" in outcome.lowered
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 

@@ -402,7 +402,7 @@ def training(page: Path) -> str:
             for (head_dim, kind), values in groups.items()
         ],
     )
-    return "\n\n".join(["## Training", table, _caption(record, page, record.content["what"])])
+    return "\n\n".join([table, _caption(record, page, record.content["what"])])
 
 
 _ROWS = {"rows": "one document, causal", "documents": "packed documents"}

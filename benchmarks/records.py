@@ -151,7 +151,7 @@ def _points(row: dict[str, Any], *, on_cpu: bool) -> Iterable[Point]:
             spread=row.get("spread"),
             backends=row.get("backends", ""),
         )
-    elif isinstance(row.get("median_ms"), dict):
+    elif "median_ms" in row and isinstance(row["median_ms"], dict):
         # Causal, batch 1, 8 heads of 64: the form of the first records of the CPU kernel.
         problem = Problem(row["dtype"], 64, row["length"], True)
         for contender, value in row["median_ms"].items():

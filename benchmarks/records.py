@@ -154,7 +154,8 @@ def _points(row: dict[str, Any], *, on_cpu: bool) -> Iterable[Point]:
     elif "median_ms" in row and isinstance(row["median_ms"], dict):
         # Causal, batch 1, 8 heads of 64: the form of the first records of the CPU kernel.
         problem = Problem(row["dtype"], 64, row["length"], True)
-        for contender, value in row["median_ms"].items():
+        timed: dict[str, float] = row["median_ms"]
+        for contender, value in timed.items():
             name = f"cpu {row['dtype']} {row['length']}"
             yield Point(name, problem, row["pass"], TITLES.get(contender, contender), value * 1e3)
 

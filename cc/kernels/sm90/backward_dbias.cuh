@@ -102,7 +102,7 @@ struct DbiasProducer {
     const ProblemParams& problem = params.problem;
     const int place = ring.index, lane = threadIdx.x % 32;
     const int kv_head = item.head / problem.group_size;
-    wait(&control.empty[place], ring.parity);
+    wait_as_warp(&control.empty[place], ring.parity);
     if constexpr (C.segments) {
       if ((flags & kComparesSegments) || C.dropout_rows) {
         for (int i = lane; i < C.tile_q; i += 32) {
@@ -140,7 +140,7 @@ struct DbiasProducer {
     }
     ring.advance();
     const int second = ring.index;
-    wait(&control.empty[second], ring.parity);
+    wait_as_warp(&control.empty[second], ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(&control.full[second],
                               tile_bytes(C.tile_q, C.head_dim_v) + tile_bytes(C.tile_kv, C.head_dim_v));
@@ -171,7 +171,7 @@ struct DbiasProducer {
       const int flags = flags_of(item, q_tile, kv_tile);
       if (flags >= 0) load_step(item, kv_tile * C.tile_kv, kv_tile, flags);
     }
-    wait(&control.empty[ring.index], ring.parity);
+    wait_as_warp(&control.empty[ring.index], ring.parity);
     if (leads()) {
       control.steps[ring.index].flags = kLastStep;
       arrive(&control.full[ring.index]);

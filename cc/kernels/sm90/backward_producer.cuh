@@ -29,7 +29,7 @@ struct KeyProducer {
 
   // Waits for tiles that were sent to `landed`.
   __device__ __forceinline__ void wait_landed() {
-    wait(&control.landed, landed_parity);
+    wait_as_warp(&control.landed, landed_parity);
     landed_parity ^= 1;
   }
 
@@ -72,7 +72,7 @@ struct KeyProducer {
   // Gives the consumers an item when they have let go of the one before.
   __device__ __forceinline__ void start_item(const BackwardItem& item, bool has_padding) {
     if constexpr (takes_items(C)) {
-      wait(&control.own_empty, own_parity);
+      wait_as_warp(&control.own_empty, own_parity);
       own_parity ^= 1;
     }
     if (leads()) control.item = item;
@@ -118,7 +118,7 @@ struct KeyProducer {
     Barrier* q_full = empty_rows ? &control.landed : &control.first_full[stage];
     Barrier* dout_full = empty_rows ? &control.landed : &control.second_full[stage];
     const unsigned q_tile = tiles + kLayout.q + stage * kQBytes, dout_tile = tiles + kLayout.dout + stage * kDoutBytes;
-    wait(&control.first_empty[stage], ring.parity);
+    wait_as_warp(&control.first_empty[stage], ring.parity);
     if constexpr (C.segments) {
       if ((flags & kComparesSegments) || C.dropout_rows) {
         for (int i = threadIdx.x % 32; i < C.tile_q; i += 32) {
@@ -148,7 +148,7 @@ struct KeyProducer {
       load_bytes(shared_address(control.lse_log2[stage]), params.lse_log2 + row, statistics_bytes(C), q_full);
       load_tile<C.tile_q, C.head_dim>(q_tile, &params.q, q_full, first, step.head, item.batch);
     }
-    wait(&control.second_empty[stage], ring.parity);
+    wait_as_warp(&control.second_empty[stage], ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(dout_full, kDoutBytes + statistics_bytes(C));
       load_bytes(shared_address(control.delta[stage]), params.delta + row, statistics_bytes(C), dout_full);
@@ -171,7 +171,7 @@ struct KeyProducer {
     // Behind the arrivals above: consumers ask for the next step's q (dropout) before they free the only place of a bias.
     if constexpr (bias_tile_bytes(C) > 0) {
       const int slot = bias_ring.index;
-      wait(&control.bias_empty[slot], bias_ring.parity);
+      wait_as_warp(&control.bias_empty[slot], bias_ring.parity);
       if (leads()) {
         load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
                           item.batch, step.head, first, item.first);

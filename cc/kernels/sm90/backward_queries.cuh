@@ -63,7 +63,7 @@ struct QueryProducer {
       load_tile<C.tile_kv, kColumns>(tile, map, target, first, item.head / params.problem.group_size, item.batch);
     }
     if (!has_padding) return;
-    wait(&control.landed, landed_parity);
+    wait_as_warp(&control.landed, landed_parity);
     landed_parity ^= 1;
     clear_rows<C.tile_kv, kColumns>(tile, [&](int row) {
       if constexpr (C.segments) return kv_id(item, first + row) < 0;
@@ -76,7 +76,7 @@ struct QueryProducer {
 
   __device__ __forceinline__ void load_keys(const BackwardItem& item, int tile, int flags, bool has_padding) {
     const int first = tile * C.tile_kv, stage = k_ring.index;
-    wait(&control.first_empty[stage], k_ring.parity);
+    wait_as_warp(&control.first_empty[stage], k_ring.parity);
     if constexpr (C.segments) {
       if (flags & kComparesSegments) {
         for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) control.ids[stage][row] = kv_id(item, first + row);
@@ -107,14 +107,14 @@ struct QueryProducer {
     k_ring.advance();
     if constexpr (bias_tile_bytes(C) > 0) {
       const int slot = bias_ring.index;
-      wait(&control.bias_empty[slot], bias_ring.parity);
+      wait_as_warp(&control.bias_empty[slot], bias_ring.parity);
       if (leads()) {
         load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
                           item.batch, item.head, item.first, first);
       }
       bias_ring.advance();
     }
-    wait(&control.second_empty[v_ring.index], v_ring.parity);
+    wait_as_warp(&control.second_empty[v_ring.index], v_ring.parity);
     load<C.head_dim_v>(&params.v, tiles + kLayout.v + v_ring.index * kVBytes, &control.second_full[v_ring.index], item,
                        first, has_padding);
     v_ring.advance();

@@ -63,6 +63,22 @@ __device__ __forceinline__ void wait(Barrier* barrier, unsigned parity) {
   sleep_at_random();
 }
 
+// The same for a producer warp, whose lanes go on together. Its first lane alone fills the buffers and may run ahead of the
+// others; a lane that waited by itself, late, could find that the next phase has ended, too, and wait for ever.
+__device__ __forceinline__ void wait_as_warp(Barrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "vote.sync.any.pred done, done, 0xffffffff;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+  sleep_at_random();
+}
+
 // Barrier of `threads` threads of the block; id 0 is __syncthreads().
 __device__ __forceinline__ void sync_named(int id, int threads) {
   sleep_at_random();

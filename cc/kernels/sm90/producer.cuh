@@ -153,7 +153,7 @@ struct Producer {
     if constexpr (has_head_numbers(C)) {
       if (record.status != kItemsEnd) numbers = head_numbers(record);  // before the wait, which hides their way here
     }
-    wait(&control.q_empty, items % 2 ^ 1);
+    wait_as_warp(&control.q_empty, items % 2 ^ 1);
     ++items;
     if constexpr (C.segments) {
       if (record.status == kItemRuns && !(C.documents && by_documents)) {
@@ -387,7 +387,7 @@ struct Producer {
     Barrier* full = &control.k_full[k_ring.index];
     Columns columns;
     fetch_columns(columns, record, kv_tile, flags);
-    wait(&control.k_empty[k_ring.index], k_ring.parity);
+    wait_as_warp(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
       expect_bytes(full, S::kKBytes);
@@ -416,14 +416,14 @@ struct Producer {
     Barrier* full = &control.v_full[v_ring.index];
     Barrier* target = has_padding ? &control.v_landed : full;
     const unsigned v_tile = tiles + S::kVOffset + v_ring.index * S::kVBytes;
-    wait(&control.v_empty[v_ring.index], v_ring.parity);
+    wait_as_warp(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
       load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, first_key(kv_tile),
                                          record.head / params.problem.group_size, record.batch);
     }
     if (has_padding) {
-      wait(&control.v_landed, landed_parity);
+      wait_as_warp(&control.v_landed, landed_parity);
       landed_parity ^= 1;
       clear_padding(record, kv_tile, v_tile);
       fence_async_proxy();
@@ -512,7 +512,7 @@ struct Producer {
 
   // When the consumers are done with all items: those that are lost are to be computed again, each once.
   __device__ __forceinline__ void list_repeats() {
-    wait(&control.q_empty, items % 2 ^ 1);
+    wait_as_warp(&control.q_empty, items % 2 ^ 1);
     if (leads()) {
       int count = 0;
 #pragma unroll 1

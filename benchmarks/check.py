@@ -263,8 +263,8 @@ def _kept(case: Case, arrays: Arrays, batch: int, heads: slice) -> jax.Array | N
     seed = jattn.seed_from_key(arrays.dropout_key)
     keys = dropout.keys(seed, zero, case.batch, case.num_heads)[batch, heads]
     bits = dropout.bits_of_block(keys, 0, 0, case.q_len, case.kv_len)
-    threshold = round(case.dropout_rate * 65536)
-    return (bits >= threshold) * (65536 / (65536 - threshold))
+    threshold = min(round(case.dropout_rate * 32768), 32640)
+    return (bits >= threshold) * (32768 / (32768 - threshold))
 
 
 def _distance(case: Case, arrays: Arrays, batch: int) -> jax.Array:

@@ -159,8 +159,8 @@ def dot_product_attention(
       sinks: (N,), or broadcastable to (B, N), float: the score of one more key, without a value, in the softmax of each
         row that sees a key; the logsumexp includes it. Differentiable.
       dropout_rate: the probability of dropping a weight, 0 <= rate < 1; a number, or a traced scalar. Rounded to a
-        multiple of 1/65536. Kept weights are divided by 1 - rate; the logsumexp is that of all weights. No gradient
-        (the result is piecewise constant in it).
+        multiple of 1/32768, and at most 255/256. Kept weights are divided by 1 - rate; the logsumexp is that of all
+        weights. No gradient (the result is piecewise constant in it).
       dropout_key: one JAX key; its seed is ``jattn.seed_from_key(dropout_key)``, its offset 0. The same key drops the
         same pairs again: ``jattn.dropout_mask`` tells which. Under ``jax.vmap`` with one key all mapped elements
         share a mask, as with ``jax.random``.

@@ -462,7 +462,7 @@ def dropout_operands(
             f"{_NAME}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or dropout_seed,"
             " or dropout_rate=0.0"
         )
-    # Piecewise constant in the rate: rounding to 1/65536 comes first.
+    # Piecewise constant in the rate: rounding to 1/32768 comes first.
     rates = jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32)).reshape(1, 1, 1)
     if table is not None:
         return table, rates

@@ -3,10 +3,13 @@
   seed, offset     two uint32 words each, 64 bits little-endian; ``seed_from_key`` makes a seed out of a JAX key
   keys[b, n]       words 0 and 1 of Philox(counter = (b, n, offset 0, offset 1), key = seed)
   words            Philox(counter = (row group, column group, 0, 0), key = keys[b, n])
-                   row group = t / 16 * 8 + t % 8        column group = j / 16 * 4 + j % 8 / 2
-  bits of (t, j)   16 bits of word 2 * (t / 8 % 2) + j / 8 % 2: the lower half for even j, the upper one for odd j
-  threshold        min(round(65536 * rate), 65535)
-  the pair is dropped if its bits < threshold; a kept weight is multiplied by 65536 / (65536 - threshold)
+                   row group = t / 16 * 4 + t % 8 / 2    column group = j / 16 * 4 + j % 8 / 2
+  r, h; e, w       t % 2, t / 8 % 2 of the query; j % 2, j / 8 % 2 of the key
+  W(r, w)          words[2 * r + w]
+  byte(x; h, e)    x >> 8 * (2 * h + e) & 255
+  bits of (t, j)   (byte(W(r, w); h, e) & 127) * 256 + byte(W(r, 0) ^ W(r, 1); 1 - h, e), 15 bits
+  threshold        min(round(32768 * rate), 32640)
+  the pair is dropped if its bits < threshold; a kept weight is multiplied by 32768 / (32768 - threshold)
 
 So the decision is a pure function of (seed, offset, b, n, t, j): no tile size, backend, sharding or packing enters.
 Only uint32 arithmetic is used, so it is the same with and without ``jax_enable_x64``.
@@ -28,7 +31,8 @@ from jattn.jax_interface import vary_like
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_LEVELS = 1 << 16  # 16 bits decide about a pair
+_LEVELS = 1 << 15  # 15 bits decide about a pair
+_MOST_THRESHOLD = _LEVELS - _LEVELS // 256
 
 Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -45,7 +49,7 @@ def _full_product(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def philox(counter: Words, key: tuple[jax.Array, jax.Array], *, unroll: bool = False) -> Words:
     """Returns the four words of Philox4x32-10 for uint32 counters and keys that broadcast against each other.
 
-    A loop and not 10 rounds written out: XLA would recompute those for every one of the eight pairs that share a call
+    A loop and not 10 rounds written out: XLA would recompute those for every one of the sixteen pairs that share a call
     (9 times slower on a CPU), and compiles half as long again. ``unroll`` is for words that nobody shares: one kernel
     on a GPU, where every step of a loop is a launch.
     """
@@ -90,9 +94,9 @@ def keys(seed: jax.Array, offset: jax.Array, batch: int, num_heads: int) -> jax.
 
 
 def threshold(rate: jax.Array) -> jax.Array:
-    """Returns how many of 65536 values of the bits of a pair drop it: uint32, in the shape of ``rate`` (float32)."""
+    """Returns how many of 32768 values of the bits of a pair drop it: uint32, in the shape of ``rate`` (float32)."""
     scaled = jnp.rint(rate.astype(jnp.float32) * _LEVELS)
-    return jnp.clip(scaled, 0, _LEVELS - 1).astype(jnp.uint32)
+    return jnp.clip(scaled, 0, _MOST_THRESHOLD).astype(jnp.uint32)
 
 
 def kept_factor(rate: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -100,14 +104,17 @@ def kept_factor(rate: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return _LEVELS / (_LEVELS - threshold(rate).astype(dtype))
 
 
-def _half(word: jax.Array, column: jax.Array) -> jax.Array:
-    return jnp.where(column & 1, word >> 16, word & 0xFFFF)
+def _bits_of_words(word: jax.Array, both: jax.Array, h: jax.Array, e: jax.Array) -> jax.Array:
+    """The bits of a pair of the word W(r, w), where ``both`` is W(r, 0) ^ W(r, 1)."""
+    own = word >> (16 * h + 8 * e) & 127
+    shared = both >> (16 * (1 - h) + 8 * e) & 255
+    return own << 8 | shared
 
 
 def bits_of_block(
     keys: jax.Array, first_row: ArrayLike, first_column: ArrayLike, num_rows: int, num_columns: int
 ) -> jax.Array:
-    """Returns the bits of the pairs of a block of rows and columns, one Philox call for eight pairs.
+    """Returns the bits of the pairs of a block of rows and columns, one Philox call for sixteen pairs.
 
     Args:
       keys: (..., 2) uint32.
@@ -115,11 +122,11 @@ def bits_of_block(
       num_rows, num_columns: of any size.
 
     Returns:
-      uint32 (..., num_rows, num_columns) below 65536.
+      uint32 (..., num_rows, num_columns) below 32768.
     """
     row_tiles, column_tiles = -(-num_rows // 16), -(-num_columns // 16)
-    row_groups = jnp.asarray(first_row, jnp.uint32) // 2 + jnp.arange(
-        8 * row_tiles, dtype=jnp.uint32
+    row_groups = jnp.asarray(first_row, jnp.uint32) // 4 + jnp.arange(
+        4 * row_tiles, dtype=jnp.uint32
     )
     column_groups = jnp.asarray(first_column, jnp.uint32) // 4 + jnp.arange(
         4 * column_tiles, dtype=jnp.uint32
@@ -130,14 +137,15 @@ def bits_of_block(
         (row_groups[:, None], column_groups[None, :], zero, zero),
         (keys[..., 0, None, None], keys[..., 1, None, None]),
     )
-    halves = jnp.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], axis=-1)
-    # Row = 16 a + 8 h + i and column = 16 c + 8 w + 2 q + e, the word being 2 h + w and the half e.
-    split = halves.reshape(
-        *lead, row_tiles, 8, column_tiles, 4, 2, 2, 2
-    )  # ..., a, i, c, q, h, w, e
-    n = len(lead)
-    order = (*range(n), n, n + 4, n + 1, n + 2, n + 5, n + 3, n + 6)  # ..., a, h, i, c, w, q, e
-    bits = split.transpose(order).reshape(*lead, 16 * row_tiles, 16 * column_tiles)
+    # Row = 16 a + 8 h + 2 i + r and column = 16 c + 8 w + 2 q + e.
+    split = jnp.stack(words, axis=-1).reshape(*lead, row_tiles, 4, column_tiles, 4, 2, 1, 2, 1)
+    both = split[..., :1, :] ^ split[..., 1:, :]
+    h = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
+    e = jnp.arange(2, dtype=jnp.uint32)
+    bits = _bits_of_words(split, both, h, e)  # ..., a, i, c, q, r, h, w, e
+    order = (0, 5, 1, 4, 2, 6, 3, 7)  # ..., a, h, i, r, c, w, q, e
+    bits = bits.transpose(*range(len(lead)), *(len(lead) + axis for axis in order))
+    bits = bits.reshape(*lead, 16 * row_tiles, 16 * column_tiles)
     return bits[..., :num_rows, :num_columns]
 
 
@@ -149,17 +157,18 @@ def bits_at(keys: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
       rows, columns: integers; negative ones count as their uint32 bit pattern.
 
     Returns:
-      uint32 below 65536, of the broadcast shape.
+      uint32 below 32768, of the broadcast shape.
     """
     t, j = rows.astype(jnp.uint32), columns.astype(jnp.uint32)
     zero = jnp.uint32(0)
     w0, w1, w2, w3 = philox(
-        ((t >> 4) * 8 + (t & 7), (j >> 4) * 4 + (j & 7) // 2, zero, zero),
+        ((t >> 4) * 4 + (t & 7) // 2, (j >> 4) * 4 + (j & 7) // 2, zero, zero),
         (keys[..., 0], keys[..., 1]),
     )
-    upper = jnp.where((j & 8) != 0, w3, w2)
-    lower = jnp.where((j & 8) != 0, w1, w0)
-    return _half(jnp.where((t & 8) != 0, upper, lower), j)
+    left = jnp.where((t & 1) != 0, w2, w0)
+    right = jnp.where((t & 1) != 0, w3, w1)
+    word = jnp.where((j & 8) != 0, right, left)
+    return _bits_of_words(word, left ^ right, t >> 3 & 1, j & 1)
 
 
 def words_of(name: str, value: ArrayLike) -> jax.Array:
@@ -193,8 +202,8 @@ def dropout_mask(
     """Returns which weights dropout keeps, the same for every backend: ``jattn.dot_product_attention`` keeps exactly
     these.
 
-    ``weights = jnp.where(mask, weights / (1 - r), 0)`` with r = p rounded to a multiple of 1/65536 is what the
-    attention function does with the normalised weights.
+    ``weights = jnp.where(mask, weights / (1 - r), 0)`` with r = p rounded to a multiple of 1/32768, and at most
+    255/256, is what the attention function does with the normalised weights.
 
     Args:
       seed: uint32[2], the lower word first, or a Python int below 2**64. Of a JAX key: ``jattn.seed_from_key(key)``.

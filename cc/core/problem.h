@@ -20,15 +20,17 @@
 //   q_segments[b,t] == kv_segments[b,j], and that id is not negative (a negative id marks padding)
 //   mask[b,n,t,j] != 0
 //
-// Dropout: z is 0 for a dropped pair and 1 / (1 - r) for a kept one, else 1. With r = threshold / 65536,
-// threshold = min(round(65536 * dropout_rate), 65535):
+// Dropout: z is 0 for a dropped pair and 1 / (1 - r) for a kept one, else 1. With r = threshold / 32768,
+// threshold = min(round(32768 * dropout_rate), 32640):
 //   words = Philox4x32-10(counter = (row group, column group, 0, 0), key = dropout_keys[...])
-//   row group = t / 16 * 8 + t % 8        column group = j / 16 * 4 + j % 8 / 2
-//   bits of the pair = 16 bits of word 2 * (t / 8 % 2) + j / 8 % 2, the lower half for even j, the upper for odd j
+//   row group = t / 16 * 4 + t % 8 / 2    column group = j / 16 * 4 + j % 8 / 2
+//   r = t % 2, h = t / 8 % 2 of the query;  e = j % 2, w = j / 8 % 2 of the key
+//   W(r, w) = words[2 * r + w],  byte(x; h, e) = x >> 8 * (2 * h + e) & 255
+//   bits of the pair = (byte(W(r, w); h, e) & 127) * 256 + byte(W(r, 0) ^ W(r, 1); 1 - h, e)
 //   the pair is dropped if bits < threshold
-// so one call serves the eight pairs {t, t + 8} x {j, j + 1, j + 8, j + 9}, which one thread holds in every fragment
-// of a matrix product. The key is dropout_keys[b,n], t and j are indices; with dropout_rows the key is that of row
-// q_segments[b,t] of the table, and t and j are q_positions[b,t] and kv_positions[b,j] (packed sequences).
+// so one call serves the sixteen pairs {t, t + 1, t + 8, t + 9} x {j, j + 1, j + 8, j + 9}. The key is
+// dropout_keys[b,n], t and j are indices; with dropout_rows the key is that of row q_segments[b,t] of the table, and t
+// and j are q_positions[b,t] and kv_positions[b,j] (packed sequences).
 #pragma once
 
 #include <cstdint>

@@ -117,7 +117,7 @@ def _as_uint32(positions: Array) -> Array:
 def dropout_factors(case: Case, operands: Operands) -> Array:
     """Returns what dropout multiplies each weight by, (B, N, T, S) float64: 0, or the inverse of the kept share.
 
-    Each pair by itself: its counter, its word, its half of the word.
+    Each pair by itself: its counter, its word, its bytes of the words.
     """
     shape = (case.batch, case.num_heads, case.q_len, case.kv_len)
     if not case.dropout_rate:
@@ -151,11 +151,20 @@ def dropout_factors(case: Case, operands: Operands) -> Array:
             b, n = zero, zero
         first = philox((b, n, offset[:1], offset[1:]), (seed[:1], seed[1:]))
         key = (first[0], first[1])
-    words = philox((t // 16 * 8 + t % 8, j // 16 * 4 + j % 8 // 2, zero, zero), key)
-    chosen = np.choose((t // 8 % 2 * 2 + j // 8 % 2).astype(np.int64), words)
-    bits = np.where(j % 2 == 0, chosen & np.uint64(0xFFFF), chosen >> 16)
-    threshold = min(round(65536 * float(np.float32(case.dropout_rate))), 65535)
-    return np.broadcast_to(np.where(bits < threshold, 0.0, 65536 / (65536 - threshold)), shape)
+    words = philox((t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2, zero, zero), key)
+    of_query, half_of_query, half_of_key = ((x % 2).astype(np.int64) for x in (t, t // 8, j // 8))
+    left, right = np.choose(2 * of_query, words), np.choose(2 * of_query + 1, words)
+    own = _byte(np.choose(half_of_key, (left, right)), half_of_query, j)
+    shared = _byte(left ^ right, 1 - half_of_query, j)
+    bits = own % 128 * 256 + shared
+    threshold = min(round(32768 * float(np.float32(case.dropout_rate))), 32640)
+    return np.broadcast_to(np.where(bits < threshold, 0.0, 32768 / (32768 - threshold)), shape)
+
+
+def _byte(word: Array, half: Array, column: Array) -> Array:
+    """Byte 2 * half + column % 2 of a word, the least significant one being byte 0."""
+    place = 2 * half.astype(np.uint64) + column % 2
+    return word // 256**place % 256
 
 
 def solve(case: Case, operands: Operands) -> Solution:

@@ -17,12 +17,41 @@ ONES = 0xFFFFFFFF
 # Of batch entry 1, head 2, offset 3, rate 0.3; rows 0, 1, 8, 16 and 19 of the mask.
 KEY_1_2 = ["0xb71bbc7", "0xb7695a39"]
 MASK_ROWS = [
-    "010100101110100110111100",
-    "111110111010110111110111",
-    "111011100011111010111100",
-    "010101101111111011010101",
-    "011101110110011111111011",
+    "111110111111110111011011",
+    "001111011001010101111101",
+    "111101011010011100110110",
+    "101110001111101111110111",
+    "001011111111011101001111",
 ]
+
+
+def plain_philox(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox4x32-10 in Python integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, third = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = third >> 32 ^ c1 ^ k0, third & ONES, first >> 32 ^ c3 ^ k1, first & ONES
+        k0, k1 = k0 + 0x9E3779B9 & ONES, k1 + 0xBB67AE85 & ONES
+    return c0, c1, c2, c3
+
+
+def plain_key(seed: int, offset: int, b: int, n: int) -> tuple[int, int]:
+    """The key of a batch entry and head, by docs/conventions.md."""
+    counter = (b, n, offset & ONES, offset >> 32)
+    return plain_philox(counter, (seed & ONES, seed >> 32))[:2]  # type: ignore[return-value]
+
+
+def plain_bits(key: tuple[int, int], t: int, j: int) -> int:
+    """The 15 bits of a pair, by docs/conventions.md."""
+    words = plain_philox((t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2, 0, 0), key)
+    r, h, e, w = t % 2, t // 8 % 2, j % 2, j // 8 % 2
+
+    def byte(word: int, half: int) -> int:
+        return word >> 8 * (2 * half + e) & 255
+
+    both = words[2 * r] ^ words[2 * r + 1]
+    return (byte(words[2 * r + w], h) & 127) * 256 + byte(both, 1 - h)
 
 
 def words(*values: int) -> tuple[jax.Array, ...]:
@@ -49,7 +78,7 @@ def test_J06_known_answers_of_philox(
     """The three vectors that the authors of Philox4x32-10 published."""
     with jax.enable_x64(x64):
         got = dropout.philox(words(*counter), words(*key))  # type: ignore[arg-type]
-        assert tuple(int(word) for word in got) == want
+        assert tuple(int(word) for word in got) == want == plain_philox(counter, key)
         assert all(word.dtype == jnp.uint32 for word in got)
 
 
@@ -63,32 +92,135 @@ def test_J06_fixed_mask() -> None:
     assert rows == MASK_ROWS
 
 
-@pytest.mark.parametrize("p", [0.1, 0.22, 0.48, 0.5])
+def test_J06_the_fixed_mask_is_that_of_the_definition() -> None:
+    key = plain_key(0x9ABCDEF012345678, 3, 1, 2)
+    assert [hex(word) for word in key] == KEY_1_2
+    least_kept = round(32768 * 0.3)
+    for t, row in zip((0, 1, 8, 16, 19), MASK_ROWS, strict=True):
+        assert row == "".join("01"[plain_bits(key, t, j) >= least_kept] for j in range(24))
+
+
+@pytest.mark.parametrize(("first_row", "first_column"), [(0, 0), (48, 16), (1 << 20, 1 << 31)])
+def test_J06_bits_are_those_of_the_definition(first_row: int, first_column: int) -> None:
+    """Of every pair of a block, and one by one at positions that wrap around."""
+    key = plain_key(11, 5 << 32, 0, 1)
+    rows, columns = range(first_row, first_row + 35), range(first_column, first_column + 27)
+    want = [[plain_bits(key, t, j) for j in columns] for t in rows]
+    keys = jnp.asarray(key, jnp.uint32)
+    got = dropout.bits_of_block(keys, first_row, np.uint32(first_column), len(rows), len(columns))
+    assert got.tolist() == want
+    positions = [-1, -9, 0, 7, 1 << 29]
+    got = dropout.bits_at(keys, jnp.asarray(positions)[:, None], jnp.asarray(positions))
+    assert got.tolist() == [
+        [plain_bits(key, t & ONES, j & ONES) for j in positions] for t in positions
+    ]
+
+
+RATES = [1 / 32768, 1 / 300, 0.1, 0.22, 0.48, 0.5, 0.9, 0.99, 255 / 256]
+
+
+@pytest.mark.parametrize("p", RATES)
 def test_J06_keep_rate(p: float) -> None:
-    """Within 5 sigma of 1 - p over the whole mask, and for each head, row and column within 6."""
+    """Within 5 sigma of the rounded rate over the whole mask, and for each head, row and column within 6.
+
+    The latter where enough pairs are dropped and kept for the tails to be those of a normal distribution.
+    """
     shape = (4, 4, 256, 256)
     kept = np.asarray(jattn.dropout_mask(SEED, 0, shape, p))
+    share = 1 - round(32768 * p) / 32768
 
     def within(sigmas: float, *axes: int) -> None:
         count = np.prod([shape[axis] for axis in axes])
-        limit = sigmas * np.sqrt(p * (1 - p) / count)
-        assert np.abs(kept.mean(axis=axes) - (1 - p)).max() < limit
+        limit = sigmas * np.sqrt(share * (1 - share) / count)
+        assert np.abs(kept.mean(axis=axes) - share).max() < limit
 
     within(5.0, 0, 1, 2, 3)
-    within(6.0, 2, 3)
-    within(6.0, 0, 1, 3)
-    within(6.0, 0, 1, 2)
+    if 0.05 < p < 0.95:
+        within(6.0, 2, 3)
+        within(6.0, 0, 1, 3)
+        within(6.0, 0, 1, 2)
 
 
-def test_J06_pairs_are_independent() -> None:
-    """No correlation along any axis, also inside the eight pairs that one Philox call serves, and between heads."""
+def by_call(pairs: np.ndarray) -> np.ndarray:
+    """(B, N, T, S) as (B, N, T / 4, S / 4, 16): the 16 pairs of a call in order of r, h, w, e."""
+    batch, heads, q_len, kv_len = pairs.shape
+    # t = 16 a + 8 h + 2 i + r and j = 16 c + 8 w + 2 q + e.
+    split = pairs.reshape(batch, heads, q_len // 16, 2, 4, 2, kv_len // 16, 2, 4, 2)
+    calls = split.transpose(0, 1, 2, 4, 6, 8, 5, 3, 7, 9)  # b, n, a, i, c, q, r, h, w, e
+    return calls.reshape(batch, heads, q_len // 4, kv_len // 4, 16)
+
+
+# Two pairs of a call that differ in w alone share their lower bits.
+SHARES_WITH = np.arange(16) ^ 2
+
+
+def test_J06_bits_of_a_call_are_independent() -> None:
+    """All 240 bits of the 16 pairs, two by two: fair, and correlated only where two pairs share lower bits."""
+    keys = dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 4, 4)
+    drawn = np.asarray(dropout.bits_of_block(keys, 0, 0, 256, 256))
+    calls = by_call(drawn).reshape(-1, 16, 1) >> np.arange(15) & 1  # (calls, pairs, bits)
+    signs = calls.reshape(len(calls), -1).astype(np.float32) * 2 - 1
+    limit = 5 / np.sqrt(len(signs))
+    assert np.abs(signs.mean(axis=0)).max() < limit
+    correlations = (signs.T @ signs / len(signs)).reshape(16, 15, 16, 15)
+    shared = np.zeros(correlations.shape, bool)
+    for pair in range(16):
+        for bit in range(15):
+            shared[pair, bit, pair, bit] = True
+            shared[pair, bit, SHARES_WITH[pair], bit] = bit < 8
+    assert (correlations[shared] == 1).all()
+    assert np.abs(correlations[~shared]).max() < limit
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+def test_J06_pairs_of_a_call_are_independent(p: float) -> None:
+    """Decisions about all 120 pairs of pairs, within 5 sigma of what the shared lower bits make of them."""
+    drop = round(32768 * p)
+    rate, lower = drop / 32768, drop % 256 / 256
+    calls = by_call(~np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), p))).reshape(-1, 16)
+    signals = (calls - rate) / np.sqrt(rate * (1 - rate))
+    correlations = signals.T @ signals / len(signals)
+    # Two pairs share lower bits; these decide if the upper ones of both equal those of the threshold.
+    want = np.zeros((16, 16))
+    want[np.arange(16), SHARES_WITH] = lower * (1 - lower) / 2**14 / (rate * (1 - rate))
+    first, second = np.triu_indices(16, 1)
+    assert len(first) == 120
+    assert np.abs(correlations - want)[first, second].max() < 5 / np.sqrt(len(signals))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_J06_calls_are_independent(p: float) -> None:
+    """Each pair of a call with each of the calls next to it: right, below, diagonal, next head and next batch entry."""
+    rate = round(32768 * p) / 32768
+    calls = by_call(~np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), p)))
+    signals = (calls - rate) / np.sqrt(rate * (1 - rate))
+    for lags in [
+        (0, 0, 0, 1),
+        (0, 0, 1, 0),
+        (0, 0, 1, 1),
+        (0, 0, 0, 4),
+        (0, 0, 4, 0),
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+    ]:
+        extents = signals.shape[:4]
+        here = signals[tuple(slice(0, n - lag) for n, lag in zip(extents, lags, strict=True))]
+        there = signals[tuple(slice(lag, n) for n, lag in zip(extents, lags, strict=True))]
+        count = here.size // 16
+        correlations = here.reshape(count, 16).T @ there.reshape(count, 16) / count
+        assert np.abs(correlations).max() < 5 / np.sqrt(count), lags
+
+
+def test_J06_neighbours_are_independent() -> None:
+    """No correlation along any axis, inside a call and across calls."""
     kept = np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), 0.5)) * 2.0 - 1.0
-    for axis, lag in [(3, 1), (3, 8), (3, 9), (3, 16), (2, 1), (2, 8), (2, 16), (1, 1), (0, 1)]:
+    lags = [(axis, lag) for axis in (2, 3) for lag in (1, 2, 7, 8, 9, 16)]
+    for axis, lag in [*lags, (1, 1), (0, 1)]:
         first = np.take(kept, range(kept.shape[axis] - lag), axis)
         second = np.take(kept, range(lag, kept.shape[axis]), axis)
         assert abs((first * second).mean()) < 5 / np.sqrt(first.size), (axis, lag)
-    diagonal = (kept[:, :, :-8, :-8] * kept[:, :, 8:, 8:]).mean()
-    assert abs(diagonal) < 5 / np.sqrt(kept.size)
+    diagonal = kept[:, :, :-8, :-8] * kept[:, :, 8:, 8:]
+    assert abs(diagonal.mean()) < 5 / np.sqrt(diagonal.size)
 
 
 def test_J06_distinct_in_every_coordinate_seed_and_offset() -> None:
@@ -150,10 +282,16 @@ def test_integer_seeds_are_split_in_words() -> None:
     assert (jattn.dropout_mask(value, np.zeros(2, np.uint32), (1, 2, 8, 8), 0.5) == want).all()
 
 
-def test_rates_are_rounded_to_16_bits() -> None:
-    rates = jnp.asarray([0.0, 7e-6, 8e-6, 0.5, 1 - 1e-6, np.nextafter(np.float32(1), 0)])
-    assert dropout.threshold(rates).tolist() == [0, 0, 1, 32768, 65535, 65535]
-    assert dropout.kept_factor(rates, jnp.dtype("float32")).tolist()[3] == 2.0
+def test_rates_are_rounded_to_15_bits() -> None:
+    rates = jnp.asarray(
+        [0.0, 1.5e-5, 1.6e-5, 0.5, 255 / 256, 1 - 1e-6, np.nextafter(np.float32(1), 0)]
+    )
+    thresholds = dropout.threshold(rates)
+    assert thresholds.tolist() == [0, 0, 1, 16384, 32640, 32640, 32640]
+    # What is kept makes up for what is dropped.
+    factors = np.asarray(dropout.kept_factor(rates, jnp.dtype("float32")))
+    assert factors.tolist()[3:] == [2.0, 256.0, 256.0, 256.0]
+    np.testing.assert_allclose(factors * (1 - np.asarray(thresholds) / 32768), 1, rtol=1e-6)
     assert bool(jattn.dropout_mask(SEED, 0, (2, 2, 64, 64), 0.0).all())
 
 
@@ -169,7 +307,9 @@ def test_a_mask_needs_a_seed(seed: object) -> None:
         jattn.dropout_mask(seed, 0, (1, 1, 2, 2), 0.5)  # type: ignore[arg-type]
 
 
-def weights(backend: str, broadcast: bool = False) -> tuple[jax.Array, jax.Array]:
+def weights(
+    backend: str, broadcast: bool = False, rate: float = 0.3
+) -> tuple[jax.Array, jax.Array]:
     """The weights (B, N, T, S) that a backend gave the values: the values are unit vectors."""
     batch, length, heads = 2, 70, 3
     q, k = jax.random.normal(jax.random.key(1), (2, batch, length, heads, 16))
@@ -178,7 +318,7 @@ def weights(backend: str, broadcast: bool = False) -> tuple[jax.Array, jax.Array
         q,
         k,
         v,
-        dropout_rate=0.3,
+        dropout_rate=rate,
         dropout_seed=SEED,
         dropout_offset=4,
         broadcast_dropout=broadcast,
@@ -199,6 +339,16 @@ def test_S070_a_backend_drops_exactly_the_pairs_of_the_mask(backend: str, broadc
     np.testing.assert_allclose(got, plain[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(lse, plain[1], rtol=2e-5, atol=1e-6)
     assert abs(float(got.sum(-1).mean()) - 1) < 0.05
+
+
+@pytest.mark.parametrize("rate", [1 / 400, 0.996, 0.9999])
+def test_S070_a_backend_drops_the_same_pairs_at_extreme_rates(backend: str, rate: float) -> None:
+    """Rates where the lower bits decide much, and beyond the largest that counts."""
+    got, _ = weights(backend, rate=rate)
+    mask = np.asarray(jattn.dropout_mask(SEED, 4, got.shape, rate))  # type: ignore[arg-type]
+    assert ((got > 0) == mask).all()
+    assert (mask == jattn.dropout_mask(SEED, 4, got.shape, min(rate, 255 / 256))).all()  # type: ignore[arg-type]
+    np.testing.assert_allclose(got, weights("reference", rate=rate)[0], rtol=2e-5, atol=1e-6)
 
 
 def test_S073_the_same_seed_gives_the_same_bits(backend: str) -> None:

@@ -48,8 +48,8 @@ from sm90_bench import (
 )
 
 OWN_MEMBERS = (
-    *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "section_heads"),
-    "cap_series",
+    *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "first_rows", "section_heads"),
+    *("cap_series", "short_cap_series"),
 )
 
 FLAGS = (
@@ -207,8 +207,10 @@ void print(const char* name, const Config& config, const char* end) {{
 int main() {{
   std::printf("{{\\n");
 {structs}
-  std::printf("\\"series\\": [%.17g, %.17g, %.17g, %.17g, %.17g],\\n", sm90::kCapSeriesLimit, sm90::kCapSeries[0],
+  std::printf("\\"series\\": [[%.17g, %.17g, %.17g, %.17g, %.17g], ", sm90::kCapSeriesLimit, sm90::kCapSeries[0],
               sm90::kCapSeries[1], sm90::kCapSeries[2], sm90::kCapSeries[3]);
+  std::printf("[%.17g, %.17g, %.17g, %.17g]],\\n", sm90::kShortCapSeriesLimit, sm90::kShortCapSeries[0],
+              sm90::kShortCapSeries[1], sm90::kShortCapSeries[2]);
   std::printf("\\"variants\\": {{\\n");
 {prints}
   std::printf("}}}}\\n");
@@ -252,7 +254,7 @@ class Loaded:
     variant: Variant
     kernel: Kernel
     layout: dict[str, Any]
-    series: list[float]
+    series: list[list[float]]
 
 
 def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
@@ -262,6 +264,12 @@ def section_heads(variant: Variant, case: Case, num_sms: int) -> int:
     tiles = -(-case.q_len // variant.tile_q)
     kv_heads = max(1, round(variant.section_waves * num_sms / tiles / case.group))
     return min(case.batch * case.heads, kv_heads * case.group)
+
+
+def first_rows(variant: Variant, case: Case) -> int:
+    """Returns the queries of the first tile, as rows_of_first_tile() in cc/kernels/sm90/shape.cuh."""
+    left_over = case.q_len % variant.tile_q
+    return left_over if left_over and left_over % 64 == 0 else variant.tile_q
 
 
 def add_results(torch: Any, data: Data) -> None:
@@ -276,13 +284,13 @@ def add_results(torch: Any, data: Data) -> None:
 def cap_series(coefficients: list[float], case: Case) -> bytes:
     """Returns sm90::CapSeries; the coefficients are its limit and those of the series."""
     if not case.softcap:
-        return bytes(20)
+        return bytes(4 * len(coefficients))
     to_argument = case.true_scale / case.softcap
     factors = [
         c * case.softcap * LOG2E * to_argument ** (2 * i + 1)
         for i, c in enumerate(coefficients[1:])
     ]
-    return struct.pack("<5f", coefficients[0] / to_argument, *factors)
+    return struct.pack(f"<{len(coefficients)}f", coefficients[0] / to_argument, *factors)
 
 
 def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:
@@ -303,8 +311,10 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "next_item": data.pointer("counter"),
             "tiles": tiles,
             "items": items,
+            "first_rows": first_rows(variant, case),
             "section_heads": section_heads(variant, case, num_sms),
-            "cap_series": cap_series(loaded.series, case),
+            "cap_series": cap_series(loaded.series[0], case),
+            "short_cap_series": cap_series(loaded.series[1], case),
         }
         | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )
@@ -381,6 +391,12 @@ def check_cases(variant: Variant) -> list[Case]:
             replace(base, name="narrow window", left=20, right=0, q_len=900, kv_len=900),
             replace(causal, name="causal square", q_len=777, kv_len=777),
             replace(causal, name="causal small", q_len=300, kv_len=300),
+            replace(causal, name="causal, whole boxes", q_len=832, kv_len=832),
+            replace(causal, name="causal, one box", q_len=64, kv_len=200),
+            replace(
+                causal, name="lower right, whole boxes", q_len=320, kv_len=517, lower_right=True
+            ),
+            replace(base, name="window, whole boxes", q_len=640, kv_len=640, left=150, right=20),
             replace(causal, name="lower right", lower_right=True),
             replace(
                 causal, name="lower right, more queries", lower_right=True, q_len=517, kv_len=333

@@ -237,11 +237,16 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
                   sm90::kLargestScale);
     params.inverse_scale = static_cast<float>(1.0 / static_cast<double>(params.problem.scale));
   }
-  if (config.cap_series) params.cap_series = sm90::cap_series(problem.scale, problem.softcap);
+  if (config.cap_series) {
+    params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
+    params.short_cap_series =
+        sm90::cap_series(sm90::kShortCapSeriesLimit, sm90::kShortCapSeries, problem.scale, problem.softcap);
+  }
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
+  params.first_rows = static_cast<int32_t>(sm90::rows_of_first_tile(config, problem.q_len));
   params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
   launch(kernel,
          {.grid = {.x = blocks},

@@ -1,6 +1,6 @@
 """Which pairs a lane of the CUDA kernels drops: the header as the host compiler sees it, against Philox in numpy.
 
-The host program plays the lanes of a warp, exchange of words included, for both orientations of a fragment.
+The host program plays the lanes of a warp, for both orientations of a fragment.
 """
 
 import subprocess
@@ -18,42 +18,40 @@ PROGRAM = """
 #include "attn/dropout.cuh"
 using namespace jattn;
 
-// Prints the pairs [query0, +16) x [key0, +16) as rows of queries: once from fragments with queries as rows, once from
-// fragments with keys as rows, once pair by pair.
+// Prints the pairs [query0, +16) x [key0, +32) as rows of queries: once from fragments with queries as rows, once
+// pair by pair; and the pairs [query0, +32) x [key0, +16) from fragments with keys as rows. One call serves two lanes
+// for either half of the columns.
 int main(int, char** arguments) {
   const auto word = [&](int i) { return uint32_t(std::strtoul(arguments[i], nullptr, 0)); };
   const PhiloxKey key{word(1), word(2)};
   const int query0 = int(word(3)), key0 = int(word(4));
   const uint32_t threshold_high = word(5) << 16;
-  bool drops[3][16][16];
+  bool of_queries[16][32], by_pairs[16][32], of_keys[32][16];
   for (int lane = 0; lane < 32; ++lane) {
-    const QueryRowBits bits{philox(key, philox_row_part(key, query_row_group(lane, query0)),
-                                   philox_column_part(key, key_column_group(lane, key0))), threshold_high};
-    for (int i = 0; i < 8; ++i) {
-      const int w = i / 4, h = i / 2 % 2, e = i % 2;
-      drops[0][lane / 4 + 8 * h][8 * w + 2 * (lane % 4) + e] = bits.dropped(w, h, e);
+    for (int half = 0; half < 2; ++half) {
+      const PhiloxWords of_query =
+          philox(key, philox_row_part(key, lane_row_group(lane, query0)),
+                 philox_column_part(key, lane_column_group(lane, key0 + 16 * half)));
+      const PhiloxWords of_key = philox(key, philox_row_part(key, lane_column_group(lane, query0 + 16 * half)),
+                                        philox_column_part(key, lane_row_group(lane, key0)));
+      const QueryRowBits query_bits{words_of_query(of_query, has_odd_rows(lane)), threshold_high};
+      const KeyRowBits key_bits{words_of_key(of_key, has_odd_rows(lane)), threshold_high};
+      for (int i = 0; i < 8; ++i) {
+        const int w = i / 4, h = i / 2 % 2, e = i % 2;
+        const int row = lane / 4 + 8 * h, column = 16 * half + 8 * w + 2 * (lane % 4) + e;
+        of_queries[row][column] = query_bits.dropped(w, h, e);
+        of_keys[column][row] = key_bits.dropped(w, h, e);
+      }
     }
   }
-  KeyRowHalves sent[32], own[32];
-  for (int lane = 0; lane < 32; ++lane) {
-    const PhiloxWords made = philox(key, philox_row_part(key, query_column_group(lane, query0)),
-                                    philox_column_part(key, key_row_group(lane, key0)));
-    own[lane] = halves_of_key(made, is_odd_row(lane));
-    sent[lane] = halves_of_key(made, !is_odd_row(lane));
+  for (int i = 0; i < 16 * 32; ++i) {
+    const int query = query0 + i / 32, column = key0 + i % 32;
+    const PhiloxRowPart row = philox_row_part(key, dropout_group(query));
+    by_pairs[i / 32][i % 32] = pair_dropped(key, row, query, column, threshold_high);
   }
-  for (int lane = 0; lane < 32; ++lane) {
-    const KeyRowBits bits = key_row_bits(own[lane], sent[lane ^ 4], is_odd_row(lane), threshold_high);
-    for (int i = 0; i < 8; ++i) {
-      const int w = i / 4, h = i / 2 % 2, e = i % 2;
-      drops[1][8 * w + 2 * (lane % 4) + e][lane / 4 + 8 * h] = bits.dropped(w, h, e);
-    }
-  }
-  for (int i = 0; i < 256; ++i) {
-    const int query = query0 + i / 16, column = key0 + i % 16;
-    const PhiloxRowPart row = philox_row_part(key, dropout_row_group(query));
-    drops[2][i / 16][i % 16] = pair_dropped(key, row, query, column, threshold_high);
-  }
-  for (int i = 0; i < 3 * 256; ++i) std::printf("%d ", int(drops[i / 256][i / 16 % 16][i % 16]));
+  for (const auto& row : of_queries) for (bool dropped : row) std::printf("%d ", dropped);
+  for (const auto& row : by_pairs) for (bool dropped : row) std::printf("%d ", dropped);
+  for (const auto& row : of_keys) for (bool dropped : row) std::printf("%d ", dropped);
 }
 """
 
@@ -76,16 +74,21 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack(c, axis=-1).astype(np.uint32)
 
 
-def wanted(key: tuple[int, int], query0: int, key0: int, threshold: int) -> np.ndarray:
-    """The 16 x 16 pairs by the definition in core/problem.h."""
-    t = (query0 + np.arange(16)).astype(np.int64)[:, None] % 2**32
-    j = (key0 + np.arange(16)).astype(np.int64)[None, :] % 2**32
-    row, column = t // 16 * 8 + t % 8, j // 16 * 4 + j % 8 // 2
-    zero = np.zeros((16, 16), np.int64)
-    words = philox(np.stack([row + zero, column + zero, zero, zero], axis=-1), key)
-    index = 2 * (t // 8 % 2) + j // 8 % 2
-    word = np.take_along_axis(words, index[..., None], axis=-1)[..., 0]
-    return np.where(j % 2 == 1, word >> 16, word & 0xFFFF) < threshold
+def wanted(
+    key: tuple[int, int], query0: int, key0: int, shape: tuple[int, int], threshold: int
+) -> np.ndarray:
+    """The pairs of some queries and keys by the definition in core/problem.h."""
+    t = (query0 + np.arange(shape[0])).astype(np.int64)[:, None] % 2**32
+    j = (key0 + np.arange(shape[1])).astype(np.int64)[None, :] % 2**32
+    row, column = t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2
+    zero = np.zeros(shape, np.int64)
+    words = philox(np.stack([row + zero, column + zero, zero, zero], axis=-1), key).astype(np.int64)
+    of_query = np.where(t % 2 == 1, words[..., 2], words[..., 0])
+    of_far_key = np.where(t % 2 == 1, words[..., 3], words[..., 1])
+    h, e = t // 8 % 2, j % 2
+    own = np.where(j // 8 % 2 == 1, of_far_key, of_query) >> 8 * (2 * h + e) & 127
+    lower = (of_query ^ of_far_key) >> 8 * (2 * (1 - h) + e) & 255
+    return 256 * own + lower < threshold
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_published_answers() -> None:
     ]
 
 
-@pytest.mark.parametrize("threshold", [0, 1, 6554, 32768, 65535])
+@pytest.mark.parametrize("threshold", [0, 1, 3277, 16384, 32640])
 @pytest.mark.parametrize(
     ("key", "query0", "key0"),
     [
@@ -142,6 +145,10 @@ def test_published_answers() -> None:
 def test_fragments_drop_what_the_definition_drops(
     program: Path, key: tuple[int, int], query0: int, key0: int, threshold: int
 ) -> None:
-    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 16, 16)
-    for form in got:
-        np.testing.assert_array_equal(form, wanted(key, query0, key0, threshold))
+    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 512)
+    wide = wanted(key, query0, key0, (16, 32), threshold)
+    np.testing.assert_array_equal(got[0].reshape(16, 32), wide)
+    np.testing.assert_array_equal(got[1].reshape(16, 32), wide)
+    np.testing.assert_array_equal(
+        got[2].reshape(32, 16), wanted(key, query0, key0, (32, 16), threshold)
+    )

@@ -28,7 +28,7 @@ FORMS = ("take_turns", "cap_series", "documents", "bias_in_product")
 # Head dims of q and v, problem, the forms that its kernel has.
 VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] = {
     "softcap": ((128, 128), CAP, ("cap_series",)),
-    "softcap 64 causal": ((64, 64), CAP | {"band": CAUSAL}, ("cap_series",)),
+    "softcap 64 causal": ((64, 64), CAP | {"band": CAUSAL}, ("take_turns", "cap_series")),
     "softcap 96": ((96, 96), CAP, ("cap_series",)),
     "softcap 192-128": ((192, 128), CAP, ("cap_series",)),
     "softcap 256 causal": ((256, 256), CAP | {"band": CAUSAL}, ("cap_series",)),

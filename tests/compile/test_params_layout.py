@@ -12,7 +12,10 @@ import toolchain
 
 from jattn import _core
 
-STRUCT = re.compile(r"^struct (?:alignas\(\d+\) )?(\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+# Templates are seen as members of others.
+STRUCT = re.compile(
+    r"(?<!>\n)^struct (?:alignas\(\d+\) )?(\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL
+)
 HEADERS = {"params.cuh": "jattn", "sm90/forward_params.cuh": "jattn::sm90"}
 
 

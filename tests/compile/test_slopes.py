@@ -10,14 +10,18 @@ from test_document_tiles import SHIM
 from toolchain import build_host_program
 
 MORE_SHIM = """
+#include "attn/dropout.cuh"
+
 namespace jattn {
-struct Anything {
-  template <class T> operator T() const;
-};
-struct QueryRowDrops {  // only device compilers are shown it
+struct QueryRowDrops {  // this and the next: only device compilers are shown them
+  struct Two {
+    QueryRowBits bits[2];
+  };
   template <class A, class B> QueryRowDrops(const A&, const B&);
-  Anything bits(int) const;
+  Two two(int) const;
 };
+unsigned both_halves(unsigned);
+void clear_if_below(float&, float&, unsigned, unsigned);
 }
 inline bool __any_sync(unsigned, bool x) { return x; }
 inline bool __all_sync(unsigned, bool x) { return x; }
@@ -50,6 +54,7 @@ double error_of_warp(int q_begin, int warp_row, int kv_tile, bool lower_right, f
   item.kv_length = 900;
   control.numbers[0].slope = slope;
   const int offset = lower_right ? 200 : 0;
+  item.upper_offset = offset + 1;
   double worst = 0.0;
   for (int lane = 0; lane < 32; ++lane) {
     const FragmentPlace place{warp_row + lane / 4, lane % 4 * 2};

@@ -21,8 +21,10 @@ def header_numbers(name: str) -> list[float]:
     return [float(number) for number in found[1].split(",")]
 
 
-COEFFICIENTS = header_numbers("kCapSeries")
-[LIMIT] = header_numbers("kCapSeriesLimit")
+SERIES = {
+    name: (header_numbers(name), header_numbers(f"{name}Limit")[0])
+    for name in ("kCapSeries", "kShortCapSeries")
+}
 
 
 def fused(a: F32 | np.float32, b: F32, c: F32 | np.float32) -> F32:
@@ -30,16 +32,16 @@ def fused(a: F32 | np.float32, b: F32, c: F32 | np.float32) -> F32:
     return np.asarray(np.float64(a) * np.float64(b) + np.float64(c), np.float32)
 
 
-def by_series(s: F32, scale: float, softcap: float) -> F32:
+def by_series(s: F32, scale: float, softcap: float, coefficients: list[float]) -> F32:
     """Capped scores in units of log2 as the kernel computes them, without the shift of the exponent."""
     to_argument = scale / softcap
     factors = [
         np.float32(c * softcap * LOG2E * to_argument ** (2 * i + 1))
-        for i, c in enumerate(COEFFICIENTS)
+        for i, c in enumerate(coefficients)
     ]
     square = s * s
-    slope = np.full_like(s, factors[3])
-    for factor in factors[2::-1]:
+    slope = np.full_like(s, factors[-1])
+    for factor in factors[-2::-1]:
         slope = fused(slope, square, factor)
     return s * slope
 
@@ -58,22 +60,28 @@ def exactly(s: F32, scale: float, softcap: float) -> F64:
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0, 50.0, 1000.0])
 @pytest.mark.parametrize("scale", [0.01, 0.0884, 1.0, 20.0])
-def test_scores_are_as_exact_as_by_the_exponential(scale: float, softcap: float) -> None:
-    limit = LIMIT * softcap / scale
+@pytest.mark.parametrize("series", SERIES)
+def test_scores_are_as_exact_as_by_the_exponential(
+    series: str, scale: float, softcap: float
+) -> None:
+    coefficients, limit_of_argument = SERIES[series]
+    limit = limit_of_argument * softcap / scale
     s = np.linspace(-limit, limit, 200_001).astype(np.float32)
     want = exactly(s, scale, softcap)
-    error = np.abs(by_series(s, scale, softcap) - want).max()
+    error = np.abs(by_series(s, scale, softcap, coefficients) - want).max()
     assert error < 2.0**-21 * softcap * LOG2E
     assert error < 2.5 * np.abs(by_exponential(s, scale, softcap) - want).max()
 
 
 @pytest.mark.parametrize(("bits", "name"), [(8, "bfloat16"), (11, "float16")])
-def test_probabilities_round_to_the_same_as_in_float64(bits: int, name: str) -> None:
+@pytest.mark.parametrize("series", SERIES)
+def test_probabilities_round_to_the_same_as_in_float64(bits: int, name: str, series: str) -> None:
     random = np.random.default_rng(bits)
     softcap, scale = 50.0, 128**-0.5
-    limit = LIMIT * softcap / scale
+    coefficients, limit_of_argument = SERIES[series]
+    limit = limit_of_argument * softcap / scale
     s = (random.standard_normal((64, 4096)) * limit / 5).clip(-limit, limit).astype(np.float32)
-    capped, want = by_series(s, scale, softcap), exactly(s, scale, softcap)
+    capped, want = by_series(s, scale, softcap, coefficients), exactly(s, scale, softcap)
     shift = capped.max(axis=1, keepdims=True)
     p = np.exp2(np.float64(capped) - np.float64(shift))
     exact = np.exp2(want - want.max(axis=1, keepdims=True))

@@ -20,7 +20,7 @@ __device__ __forceinline__ void each_drop_by_rows(const ProblemParams& problem, 
   // The keys and row parts of queries that are columns change with every pair: nothing is gained by keeping them.
   const auto dropped = [&](int query, int query_position, int key_position) {
     const PhiloxKey key = dropout_row_key(problem, query < problem.q_len ? __ldg(segments + query) : 0, head);
-    return pair_dropped(key, philox_row_part(key, dropout_row_group(query_position)), query_position, key_position,
+    return pair_dropped(key, philox_row_part(key, dropout_group(query_position)), query_position, key_position,
                         dropout.threshold_high);
   };
 #pragma unroll

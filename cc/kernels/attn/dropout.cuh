@@ -1,11 +1,12 @@
-// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for the eight pairs that a
-// lane holds in two neighbouring 16x8 accumulator blocks.
+// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 16 pairs, which two lanes hold
+// in two neighbouring 16x8 accumulator blocks.
 //
 // Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of block n the
 // rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 and column0 are multiples of 16.
 //   rows are queries (s = q k^T):    QueryRowDrops drops(dropout, row0);  per pair of blocks  drops.bits(column0 + 16 p)
-//   rows are keys    (s^T = k q^T):  KeyRowDrops drops(dropout, row0);    likewise, by whole warps
+//   rows are keys    (s^T = k q^T):  KeyRowDrops drops(dropout, row0);    likewise
 // bits.dropped(w, h, e) answers for value 2 h + e of block 2 p + w. Kept pairs are multiplied by dropout.factor.
+// drops.two(column0 + 32 p) gives the bits of two pairs of blocks by one call and an exchange with lane ^ 4, by whole warps.
 //
 // A call's first two rounds split into a part of the query and a part of the key (the upper half of the counter is 0):
 // loops over tiles keep the part of their own rows, three registers per 16 rows.
@@ -68,33 +69,58 @@ JATTN_HOST_DEVICE constexpr PhiloxWords philox(PhiloxKey key, PhiloxRowPart row,
   return c;
 }
 
-// The groups of a coordinate: an index, or the bit pattern of a position of either sign.
-JATTN_HOST_DEVICE constexpr uint32_t dropout_row_group(int query) {
-  return (uint32_t(query) >> 4) * 8 + (uint32_t(query) & 7);
-}
-JATTN_HOST_DEVICE constexpr uint32_t dropout_column_group(int key) {
-  return (uint32_t(key) >> 4) * 4 + ((uint32_t(key) & 7) >> 1);
+// The group of a query or key: an index, or the bit pattern of a position of either sign.
+JATTN_HOST_DEVICE constexpr uint32_t dropout_group(int index) {
+  return (uint32_t(index) >> 4) * 4 + ((uint32_t(index) & 7) >> 1);
 }
 
-// A 16-bit number is below the threshold exactly if, as the upper half of a word, it is below threshold << 16, whatever
-// the lower half.
-JATTN_HOST_DEVICE constexpr bool lower_half_below(uint32_t word, uint32_t threshold_high) {
-  return (word << 16) < threshold_high;
+// The bytes of two words that a selector names: hexadecimal digit i gives byte i of the result, 0 to 3 from a, 4 to 7 from b.
+JATTN_HOST_DEVICE inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, b, selector);
+#else
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t selected = 0;
+  for (int i = 0; i < 4; ++i) selected |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return selected;
+#endif
 }
-JATTN_HOST_DEVICE constexpr bool upper_half_below(uint32_t word, uint32_t threshold_high) {
-  return word < threshold_high;
+
+// What decides about the eight pairs of a lane in two neighbouring blocks, as the definition has it: the queries lie h octets
+// from the first, the keys w. With queries as rows byte 2 h + e of word w is for key parity e, the parity of the lane's queries
+// being given; with keys as rows byte 2 h + r is for query parity r.
+struct PairWords {
+  uint32_t word[2];
+
+  // Numbers of the pairs of both parities as 16-bit halves, the even one lower.
+  JATTN_HOST_DEVICE uint32_t numbers(int w, int h) const {
+    return select_bytes(word[w] & 0x7f7f7f7fu, word[0] ^ word[1], h == 0 ? 0x1706u : 0x3524u);
+  }
+};
+
+// A number is below the threshold exactly if, as the upper half of a word, it is below threshold << 16, whatever the lower half.
+JATTN_HOST_DEVICE constexpr bool half_below(uint32_t numbers, int parity, uint32_t threshold_high) {
+  return (parity == 0 ? numbers << 16 : numbers) < threshold_high;
+}
+
+JATTN_HOST_DEVICE inline PairWords words_of_query(const PhiloxWords& made, bool odd) {
+  return {{odd ? made.word[2] : made.word[0], odd ? made.word[3] : made.word[1]}};
+}
+JATTN_HOST_DEVICE inline PairWords words_of_key(const PhiloxWords& made, bool odd) {
+  const uint32_t selector = odd ? 0x7351u : 0x6240u;
+  return {{select_bytes(made.word[0], made.word[2], selector), select_bytes(made.word[1], made.word[3], selector)}};
 }
 
 // One pair by its own call: where rows of a fragment do not belong together (dropout_rows).
-JATTN_HOST_DEVICE constexpr bool pair_dropped(PhiloxKey key, PhiloxRowPart row, int query, int column,
-                                              uint32_t threshold_high) {
-  const PhiloxWords words = philox(key, row, philox_column_part(key, dropout_column_group(column)));
-  const int index = (query >> 3 & 1) * 2 + (column >> 3 & 1);
-  const uint32_t word = index == 0   ? words.word[0]
-                        : index == 1 ? words.word[1]
-                        : index == 2 ? words.word[2]
-                                     : words.word[3];
-  return (column & 1) != 0 ? upper_half_below(word, threshold_high) : lower_half_below(word, threshold_high);
+JATTN_HOST_DEVICE inline bool pair_dropped(PhiloxKey key, PhiloxRowPart row, int query, int column,
+                                           uint32_t threshold_high) {
+  const PhiloxWords made = philox(key, row, philox_column_part(key, dropout_group(column)));
+  const PairWords words = words_of_query(made, (query & 1) != 0);
+  const uint32_t of_even = words.numbers(0, 0), of_odd = words.numbers(1, 0);
+  const uint32_t far_even = words.numbers(0, 1), far_odd = words.numbers(1, 1);
+  const bool right = (column & 8) != 0, below = (query & 8) != 0;
+  const uint32_t numbers = below ? (right ? far_odd : far_even) : (right ? of_odd : of_even);
+  return half_below(numbers, column & 1, threshold_high);
 }
 
 // Dropout of one batch entry and head. The key is not read where Config::dropout_rows gives each row its own.
@@ -104,75 +130,36 @@ struct Dropout {
   float factor;             // 1 / (1 - r)
 };
 
-// Eight pairs, queries as rows.
-struct QueryRowBits {
-  PhiloxWords words;
+// Eight pairs: of rows h octets from row0, columns w octets from column0.
+template <bool kKeysAreRows>
+struct LaneBits {
+  PairWords words;
   uint32_t threshold_high;
 
-  JATTN_HOST_DEVICE constexpr bool dropped(int w, int h, int e) const {
-    const uint32_t word = words.word[2 * h + w];
-    return e == 0 ? lower_half_below(word, threshold_high) : upper_half_below(word, threshold_high);
+  // Of both columns e.
+  JATTN_HOST_DEVICE uint32_t numbers(int w, int h) const {
+    return kKeysAreRows ? words.numbers(h, w) : words.numbers(w, h);
   }
+  JATTN_HOST_DEVICE bool dropped(int w, int h, int e) const { return half_below(numbers(w, h), e, threshold_high); }
 };
+using QueryRowBits = LaneBits<false>;
+using KeyRowBits = LaneBits<true>;
 
-// Eight pairs, keys as rows: halves h of word [e][w].
-struct KeyRowBits {
-  uint32_t words[2][2];
-  uint32_t threshold_high;
-
-  JATTN_HOST_DEVICE constexpr bool dropped(int w, int h, int e) const {
-    const uint32_t word = words[e][w];
-    return h == 0 ? lower_half_below(word, threshold_high) : upper_half_below(word, threshold_high);
-  }
-};
-
-// The calls that a lane makes for rows [row0, row0 + 16) and columns [column0, column0 + 16).
-JATTN_HOST_DEVICE constexpr uint32_t query_row_group(int lane, int row0) {
-  return uint32_t(row0) / 2 + uint32_t(lane >> 2);
-}
-JATTN_HOST_DEVICE constexpr uint32_t key_column_group(int lane, int column0) {
-  return uint32_t(column0) / 4 + uint32_t(lane & 3);
-}
-
-// Keys as rows: lanes g and g ^ 1 of a column hold pairs of the same two calls. Each makes one, for the query of its own
-// parity, and hands over the halves that belong to the other's key.
-JATTN_HOST_DEVICE constexpr bool is_odd_row(int lane) { return (lane & 4) != 0; }
-JATTN_HOST_DEVICE constexpr uint32_t key_row_group(int lane, int row0) {
+// The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 16). Lanes g and g ^ 1 share them.
+JATTN_HOST_DEVICE constexpr uint32_t lane_row_group(int lane, int row0) {
   return uint32_t(row0) / 4 + uint32_t(lane >> 3);
 }
-JATTN_HOST_DEVICE constexpr uint32_t query_column_group(int lane, int column0) {
-  return uint32_t(column0) / 2 + 2 * uint32_t(lane & 3) + (is_odd_row(lane) ? 1 : 0);
+JATTN_HOST_DEVICE constexpr uint32_t lane_column_group(int lane, int column0) {
+  return uint32_t(column0) / 4 + uint32_t(lane & 3);
 }
-
-// The lower or upper halves of two words as one.
-JATTN_HOST_DEVICE inline uint32_t halves(uint32_t a, uint32_t b, bool upper) {
-#ifdef __CUDA_ARCH__
-  return __byte_perm(a, b, upper ? 0x7632u : 0x5410u);
-#else
-  return upper ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
-#endif
-}
-
-// Lower halves are of even keys; words 2 w and 2 w + 1 are of rows h = 0 and h = 1.
-struct KeyRowHalves {
-  uint32_t word[2];  // by w
-};
-JATTN_HOST_DEVICE inline KeyRowHalves halves_of_key(const PhiloxWords& made, bool odd_key) {
-  return {{halves(made.word[0], made.word[1], odd_key), halves(made.word[2], made.word[3], odd_key)}};
-}
-JATTN_HOST_DEVICE inline KeyRowBits key_row_bits(KeyRowHalves own, KeyRowHalves got, bool odd,
-                                                 uint32_t threshold_high) {
-  return {{{odd ? got.word[0] : own.word[0], odd ? got.word[1] : own.word[1]},
-           {odd ? own.word[0] : got.word[0], odd ? own.word[1] : got.word[1]}},
-          threshold_high};
-}
+JATTN_HOST_DEVICE constexpr bool has_odd_rows(int lane) { return (lane & 4) != 0; }
 
 #ifdef __CUDACC__
 
-// min(rint(65536 * rate), 65535)
+// min(rint(32768 * rate), 32640)
 __device__ __forceinline__ int dropout_threshold(const ProblemParams& problem, int batch) {
   const float rate = __ldg(problem.dropout_rate + int64_t(batch) * problem.dropout_rate_stride);
-  return min(max(__float2int_rn(rate * 65536.0f), 0), 65535);
+  return min(max(__float2int_rn(rate * 32768.0f), 0), 32640);
 }
 
 // Of one batch entry and head.
@@ -186,7 +173,7 @@ __device__ __forceinline__ Dropout dropout_of(const ProblemParams& problem, int 
     // The same in the whole warp: said by a shuffle, so that the key schedule may use uniform registers.
     key = {__shfl_sync(0xffffffffu, __ldg(words), 0), __shfl_sync(0xffffffffu, __ldg(words + 1), 0)};
   }
-  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold) << 16, 0), __fdiv_rn(65536.0f, float(65536 - threshold))};
+  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold) << 16, 0), __fdiv_rn(32768.0f, float(32768 - threshold))};
 }
 
 // Key of a row of the table of keys: Config::dropout_rows.
@@ -197,41 +184,97 @@ __device__ __forceinline__ PhiloxKey dropout_row_key(const ProblemParams& proble
   return {__ldg(words), __ldg(words + 1)};
 }
 
-// Sixteen rows of queries.
-struct QueryRowDrops {
-  const Dropout& dropout;
-  PhiloxRowPart row;
+template <bool kKeysAreRows>
+struct RowPartOf {
+  using Type = PhiloxRowPart;
+};
+template <>
+struct RowPartOf<true> {
+  using Type = PhiloxColumnPart;
+};
 
-  __device__ __forceinline__ QueryRowDrops(const Dropout& dropout, int row0)
-      : dropout(dropout), row(philox_row_part(dropout.key, query_row_group(ptx::thread_index_anew() & 31, row0))) {}
+// Sixteen rows of queries or keys.
+template <bool kKeysAreRows>
+struct RowDrops {
+  using Part = typename RowPartOf<kKeysAreRows>::Type;
+  using Bits = LaneBits<kKeysAreRows>;
+  struct TwoBits {
+    Bits bits[2];
+  };
+
+  const Dropout& dropout;
+  Part part;  // of the rows
+
+  __device__ __forceinline__ static int lane() { return ptx::thread_index_anew() & 31; }
+
+  __device__ __forceinline__ RowDrops(const Dropout& dropout, int row0) : dropout(dropout) {
+    const uint32_t group = lane_row_group(lane(), row0);
+    if constexpr (kKeysAreRows) {
+      part = philox_column_part(dropout.key, group);
+    } else {
+      part = philox_row_part(dropout.key, group);
+    }
+  }
+
+  __device__ __forceinline__ PhiloxWords call(uint32_t column_group) const {
+    if constexpr (kKeysAreRows) {
+      return philox(dropout.key, philox_row_part(dropout.key, column_group), part);
+    } else {
+      return philox(dropout.key, part, philox_column_part(dropout.key, column_group));
+    }
+  }
+
+  __device__ __forceinline__ static PairWords words_of_row(const PhiloxWords& made, bool odd) {
+    return kKeysAreRows ? words_of_key(made, odd) : words_of_query(made, odd);
+  }
 
   // Of columns [column0, column0 + 16).
-  __device__ __forceinline__ QueryRowBits bits(int column0) const {
-    const uint32_t group = key_column_group(ptx::thread_index_anew() & 31, column0);
-    return {philox(dropout.key, row, philox_column_part(dropout.key, group)), dropout.threshold_high};
+  __device__ __forceinline__ Bits bits(int column0) const {
+    const PhiloxWords made = call(lane_column_group(lane(), column0));
+    return {words_of_row(made, has_odd_rows(lane())), dropout.threshold_high};
+  }
+
+  // Of columns [column0, column0 + 32): each of two lanes makes the call of one half and hands over what belongs to the
+  // other's rows. Every lane of the warp takes part.
+  __device__ __forceinline__ TwoBits two(int column0) const {
+    const bool odd = has_odd_rows(lane());
+    const PhiloxWords made = call(lane_column_group(lane(), column0) + (odd ? 4 : 0));
+    const PairWords own = words_of_row(made, odd), sent = words_of_row(made, !odd);
+    TwoBits two{{{{}, dropout.threshold_high}, {{}, dropout.threshold_high}}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, sent.word[i], 4);
+      two.bits[0].words.word[i] = odd ? got : own.word[i];
+      two.bits[1].words.word[i] = odd ? own.word[i] : got;
+    }
+    return two;
   }
 };
+using QueryRowDrops = RowDrops<false>;
+using KeyRowDrops = RowDrops<true>;
 
-// Sixteen rows of keys.
-struct KeyRowDrops {
-  const Dropout& dropout;
-  PhiloxColumnPart column;
+// Two numbers against the threshold at once, as bit patterns of bfloat16: those of positive ones order like integers, and what is
+// not a number, from 32641 on, is not below anything. Hopper and later.
+__device__ __forceinline__ uint32_t both_halves(uint32_t threshold_high) {
+  return threshold_high | threshold_high >> 16;
+}
 
-  __device__ __forceinline__ KeyRowDrops(const Dropout& dropout, int row0)
-      : dropout(dropout), column(philox_column_part(dropout.key, key_row_group(ptx::thread_index_anew() & 31, row0))) {}
+// All ones in the halves that are below.
+__device__ __forceinline__ uint32_t halves_below(uint32_t numbers, uint32_t thresholds) {
+  uint32_t mask;
+  asm("set.lt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(numbers), "r"(thresholds));
+  return mask;
+}
 
-  // Of queries [column0, column0 + 16). Every lane of the warp takes part.
-  __device__ __forceinline__ KeyRowBits bits(int column0) const {
-    const int lane = ptx::thread_index_anew() & 31;
-    const bool odd = is_odd_row(lane);
-    const PhiloxRowPart row = philox_row_part(dropout.key, query_column_group(lane, column0));
-    const PhiloxWords made = philox(dropout.key, row, column);
-    const KeyRowHalves sent = halves_of_key(made, !odd);
-    const KeyRowHalves got{
-        {__shfl_xor_sync(0xffffffffu, sent.word[0], 4), __shfl_xor_sync(0xffffffffu, sent.word[1], 4)}};
-    return key_row_bits(halves_of_key(made, odd), got, odd, dropout.threshold_high);
-  }
-};
+// Makes `even` 0 if the lower number is below, `odd` if the upper one is.
+__device__ __forceinline__ void clear_if_below(float& even, float& odd, uint32_t numbers, uint32_t thresholds) {
+  asm("{\n.reg .pred lower, upper;\n"
+      "setp.lt.bf16x2 lower|upper, %2, %3;\n"
+      "selp.f32 %0, 0f00000000, %0, lower;\n"
+      "selp.f32 %1, 0f00000000, %1, upper;\n}"
+      : "+f"(even), "+f"(odd)
+      : "r"(numbers), "r"(thresholds));
+}
 
 #endif  // __CUDACC__
 

@@ -6,6 +6,7 @@
 
 #include "attn/score.cuh"
 #include "sm90/backward_work.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace jattn::sm90 {
 
@@ -246,9 +247,12 @@ template <Config C, int kCount>
 struct Drops {
   unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
 
+  // Even columns have the lower bits of a word.
+  __device__ __forceinline__ static constexpr int bit_of(int index) { return index / 2 % 16 + index % 2 * 16; }
+
   __device__ __forceinline__ bool operator[](int index) const {
     if constexpr (!C.dropout) return false;
-    return (words[index / 32] >> index % 32 & 1) != 0;
+    return (words[index / 32] >> bit_of(index) & 1) != 0;
   }
 
   // origin: of this fragment. q_ids, positions: of the tiles; read only if rows have keys of their own. Whole warps.
@@ -271,8 +275,8 @@ struct Drops {
             const int query = kTransposed ? column_positions[column] : row_positions[row];
             const int key = kTransposed ? row_positions[row] : column_positions[column];
             const PhiloxKey words_of_row = dropout_row_key(problem, q_ids[kTransposed ? column : row], terms.head);
-            const PhiloxRowPart part = philox_row_part(words_of_row, dropout_row_group(query));
-            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold_high)) << bit;
+            const PhiloxRowPart part = philox_row_part(words_of_row, dropout_group(query));
+            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold_high)) << bit_of(bit);
           }
         }
       } else {
@@ -280,28 +284,35 @@ struct Drops {
         const Dropout dropout{
             {__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)}, threshold_high, 0.0f};
         const int row0 = origin.row - lane / 4, column0 = origin.column - lane % 4 * 2;
-        const auto drops = [&] {
-          if constexpr (kTransposed) {
-            return KeyRowDrops(dropout, row0);
-          } else {
-            return QueryRowDrops(dropout, row0);
+        const RowDrops<kTransposed> drops(dropout, row0);
+        const unsigned thresholds = both_halves(threshold_high);
+        const auto set_bits = [&](const LaneBits<kTransposed>& bits, int word, int step) {
+#pragma unroll
+          for (int pair = 0; pair < 4; ++pair) {
+            const unsigned places = 0x10001u << (4 * step + pair);
+            words[word] |= halves_below(bits.numbers(pair / 2, pair % 2), thresholds) & places;
           }
-        }();
-        // More calls at a time take registers that the running products do not leave.
-        constexpr int kAtOnce = kTransposed ? 2 : 1;
+        };
+        // Loops, one call at a time: more take registers that the running products do not leave, and straight code is put
+        // behind the wait for those products (finish_here), here with spills where it is not.
+        constexpr int kSteps = (kCount < 32 ? kCount : 32) / 8;
 #pragma unroll
         for (unsigned word = 0; word < sizeof(words) / sizeof(unsigned); ++word) {
-#pragma unroll kAtOnce
-          for (int step = 0; step < min(kCount, 32) / 8; ++step) {
-            const auto bits = drops.bits(column0 + 64 * int(word) + 16 * step);
-            unsigned eight = 0;
-#pragma unroll
-            for (int k = 0; k < 8; ++k) eight |= unsigned(bits.dropped(k / 4, k / 2 % 2, k % 2)) << k;
-            words[word] |= eight << 8 * step;
+          if constexpr (kSteps % 2 == 0) {
+#pragma unroll 1
+            for (int step = 0; step < kSteps; step += 2) {
+              const auto two = drops.two(column0 + 64 * int(word) + 16 * step);
+              set_bits(two.bits[0], word, step);
+              set_bits(two.bits[1], word, step + 1);
+            }
+          } else {
+#pragma unroll 1
+            for (int step = 0; step < kSteps; ++step) {
+              set_bits(drops.bits(column0 + 64 * int(word) + 16 * step), word, step);
+            }
           }
         }
       }
-      // Here and not later: this runs under the products that are waited for next.
 #pragma unroll
       for (unsigned& word : words) asm volatile("" : "+r"(word)::"memory");
     }

@@ -228,7 +228,7 @@ struct RoundWalk {
 
 // What a kept pair is multiplied by.
 __device__ __forceinline__ float kept_factor(const ProblemParams& problem, int batch) {
-  return __fdiv_rn(65536.0f, float(65536 - dropout_threshold(problem, batch)));
+  return __fdiv_rn(32768.0f, float(32768 - dropout_threshold(problem, batch)));
 }
 
 // The terms of a step for a query head.

@@ -30,6 +30,9 @@ struct Consumer {
   // Whether v of a tile is waited for behind the tile's exponentials, so that both products of the next start without a test
   // between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 -> 648.
   static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
+  // Whether a softcap bounds the scores. A float16 probability has no room for scores that refer to 0.
+  static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && C.element == Element::kBF16;
+  static constexpr float kLargestBoundLog2 = 80.0f;  // sums of 2^20 keys stay below kLargestSum
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
 
   const ForwardParams& params;
@@ -137,19 +140,29 @@ struct Consumer {
     turns().end();
   }
 
+  // From raw products of a softcap's problem to probabilities by a series, if it holds for all scores of the warp; returns whether.
+  __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
+                                                   Softmax& softmax) const {
+    if ((header.flags & kMasks) || !softmax.settled()) return false;
+    const bool small = __all_sync(~0u, squares_below(s, params.short_cap_series.limit));
+    if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit))) return false;
+    if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+    if (small) {
+      softmax.update_capped(s, params.short_cap_series);
+    } else {
+      softmax.update_capped(s, params.cap_series);
+    }
+    if constexpr (C.dropout) drops.apply(s, context(header));
+    if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+    return true;
+  }
+
   // From raw products to probabilities; frees the k tile on the way.
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
                                                 Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
-      const bool open = (header.flags & kMasks) || !softmax.settled();
-      if (!open && __all_sync(~0u, all_below(s, params.cap_series.limit))) {
-        if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
-        softmax.update_capped(s, params.cap_series);
-        if constexpr (C.dropout) drops.apply(s, context(header));
-        if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
-        return;
-      }
+      if (finish_by_series(s, header, drops, softmax)) return;
     }
     ScoreStage<C>::apply(s, params, !(header.flags & kMasks));
     if constexpr (ScoreStage<C>::kAddsTerms) {
@@ -315,8 +328,11 @@ struct Consumer {
   __device__ __forceinline__ void reset(Softmax& softmax) const {
     const ItemRecord& item = control.items[items % kItemSlots];
     const int row = item.q_begin + place().row;
-    softmax.reset(row < item.q_length, row + 8 < item.q_length,
-                  control.item_numbers[items % kItemSlots] != kComputedAgain);
+    const bool may_settle = control.item_numbers[items % kItemSlots] != kComputedAgain;
+    softmax.reset(row < item.q_length, row + 8 < item.q_length, may_settle);
+    if constexpr (kBoundsScores) {
+      if (may_settle && params.problem.softcap_log2 <= kLargestBoundLog2) softmax.settle_at_zero();
+    }
   }
 
   __device__ __forceinline__ static void clear(Output& out) {
@@ -424,9 +440,9 @@ struct Consumer {
     if (S::kOutAliasesQ && thread() == 0) arrive(&control.q_empty);
   }
 
-  // One past the last row that an item answers for: with documents its rows may end before its tile does.
+  // One past the last row that an item answers for: rows of documents and of a first tile may end before the tile does.
   __device__ __forceinline__ int end_of_rows(const ItemRecord& item) const {
-    return C.documents ? item.q_length : params.problem.q_len;
+    return C.documents || cuts_first_tile(C) ? item.q_length : params.problem.q_len;
   }
 
   // Whether rows of another item follow in the 64 of this warpgroup; a box would overwrite them.

@@ -16,31 +16,35 @@ struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
 
-// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`:
-// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + factor[3] s^6).
+// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`, a polynomial of s:
+// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + ...).
+template <int kTerms>
 struct CapSeries {
   float limit;  // 0: never
-  float factor[4];
+  float factor[kTerms];
 };
 
-// tanh(x) / x in powers of x^2 for |x| <= 0.5, least greatest relative error (5.4e-7). The error of a score is then that of
-// the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
+// tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of a score
+// is then that of the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
 inline constexpr double kCapSeriesLimit = 0.5;
 inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
                                         -0.044402222574614146};
+inline constexpr double kShortCapSeriesLimit = 0.28;
+inline constexpr double kShortCapSeries[] = {0.9999992268341992, -0.3331552301749458, 0.12720917021211722};
 
 // Not for a scale <= 0: the capped maximum of a row must be that of its greatest product.
-inline CapSeries cap_series(double scale, double softcap) {
+template <int kTerms>
+CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms], double scale, double softcap) {
   if (!(scale > 0.0) || !(softcap > 0.0)) return {};
   const double to_argument = scale / softcap;
-  CapSeries series{float(kCapSeriesLimit / to_argument), {}};
+  CapSeries<kTerms> series{float(limit / to_argument), {}};
   double power = to_argument * softcap * 1.4426950408889634;
-  for (int i = 0; i < 4; ++i, power *= to_argument * to_argument) {
-    series.factor[i] = float(kCapSeries[i] * power);
+  for (int i = 0; i < kTerms; ++i, power *= to_argument * to_argument) {
+    series.factor[i] = float(coefficients[i] * power);
     // Outside of this range a factor or a power of s would not be a normal float.
     if (!(power > 1e-35 && power < 1e35)) return {};
   }
-  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries{};
+  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
 }
 
 // The scales of problems with Config::bias_in_product, as jattn/backends/flash_tiles.py knows them.
@@ -84,15 +88,17 @@ struct ForwardParams {
   int32_t* next_item;     // zero at launch, or null if there is a block for every item
   int32_t tiles;          // query tiles of one head
   int32_t items;          // B * N * tiles
+  int32_t first_rows;     // queries of the first tile, at most tile_q; read if cuts_first_tile()
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   TensorMap bias;         // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1), likewise; read if Config::staged_bias
   int32_t bias_heads, bias_batch;  // extents of those axes
   PackedMask mask;                 // of queries as rows; read if Config::mask
   bool batch_fastest;              // neighbouring items differ in the batch entry, not the head: they share a bias
-  float* partial_out;    // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
-  RowPart* row_parts;    // [key_splits, B, N, T]; likewise instead of lse
-  int32_t key_splits;    // items are parts of tiles: the part is the fastest index
-  CapSeries cap_series;  // read if Config::cap_series
+  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
+  RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
+  int32_t key_splits;  // items are parts of tiles: the part is the fastest index
+  CapSeries<4> cap_series;  // this and the next: read if Config::cap_series
+  CapSeries<3> short_cap_series;
   const DocumentTile* documents;  // of this and the next: read if Config::documents
   void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
   float inverse_scale;            // 1 / scale; read if Config::bias_in_product

@@ -179,7 +179,7 @@ __device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const Tile
       }
     }
   } else {
-    const int offset = problem.lower_right ? context.item.kv_length - context.item.q_length : 0;
+    const int offset = context.item.upper_offset - 1 - problem.band_right;
     // Distances beyond 2^24 are rounded, as they would be on the way to a float.
     const float distance = float(context.first_key() - context.query(0) - offset);
     const int first_key = context.header.kv_tile * C.tile_kv, first_query = context.first_row + offset;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
     const int position = context.control.q_positions[context.slot][row];
     const PhiloxKey key =
         dropout_row_key(context.params.problem, context.control.q_ids[context.slot][row], context.item.head);
-    const PhiloxRowPart row_part = philox_row_part(key, dropout_row_group(position));
+    const PhiloxRowPart row_part = philox_row_part(key, dropout_group(position));
     unsigned dropped = 0;  // bit 2 i + c
 #pragma unroll 1
     for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
@@ -260,25 +260,27 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
 }
 
 // Which pairs of a tile dropout removes. Made before the scores are waited for, so that the integer work runs beside the
-// products; kept as the random words themselves, because their comparisons cost no more than those of packed bits.
+// products; kept as the words that decide, because their comparisons cost no more than those of packed bits.
 template <Config C>
 struct TileDrops {
   static constexpr bool kAhead = C.dropout && !C.dropout_rows;
+  static constexpr int kBlocks = C.tile_kv / 16;
 
-  unsigned words[kAhead ? C.tile_kv / 4 : 1];
+  unsigned words[kAhead ? 2 * kBlocks : 1];
 
   __device__ __forceinline__ void make(const TileContext<C>& context) {
     if constexpr (kAhead) {
+      static_assert(kBlocks % 2 == 0);
       Dropout dropout = context.control.numbers[context.slot].dropout;
       dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
       const QueryRowDrops drops(dropout, context.first_row);
 #pragma unroll
-      for (int pair = 0; pair < C.tile_kv / 16; ++pair) {
-        const QueryRowBits bits = drops.bits(context.header.kv_tile * C.tile_kv + 16 * pair);
+      for (int block = 0; block < kBlocks; block += 2) {
+        const auto two = drops.two(context.header.kv_tile * C.tile_kv + 16 * block);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[4 * pair + i] = bits.words.word[i];
+        for (int i = 0; i < 4; ++i) words[2 * block + i] = two.bits[i / 2].words.word[i % 2];
       }
-      pin_registers(words);
+      finish_here(words);
     }
   }
 
@@ -288,16 +290,14 @@ struct TileDrops {
     if constexpr (C.dropout_rows) {
       drop_pairs_by_rows<C>(p, context);
     } else if constexpr (C.dropout) {
-      const unsigned threshold = __shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold_high, 0);
+      const unsigned thresholds =
+          both_halves(__shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold_high, 0));
 #pragma unroll
-      for (int pair = 0; pair < C.tile_kv / 16; ++pair) {
-        QueryRowBits bits;
-        bits.threshold_high = threshold;
+      for (int block = 0; block < kBlocks; ++block) {
+        const PairWords pairs{{words[2 * block], words[2 * block + 1]}};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) bits.words.word[i] = words[4 * pair + i];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          if (bits.dropped(i / 4, i / 2 % 2, i % 2)) p[8 * pair + i] = 0.0f;
+        for (int i = 0; i < 8; i += 2) {
+          clear_if_below(p[8 * block + i], p[8 * block + i + 1], pairs.numbers(i / 4, i / 2 % 2), thresholds);
         }
       }
     }

@@ -53,6 +53,18 @@ JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
 }
 
+// Whether the first tile of a head takes the rows that are left over, not the last: with a diagonal it visits fewest keys. Of
+// 1024 causal queries in tiles of 192 x 128 the tiles then visit 27 tiles of keys instead of 32. Rows of a tile must be whole
+// boxes of kWarpgroupRows.
+JATTN_HOST_DEVICE constexpr bool cuts_first_tile(const Config& config) {
+  const bool by_index = config.band && !config.positions && !config.lengths && !config.segments && !config.mask;
+  return by_index && config.tile_q == 192 && !config.partial_results;
+}
+JATTN_HOST_DEVICE constexpr int64_t rows_of_first_tile(const Config& config, int64_t q_len) {
+  const int64_t left_over = q_len % config.tile_q;
+  return left_over % kWarpgroupRows == 0 && left_over > 0 ? left_over : config.tile_q;
+}
+
 // Numbers of an item's head that the consumers need: slope, sink, dropout.
 JATTN_HOST_DEVICE constexpr bool has_head_numbers(const Config& config) {
   return config.alibi || config.sinks || config.dropout;

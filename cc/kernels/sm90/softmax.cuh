@@ -5,6 +5,7 @@
 #pragma once
 
 #include "base/numeric.cuh"
+#include "sm90/forward_params.cuh"
 
 namespace jattn::sm90 {
 
@@ -107,6 +108,17 @@ __device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit)
 // base. The least floats, as biases that hide keys, stay least.
 inline constexpr float kLargestQuotient = 0x1p126f;
 
+// The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large. NaN is not
+// below.
+template <int kCount>
+__device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit) {
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i % 4] = fmaf(s[i], s[i], sums[i % 4]);
+  const float bound = limit * limit;
+  return sums[0] < bound && sums[1] < bound && sums[2] < bound && sums[3] < bound;
+}
+
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
   kRaw,        // products: by a positive scale_log2
@@ -153,6 +165,13 @@ struct OnlineSoftmax {
     lazy = may_settle ? kLazyLog2 : kLazyForGoodLog2;
   }
 
+  // Settles rows whose scores are bounded: the sums then refer to 0.
+  __device__ __forceinline__ void settle_at_zero() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_max[r] = shift[r] = fmaxf(row_max[r], 0.0f);
+    lazy = infinity();
+  }
+
   // Moves row_max to the largest of the row, if a row of the warp has outgrown it; returns whether.
   __device__ __forceinline__ bool follow(float (&largest)[2]) {
     const float unit = this->unit();
@@ -197,15 +216,16 @@ struct OnlineSoftmax {
 
   // The same as update(), of settled rows, from raw products of magnitude below series.limit, all of them visible: the
   // polynomial ends in the multiply-add of the exponent.
-  template <class Series, int kCount>
-  __device__ __forceinline__ void update_capped(float (&s)[kCount], const Series& series) {
+  template <int kTerms, int kCount>
+  __device__ __forceinline__ void update_capped(float (&s)[kCount], const CapSeries<kTerms>& series) {
     static_assert(kScaled);
     rescale = false;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float square = s[i] * s[i];
-      const float high = fmaf(series.factor[3], square, series.factor[2]);
-      const float slope = fmaf(fmaf(high, square, series.factor[1]), square, series.factor[0]);
+      float slope = series.factor[kTerms - 1];
+#pragma unroll
+      for (int term = kTerms - 2; term >= 0; --term) slope = fmaf(slope, square, series.factor[term]);
       s[i] = exp2_fast(fmaf(s[i], slope, -row_max[i / 2 % 2]));
       row_sum[i / 2 % 2] += s[i];
     }

@@ -33,6 +33,17 @@ __device__ __forceinline__ void pin_registers(unsigned (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+// Has the values computed before what follows, such as the wait for a product. ptxas puts arithmetic that is merely written
+// there behind the wait, where nothing hides it; an instruction with an effect, which depends on the values, it leaves in place.
+template <int kCount>
+__device__ __forceinline__ void finish_here(const unsigned (&values)[kCount]) {
+  unsigned all = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) all ^= values[i];
+  asm volatile("{\n.reg .pred never_mind;\nsetp.eq.u32 never_mind, %0, 0;\n@never_mind nanosleep.u32 0;\n}" ::"r"(all)
+               : "memory");
+}
+
 // Orders ordinary register writes before the products that read them.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

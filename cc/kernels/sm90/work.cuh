@@ -36,7 +36,7 @@ struct ItemRecord {
   int q_begin;  // first query of the tile
   int head;
   int batch;
-  int q_length;
+  int q_length;  // rows from here on are not the item's
   int kv_length;
   int upper_offset;
   int lower_offset;
@@ -109,6 +109,13 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   const int offset = problem.lower_right ? record.kv_length - record.q_length : 0;
   record.upper_offset = offset + problem.band_right + 1;
   record.lower_offset = offset - problem.band_left;
+  if constexpr (cuts_first_tile(C)) {
+    if (place.tile == 0) {
+      record.q_length = min(params.first_rows, problem.q_len);
+    } else {
+      record.q_begin -= C.tile_q - params.first_rows;
+    }
+  }
   return record;
 }
 

@@ -49,8 +49,8 @@ def _full_product(constant: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def philox(counter: Words, key: tuple[jax.Array, jax.Array], *, unroll: bool = False) -> Words:
     """Returns the four words of Philox4x32-10 for uint32 counters and keys that broadcast against each other.
 
-    A loop and not 10 rounds written out: XLA would recompute those for every one of the sixteen pairs that share a call
-    (9 times slower on a CPU), and compiles half as long again. ``unroll`` is for words that nobody shares: one kernel
+    A loop and not 10 rounds written out: those compile half as long again, and XLA recomputes them for every pair that
+    shares a call where it fuses them with what reads the words. ``unroll`` is for words that nobody shares: one kernel
     on a GPU, where every step of a loop is a launch.
     """
     shape = jnp.broadcast_shapes(*(x.shape for x in (*counter, *key)))

@@ -501,7 +501,8 @@ class Recorder:
             self.keys.append(rng)
             shape = (1, 1, *weights.shape[2:]) if keywords["broadcast_dropout"] else weights.shape
             keep = jattn.dropout_mask(jattn.seed_from_key(rng), 0, shape, rate)
-            weights = jnp.where(keep, weights / (1.0 - rate), 0.0)
+            kept_share = 1.0 - round(32768 * rate) / 32768
+            weights = jnp.where(keep, weights / kept_share, 0.0)
         return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
 

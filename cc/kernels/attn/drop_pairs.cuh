@@ -58,24 +58,24 @@ __device__ __forceinline__ void each_drop(const ProblemParams& problem, const Dr
     static_assert(kN % 2 == 0);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      const auto drops = [&] {
-        if constexpr (kTransposed) {
-          return KeyRowDrops(dropout, row0 + 16 * m);
-        } else {
-          return QueryRowDrops(dropout, row0 + 16 * m);
+      const RowDrops<kTransposed> drops(dropout, row0 + 16 * m);
+      const auto tell = [&](const LaneBits<kTransposed>& bits, int p) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int w = i / 4, h = i / 2 % 2, e = i % 2;
+          body(m, 2 * p + w, h, e, bits.dropped(w, h, e));
         }
-      }();
+      };
+      if constexpr (kN % 4 == 0) {
 #pragma unroll
-      for (int p = 0; p < kN / 2; ++p) {
-        const auto bits = drops.bits(column0 + 16 * p);
-#pragma unroll
-        for (int w = 0; w < 2; ++w) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) body(m, 2 * p + w, h, e, bits.dropped(w, h, e));
-          }
+        for (int p = 0; p < kN / 2; p += 2) {
+          const auto two = drops.two(column0 + 16 * p);
+          tell(two.bits[0], p);
+          tell(two.bits[1], p + 1);
         }
+      } else {
+#pragma unroll
+        for (int p = 0; p < kN / 2; ++p) tell(drops.bits(column0 + 16 * p), p);
       }
     }
   }

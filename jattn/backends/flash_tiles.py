@@ -330,7 +330,8 @@ def _plain_tile(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     small = largest <= 96 and (not spec.softcap > 0 or _caps_by_series(spec))
     if small:
         stages = 4 if largest <= 64 else 2
-        series = largest > 64 or (spec.softcap > 0 and spec.segments)  # registers, too
+        # With turns 4 bytes of registers spill beside segments and a softcap.
+        series = largest > 64 or (spec.softcap > 0 and spec.segments)
         return Tile(
             head_dim,
             head_dim_v,

@@ -40,7 +40,7 @@ __device__ __forceinline__ void finish_here(const unsigned (&values)[kCount]) {
   unsigned all = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) all ^= values[i];
-  asm volatile("{\n.reg .pred never_mind;\nsetp.eq.u32 never_mind, %0, 0;\n@never_mind nanosleep.u32 0;\n}" ::"r"(all)
+  asm volatile("{\n.reg .pred is_zero;\nsetp.eq.u32 is_zero, %0, 0;\n@is_zero nanosleep.u32 0;\n}" ::"r"(all)
                : "memory");
 }
 

@@ -132,13 +132,6 @@ class Forward(Program):
         self.signal("gone")
         return self.steps
 
-    def begin_turn(self, name: str = "turn begins") -> None:
-        if self.form.turns and self.form.without != name:
-            self.met["turn",] += 1
-            self.signal("turn taken", self.warpgroup)
-            for side in ("turn taken", "turn given"):
-                self.wait((side, self.warpgroup), self.met["turn",], WARPS)
-
     def end_turn(self, name: str = "turn ends") -> None:
         if self.form.turns:
             self.signal("turn given", (self.warpgroup + 1) % self.form.warpgroups, name=name)

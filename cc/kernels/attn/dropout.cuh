@@ -4,7 +4,7 @@
 // Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of block n the
 // rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 and column0 are multiples of 16.
 //   rows are queries (s = q k^T):    QueryRowDrops drops(dropout, row0);  per pair of blocks  drops.bits(column0 + 16 p)
-//   rows are keys    (s^T = k q^T):  KeyRowDrops drops(dropout, row0);    likewise
+//   rows are keys    (s^T = k q^T):  RowDrops<true> drops(dropout, row0); likewise
 // bits.dropped(w, h, e) answers for value 2 h + e of block 2 p + w. Kept pairs are multiplied by dropout.factor.
 // drops.two(column0 + 32 p) gives the bits of two pairs of blocks by one call and an exchange with lane ^ 4, by whole warps.
 //
@@ -23,6 +23,9 @@ namespace jattn {
 
 inline constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u, kPhiloxMultiplier1 = 0xcd9e8d57u;
 inline constexpr uint32_t kPhiloxStep0 = 0x9e3779b9u, kPhiloxStep1 = 0xbb67ae85u;
+
+// Numbers of 15 bits decide about pairs; rates above 255/256 count as that.
+inline constexpr int kDropoutLevels = 1 << 15, kMostDropoutThreshold = kDropoutLevels - kDropoutLevels / 256;
 
 struct PhiloxKey {
   uint32_t low, high;
@@ -156,10 +159,17 @@ JATTN_HOST_DEVICE constexpr bool has_odd_rows(int lane) { return (lane & 4) != 0
 
 #ifdef __CUDACC__
 
-// min(rint(32768 * rate), 32640)
 __device__ __forceinline__ int dropout_threshold(const ProblemParams& problem, int batch) {
   const float rate = __ldg(problem.dropout_rate + int64_t(batch) * problem.dropout_rate_stride);
-  return min(max(__float2int_rn(rate * 32768.0f), 0), 32640);
+  return min(max(__float2int_rn(rate * float(kDropoutLevels)), 0), kMostDropoutThreshold);
+}
+
+// What a kept pair is multiplied by.
+__device__ __forceinline__ float kept_factor(int threshold) {
+  return __fdiv_rn(float(kDropoutLevels), float(kDropoutLevels - threshold));
+}
+__device__ __forceinline__ float kept_factor(const ProblemParams& problem, int batch) {
+  return kept_factor(dropout_threshold(problem, batch));
 }
 
 // Of one batch entry and head.
@@ -173,7 +183,7 @@ __device__ __forceinline__ Dropout dropout_of(const ProblemParams& problem, int 
     // The same in the whole warp: said by a shuffle, so that the key schedule may use uniform registers.
     key = {__shfl_sync(0xffffffffu, __ldg(words), 0), __shfl_sync(0xffffffffu, __ldg(words + 1), 0)};
   }
-  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold) << 16, 0), __fdiv_rn(32768.0f, float(32768 - threshold))};
+  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold) << 16, 0), kept_factor(threshold)};
 }
 
 // Key of a row of the table of keys: Config::dropout_rows.
@@ -251,10 +261,9 @@ struct RowDrops {
   }
 };
 using QueryRowDrops = RowDrops<false>;
-using KeyRowDrops = RowDrops<true>;
 
 // Two numbers against the threshold at once, as bit patterns of bfloat16: those of positive ones order like integers, and what is
-// not a number, from 32641 on, is not below anything. Hopper and later.
+// not a number, above kMostDropoutThreshold, is not below anything. Hopper and later.
 __device__ __forceinline__ uint32_t both_halves(uint32_t threshold_high) {
   return threshold_high | threshold_high >> 16;
 }

@@ -226,11 +226,6 @@ struct RoundWalk {
   }
 };
 
-// What a kept pair is multiplied by.
-__device__ __forceinline__ float kept_factor(const ProblemParams& problem, int batch) {
-  return __fdiv_rn(32768.0f, float(32768 - dropout_threshold(problem, batch)));
-}
-
 // The terms of a step for a query head.
 template <Config C>
 __device__ __forceinline__ StepTerms step_terms(const ProblemParams& problem, int batch, int head) {

@@ -91,6 +91,10 @@ def _has_step_terms(spec: Spec) -> bool:
     return any(x is not None for x in (spec.bias, spec.alibi_slopes, spec.dropout))
 
 
+def _is_row_bias(spec: Spec) -> bool:
+    return spec.bias is not None and spec.bias[2] == 1
+
+
 def _bias_bytes(tile: Tile) -> int:
     return tile_bytes(tile.tile_q, tile.tile_kv) if tile.staged_bias else 0
 
@@ -102,7 +106,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
         owned, visited = visited, owned
     per_row = 4 * (owned + tile.stages * visited)
     ids = per_row if spec.segments else 8
-    barriers = 8 * (3 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
+    barriers = 8 * (4 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
     features = per_row if spec.positions else 0
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) else 0
@@ -173,6 +177,16 @@ def _is_crowded(spec: Spec, *, staged_bias: bool) -> bool:
     return spec.softcap > 0 or _has_costly_terms(spec, staged_bias=staged_bias)
 
 
+def _is_capped_band(spec: Spec) -> bool:
+    """Whether a softcap and a band by index are all that acts on scores.
+
+    Bulk reductions and items then gain 8 %; without a band nothing, and beside most else registers spill.
+    """
+    others = spec.positions or spec.segments or spec.q_lengths or spec.kv_lengths
+    terms = _has_step_terms(spec) or spec.mask is not None
+    return spec.softcap > 0 and not (spec.band.unbounded or others or terms)
+
+
 def can_store_ds(spec: Spec) -> bool:
     """Whether the kernel that owns keys can store the gradients of the scores, of which dbias is made.
 
@@ -199,11 +213,12 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
 
 
 def _takes_items(spec: Spec) -> bool:
-    """Whether blocks take item after item: where only a band, lengths or segments act on scores, as measured."""
+    """Whether blocks take item after item, as measured: with a dense mask no faster, with dropout slower."""
     forced = _TAKES_ITEMS.get()
     if forced is not None:
         return forced
-    return not (_has_step_terms(spec) or spec.mask is not None or spec.softcap > 0)
+    crowded = _is_row_bias(spec) and spec.head_dim <= 64  # 24 bytes of registers spill with a band
+    return spec.dropout is None and spec.mask is None and not crowded
 
 
 def _has_room_for_results(tile: Tile) -> bool:
@@ -234,7 +249,8 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     tile = Tile(
         head_dim, head_dim_v, tile_q=64, tile_kv=128, staged_bias=staged, stores_ds=stores_ds
     )
-    if spec.softcap > 0 or head_dim != head_dim_v:
+    capped = spec.softcap > 0 and not (head_dim == 128 and _is_capped_band(spec))
+    if capped or head_dim != head_dim_v:
         return tile
     if head_dim == 64:
         if _is_crowded(spec, staged_bias=staged):
@@ -311,7 +327,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         stages=tile.stages,
         **feature_flags(spec.without_sinks()),
         staged_bias=tile.staged_bias,
-        row_bias=spec.bias is not None and spec.bias[2] == 1,
+        row_bias=_is_row_bias(spec),
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,

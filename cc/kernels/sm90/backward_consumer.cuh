@@ -76,6 +76,11 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     own_positions = control.own_positions;
     positions = control.positions[stage];
   }
+  if (Stage::caps_by_series(s, flags, params.problem)) {
+    transposed_weights<C>(s, p, lse_address, drops,
+                          [&](float product, float lse) { return Stage::weights_by_series(product, lse, params.problem); });
+    return;
+  }
   KeptSlopes<C, kCount> slopes;
   if constexpr (Stage::kMakesExponents) {
     if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
@@ -100,16 +105,18 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     }
     weights_of_exponents<C>(s, p, slopes, drops);
   } else {
-    transposed_weights<C>(s, p, lse_address, params.problem, drops);
+    const float inverse = Stage::softcap_inverse(params.problem);
+    transposed_weights<C>(s, p, lse_address, drops, [&](float score, float lse) {
+      return Stage::weights(score, lse, params.problem, inverse);
+    });
   }
 }
 
-// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows and
-// stores them from row `target_row` of the array on. A row whose factor is 0 becomes 0 whatever was summed.
+// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows. A row
+// whose factor is 0 becomes 0 whatever was summed.
 template <Element kElement, int kRows, int kColumns>
-__device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
-                                               unsigned tile, int first_row, int warpgroup, const TensorMap* map,
-                                               bool wanted, int target_row, int head, int batch) {
+__device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
+                                               unsigned tile, int first_row) {
 #pragma unroll
   for (int step = 0; step < kColumns / kStepDepth; ++step) {
     unsigned words[4];
@@ -122,16 +129,28 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns 
     }
     store_matrix(block_address<kRows>(tile, first_row + warp_row(), step), words[0], words[1], words[2], words[3]);
   }
+}
+
+// Copies staged rows to those from `target_row` of the array on. By one thread, behind a fence and a barrier.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void copy_gradient(const TensorMap* map, unsigned tile, int first_row, int target_row,
+                                              int head, int batch) {
+#pragma unroll
+  for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
+    store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head, batch);
+  }
+}
+
+// Both, for a single gradient.
+template <Element kElement, int kRows, int kColumns>
+__device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
+                                               unsigned tile, int first_row, int warpgroup, const TensorMap* map,
+                                               bool wanted, int target_row, int head, int batch) {
+  stage_gradient<kElement, kRows, kColumns>(gradient, factor, tile, first_row);
   fence_async_proxy();
   sync_warpgroup(warpgroup);
   if (warpgroup_thread() == 0) {
-    if (wanted) {
-#pragma unroll
-      for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-        store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head,
-                  batch);
-      }
-    }
+    if (wanted) copy_gradient<kRows, kColumns>(map, tile, first_row, target_row, head, batch);
     commit_stores();
   }
 }

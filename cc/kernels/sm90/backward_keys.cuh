@@ -249,7 +249,12 @@ struct KeyConsumer {
     }
   }
 
-  // Frees the tiles of keys and the record of the item.
+  // Frees v: no dp of the item is left.
+  __device__ __forceinline__ void release_values() const {
+    if constexpr (takes_items(C)) release_by_warp(&control.values_empty);
+  }
+
+  // Frees k and the record of the item.
   __device__ __forceinline__ void release_item() {
     if constexpr (takes_items(C)) {
       finished = control.item;
@@ -327,10 +332,11 @@ struct KeyConsumer {
       ++step;
     }
     turns().end();
+    release_values();
     if constexpr (kFused) {
-      finish_reductions();
       Dq dq;
       start_late_dq(dq);
+      finish_reductions();
       wait_products<0>();
       pin_registers(dq);
       if constexpr (takes_items(C)) release_by_warp(ds_empty(step - 1));
@@ -339,9 +345,23 @@ struct KeyConsumer {
     }
   }
 
-  // Keys beyond their length get 0. The results leave by places that both warpgroups have read for the last time when both
-  // have arrived: the tiles of keys, or those of ds and the staging of dq where the next item's keys are on their way.
-  __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) const {
+  // Where dv and dk leave shared memory: by the tiles of keys, or, where the next item's keys are on their way, by ds, and dk by
+  // the staging of dq if ds has no room for both.
+  static constexpr int kBlockBytes = C.tile_kv * kChunkRowBytes;
+  static constexpr int kDkOffset = num_chunks(C.head_dim_v) * kBlockBytes;
+  static constexpr bool kDkBySlot =
+      takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
+  static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (!kDkBySlot || C.bulk_reduce)));
+  static constexpr int kDkRows = kDkBySlot ? kWarpgroupRows : C.tile_kv;
+
+  // A warpgroup's part of the slot that the last dq does not need.
+  __device__ __forceinline__ unsigned dk_slot() const {
+    const unsigned slot = kLayout.staging_slots > 1 ? staging_slot ^ 1 : 0;
+    return tiles + kLayout.staging + slot * kLayout.staging_bytes + warpgroup * tile_bytes(kWarpgroupRows, C.head_dim);
+  }
+
+  // Sends off the last dq and the results. Keys beyond their length get 0.
+  __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) {
     const BackwardItem item = takes_items(C) ? finished : control.item;  // not kept: registers are short in the loop
     const int first = item.first + first_row();
     float dk_factor[2], dv_factor[2];
@@ -351,28 +371,29 @@ struct KeyConsumer {
       dk_factor[r] = inside ? params.problem.scale : 0.0f;
       dv_factor[r] = inside ? dropout_factor(item.batch) : 0.0f;
     }
-    sync_consumers();
-    const bool exists = first < params.problem.kv_len;
-    const bool wants_dk = exists && params.wants_dk, wants_dv = exists && params.wants_dv;
-    constexpr int kBlockBytes = C.tile_kv * kChunkRowBytes;
-    constexpr int kDkOffset = num_chunks(C.head_dim_v) * kBlockBytes;
-    constexpr bool kDkBesideDv = kDkOffset + num_chunks(C.head_dim) * kBlockBytes <= 2 * kDsBytes;
-    static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (kDkBesideDv || C.bulk_reduce)));
-    // A warpgroup's rows of ds, which nobody else writes.
-    store_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, tiles + (takes_items(C) ? kLayout.ds : kLayout.v),
-                                                       first_row(), warpgroup, &params.dv, wants_dv, first, item.head,
-                                                       item.batch);
-    if constexpr (takes_items(C) && !kDkBesideDv) {
-      // The part of the staging that the reductions of this warpgroup read.
+    if constexpr (kDkBySlot && kLayout.staging_slots == 1) finish_reductions();
+    sync_consumers();  // both have read the places for the last time
+    const unsigned dv_tile = tiles + (takes_items(C) ? kLayout.ds : kLayout.v);
+    const unsigned dk_tile = kDkBySlot ? dk_slot() : tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k);
+    const int dk_row = kDkBySlot ? 0 : first_row();
+    stage_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, dv_tile, first_row());
+    if constexpr (kDkBySlot) {
+      // The reductions of this warpgroup that read the slot; with two slots they left before the last dq.
       if (lane() == 0) wait_stores_read();
       sync_warpgroup(warpgroup);
-      store_gradient<C.element, kWarpgroupRows, C.head_dim>(
-          dk, dk_factor, tiles + kLayout.staging + warpgroup * tile_bytes(kWarpgroupRows, C.head_dim), 0, warpgroup,
-          &params.dk, wants_dk, first, item.head, item.batch);
-    } else {
-      store_gradient<C.element, C.tile_kv, C.head_dim>(
-          dk, dk_factor, tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k), first_row(), warpgroup,
-          &params.dk, wants_dk, first, item.head, item.batch);
+    }
+    stage_gradient<C.element, kDkRows, C.head_dim>(dk, dk_factor, dk_tile, dk_row);
+    fence_async_proxy();
+    start_reduction();
+    sync_warpgroup(warpgroup);
+    if (warpgroup_thread() == 0 && first < params.problem.kv_len) {
+      if (params.wants_dv) {
+        copy_gradient<C.tile_kv, C.head_dim_v>(&params.dv, dv_tile, first_row(), first, item.head, item.batch);
+      }
+      if (params.wants_dk) {
+        copy_gradient<kDkRows, C.head_dim>(&params.dk, dk_tile, dk_row, first, item.head, item.batch);
+      }
+      commit_stores();
     }
   }
 
@@ -399,9 +420,9 @@ struct KeyConsumer {
       if (control.item.runs) {
         visit(dk, dv);
       } else {
+        release_values();
         release_item();
       }
-      finish_reductions();
       find_warpgroup();
       write(dk, dv);
       if constexpr (!takes_items(C)) {

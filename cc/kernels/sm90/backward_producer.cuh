@@ -33,14 +33,20 @@ struct KeyProducer {
     landed_parity ^= 1;
   }
 
-  __device__ __forceinline__ void load_keys(const BackwardItem& item, bool has_padding) {
-    Barrier* target = has_padding ? &control.landed : &control.own_full;
-    constexpr int kBytes = tile_bytes(C.tile_kv, C.head_dim) + tile_bytes(C.tile_kv, C.head_dim_v);
+  __device__ __forceinline__ void load_values(const BackwardItem& item, Barrier* target) {
     if (leads()) {
-      expect_bytes(target, kBytes);
-      load_tile<C.tile_kv, C.head_dim>(tiles + kLayout.k, &params.k, target, item.first, item.head, item.batch);
+      expect_bytes(target, tile_bytes(C.tile_kv, C.head_dim_v));
       load_tile<C.tile_kv, C.head_dim_v>(tiles + kLayout.v, &params.v, target, item.first, item.head, item.batch);
     }
+  }
+
+  __device__ __forceinline__ void load_keys(const BackwardItem& item, bool has_padding) {
+    Barrier* target = has_padding ? &control.landed : &control.own_full;
+    if (leads()) {
+      expect_bytes(target, tile_bytes(C.tile_kv, C.head_dim));
+      load_tile<C.tile_kv, C.head_dim>(tiles + kLayout.k, &params.k, target, item.first, item.head, item.batch);
+    }
+    if (!takes_items(C) || has_padding) load_values(item, target);
     const auto kv_id = [&](int row) {
       return segment_id<-2>(params.problem.kv_segments, int64_t(item.batch) * params.problem.kv_len, item.first + row,
                             item.kv_length);
@@ -69,9 +75,11 @@ struct KeyProducer {
     __syncwarp();
   }
 
-  // Gives the consumers an item when they have let go of the one before.
+  // Gives the consumers an item when they have let go of the one before. They need v for its last dp, k for dq, a product later.
   __device__ __forceinline__ void start_item(const BackwardItem& item, bool has_padding) {
     if constexpr (takes_items(C)) {
+      wait_as_warp(&control.values_empty, own_parity);
+      if (item.runs && !has_padding) load_values(item, &control.own_full);
       wait_as_warp(&control.own_empty, own_parity);
       own_parity ^= 1;
     }

@@ -214,6 +214,13 @@ struct QueryConsumer {
       own_positions = control.own_positions;
       positions = control.positions[k_ring.index];
     }
+    if (Stage::caps_by_series(s, header.flags, params.problem)) {
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 2; ++i) {
+        s[i] = marked<C>(Stage::weights_by_series(s[i], lse_log2[i / 2 % 2], params.problem).with_slope, drops[i]);
+      }
+      return;
+    }
     KeptSlopes<C, C.tile_kv / 2> slopes;
     FetchedBias<C, C.tile_kv / 2> fetched;  // of no use here: rows are queries
     if constexpr (Stage::kMakesExponents) {

@@ -6,8 +6,14 @@
 
 #include "base/numeric.cuh"
 #include "sm90/backward_terms.cuh"
+#include "sm90/cap_series.cuh"
 
 namespace jattn::sm90 {
+
+// The flags that call for mask_scores().
+template <Config C>
+inline constexpr int kMaskFlags = kLimitsAbove | kLimitsBelow | kComparesSegments |
+                                  (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
 
 // The place where anything acts on scores, and its derivative. kActive false leaves scores raw: the exponent multiplies
 // them by a positive scale. kActive true turns raw products into finished scores in log2 units.
@@ -56,12 +62,24 @@ struct BackwardScoreStage {
     if constexpr (C.softcap) return reciprocal_fast(problem.softcap_log2);
     return 0.0f;
   }
-};
 
-// The flags that call for mask_scores().
-template <Config C>
-inline constexpr int kMaskFlags = kLimitsAbove | kLimitsBelow | kComparesSegments |
-                                  (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
+  // The same from a raw product by the short series of the softcap, if it holds for all of the warp and nothing is masked. Beside
+  // a warpgroup for dq 12 bytes of registers would spill.
+  static constexpr bool kCapsBySeries = C.softcap && !kMakesExponents && !has_dq_warpgroup(C);
+  template <int kCount>
+  __device__ __forceinline__ static bool caps_by_series(const float (&s)[kCount], int flags,
+                                                        const ProblemParams& problem) {
+    if constexpr (!kCapsBySeries) return false;
+    const float limit = float(kShortCapSeriesLimit) * reciprocal_fast(problem.softcap_in);
+    return !(flags & kMaskFlags<C>) && __all_sync(~0u, squares_below(s, limit));
+  }
+  __device__ __forceinline__ static Weights weights_by_series(float product, float lse_log2,
+                                                              const ProblemParams& problem) {
+    const float t = tanh_by_short_series(product * problem.softcap_in);
+    const float p = exp2_fast(fmaf(t, problem.softcap_log2, -lse_log2));
+    return {p, p * fmaf(-t, t, 1.0f)};
+  }
+};
 
 // Sets scores of pairs that are invisible to -inf. kTransposed: rows are keys. ids belong to the whole tile.
 template <Config C, bool kTransposed, int kCount>
@@ -190,12 +208,10 @@ __device__ __forceinline__ unsigned pack_kept(float low, float high) {
 }
 
 // Transposed scores become probabilities, packed as the operand of dv = p dout, and weights: probabilities times slope.
-// lse_address: that of this thread's first column.
-template <Config C, int kCount>
+// lse_address: that of this thread's first column. weights: of a score and the lse of its query.
+template <Config C, int kCount, class WeightsOf>
 __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned (&p)[kCount / 2], unsigned lse_address,
-                                                   const ProblemParams& problem, const Drops<C, kCount>& drops) {
-  using Stage = BackwardScoreStage<C>;
-  const float inverse = Stage::softcap_inverse(problem);
+                                                   const Drops<C, kCount>& drops, WeightsOf weights) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const float2 lse = load_pair(lse_address + 32 * i);
@@ -204,8 +220,8 @@ __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned 
       const int index = 4 * i + 2 * r;
       float& low = s[index];
       float& high = s[index + 1];
-      const auto first = Stage::weights(low, lse.x, problem, inverse);
-      const auto second = Stage::weights(high, lse.y, problem, inverse);
+      const auto first = weights(low, lse.x);
+      const auto second = weights(high, lse.y);
       p[2 * i + r] = pack_kept<C>(marked<C>(first.p, drops[index]), marked<C>(second.p, drops[index + 1]));
       low = marked<C>(first.with_slope, drops[index]);
       high = marked<C>(second.with_slope, drops[index + 1]);

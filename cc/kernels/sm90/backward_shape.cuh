@@ -80,7 +80,7 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
   const int owned = owns_queries ? config.tile_q : config.tile_kv;
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
-  const int barriers = 8 * (3 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
+  const int barriers = 8 * (4 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
   const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
   return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *

@@ -126,6 +126,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   StepHeader headers[C.stages];
   BackwardItem item;
   Barrier own_full, own_empty;  // the tiles that the block owns, and the record of its item
+  Barrier values_empty;         // v of them, earlier than the rest
   Barrier landed;               // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
@@ -316,6 +317,7 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
                                              int bias_readers) {
   init_barrier(&control.own_full, 1);
   init_barrier(&control.own_empty, kBackwardConsumers * kWarpgroupThreads / 32);
+  init_barrier(&control.values_empty, kBackwardConsumers * kWarpgroupThreads / 32);
   init_barrier(&control.landed, 1);
   for (int stage = 0; stage < C.stages; ++stage) {
     init_barrier(&control.first_full[stage], 1);

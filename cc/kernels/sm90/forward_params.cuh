@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "sm90/cap_series.cuh"
 
 namespace jattn::sm90 {
 
@@ -15,37 +16,6 @@ struct alignas(64) TensorMap {
 struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
-
-// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`, a polynomial of s:
-// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + ...).
-template <int kTerms>
-struct CapSeries {
-  float limit;  // 0: never
-  float factor[kTerms];
-};
-
-// tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of a score
-// is then that of the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
-inline constexpr double kCapSeriesLimit = 0.5;
-inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
-                                        -0.044402222574614146};
-inline constexpr double kShortCapSeriesLimit = 0.28;
-inline constexpr double kShortCapSeries[] = {0.9999992268341992, -0.3331552301749458, 0.12720917021211722};
-
-// Not for a scale <= 0: the capped maximum of a row must be that of its greatest product.
-template <int kTerms>
-CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms], double scale, double softcap) {
-  if (!(scale > 0.0) || !(softcap > 0.0)) return {};
-  const double to_argument = scale / softcap;
-  CapSeries<kTerms> series{float(limit / to_argument), {}};
-  double power = to_argument * softcap * 1.4426950408889634;
-  for (int i = 0; i < kTerms; ++i, power *= to_argument * to_argument) {
-    series.factor[i] = float(coefficients[i] * power);
-    // Outside of this range a factor or a power of s would not be a normal float.
-    if (!(power > 1e-35 && power < 1e35)) return {};
-  }
-  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
-}
 
 // The scales of problems with Config::bias_in_product, as jattn/backends/flash_tiles.py knows them.
 inline constexpr float kLeastScale = 0x1p-20f, kLargestScale = 2.0f;

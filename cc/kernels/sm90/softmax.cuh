@@ -90,34 +90,9 @@ __device__ __forceinline__ void greatest_bits(int (&most)[2], const float (&s)[k
   for (int r = 0; r < 2; ++r) most[r] = max(bits[r][0], bits[r][1]);
 }
 
-// Whether all values are of less than this magnitude; NaN is not. As integers positive floats ascend and negative ones
-// descend.
-template <int kCount>
-__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
-  int most = __float_as_int(s[0]);
-  unsigned least = __float_as_uint(s[0]);
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    most = __vimax3_s32(most, __float_as_int(s[i]), __float_as_int(s[i + 1]));
-    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
-  }
-  return most < __float_as_int(limit) && least < __float_as_uint(-limit);
-}
-
 // Finite quotients bias / scale are held below it, so that times the scale, at most kLargestScale, they stay finite in every
 // base. The least floats, as biases that hide keys, stay least.
 inline constexpr float kLargestQuotient = 0x1p126f;
-
-// The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large. NaN is not
-// below.
-template <int kCount>
-__device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit) {
-  float sums[4] = {};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i % 4] = fmaf(s[i], s[i], sums[i % 4]);
-  const float bound = limit * limit;
-  return sums[0] < bound && sums[1] < bound && sums[2] < bound && sums[3] < bound;
-}
 
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
@@ -222,11 +197,7 @@ struct OnlineSoftmax {
     rescale = false;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float square = s[i] * s[i];
-      float slope = series.factor[kTerms - 1];
-#pragma unroll
-      for (int term = kTerms - 2; term >= 0; --term) slope = fmaf(slope, square, series.factor[term]);
-      s[i] = exp2_fast(fmaf(s[i], slope, -row_max[i / 2 % 2]));
+      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i] * s[i]), -row_max[i / 2 % 2]));
       row_sum[i / 2 % 2] += s[i];
     }
   }

@@ -1,0 +1,86 @@
+// A softcap as a polynomial of the raw product, for products far below the cap, where nearly all are: no special operations, of
+// which the exponentials need all there are. Plain C++20 but for the tests: the host compiler reads it too.
+#pragma once
+
+#include "base/types.cuh"
+
+namespace jattn::sm90 {
+
+// softcap * tanh(scale * s / softcap) * log2(e) for products s of magnitude below `limit`:
+// s * (factor[0] + factor[1] s^2 + factor[2] s^4 + ...).
+template <int kTerms>
+struct CapSeries {
+  float limit;  // 0: never
+  float factor[kTerms];
+};
+
+// tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of a score
+// is then that of the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
+inline constexpr double kCapSeriesLimit = 0.5;
+inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
+                                        -0.044402222574614146};
+inline constexpr double kShortCapSeriesLimit = 0.28;
+inline constexpr double kShortCapSeries[] = {0.9999992268341992, -0.3331552301749458, 0.12720917021211722};
+
+// Not for a scale <= 0: the capped maximum of a row must be that of its greatest product.
+template <int kTerms>
+CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms], double scale, double softcap) {
+  if (!(scale > 0.0) || !(softcap > 0.0)) return {};
+  const double to_argument = scale / softcap;
+  CapSeries<kTerms> series{float(limit / to_argument), {}};
+  double power = to_argument * softcap * 1.4426950408889634;
+  for (int i = 0; i < kTerms; ++i, power *= to_argument * to_argument) {
+    series.factor[i] = float(coefficients[i] * power);
+    // Outside of this range a factor or a power of s would not be a normal float.
+    if (!(power > 1e-35 && power < 1e35)) return {};
+  }
+  return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
+}
+
+#ifdef __CUDACC__
+
+// The polynomial without its last factor s.
+template <int kTerms>
+__device__ __forceinline__ float capped_over_product(const CapSeries<kTerms>& series, float square) {
+  float slope = series.factor[kTerms - 1];
+#pragma unroll
+  for (int term = kTerms - 2; term >= 0; --term) slope = fmaf(slope, square, series.factor[term]);
+  return slope;
+}
+
+// tanh(x) for |x| below kShortCapSeriesLimit. In the backward the argument is scaled first, so that factors are immediates: as
+// parameters they take registers, and 50 bytes of them spill at head dim 128.
+__device__ __forceinline__ float tanh_by_short_series(float x) {
+  constexpr float kFirst = kShortCapSeries[0], kSecond = kShortCapSeries[1], kThird = kShortCapSeries[2];
+  const float square = x * x;
+  return x * fmaf(fmaf(kThird, square, kSecond), square, kFirst);
+}
+
+// Whether all values are of less than this magnitude; NaN is not. As integers positive floats ascend and negative ones
+// descend.
+template <int kCount>
+__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
+  int most = __float_as_int(s[0]);
+  unsigned least = __float_as_uint(s[0]);
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    most = __vimax3_s32(most, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+  }
+  return most < __float_as_int(limit) && least < __float_as_uint(-limit);
+}
+
+// The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large. NaN is not
+// below.
+template <int kCount>
+__device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit) {
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i % 4] = fmaf(s[i], s[i], sums[i % 4]);
+  const float bound = limit * limit;
+  return sums[0] < bound && sums[1] < bound && sums[2] < bound && sums[3] < bound;
+}
+
+#endif  // __CUDACC__
+
+}  // namespace jattn::sm90

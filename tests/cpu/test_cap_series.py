@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-HEADER = Path(__file__).parents[2] / "cc" / "kernels" / "sm90" / "forward_params.cuh"
+HEADER = Path(__file__).parents[2] / "cc" / "kernels" / "sm90" / "cap_series.cuh"
 LOG2E = 1.4426950408889634
 
 F32 = npt.NDArray[np.float32]
@@ -87,3 +87,21 @@ def test_probabilities_round_to_the_same_as_in_float64(bits: int, name: str, ser
     exact = np.exp2(want - want.max(axis=1, keepdims=True))
     del name
     assert np.abs(p / exact - 1).max() < 2.0**-bits / 16  # a small part of the spacing of rounded p
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1000.0])
+def test_backward_tanh_and_slope(softcap: float) -> None:
+    """The backward scales the argument first, and has the slope of the cap from the same tanh."""
+    coefficients, limit_of_argument = SERIES["kShortCapSeries"]
+    scale = 128**-0.5
+    limit = limit_of_argument * softcap / scale
+    s = np.linspace(-limit, limit, 200_001).astype(np.float32)
+    first, second, third = (np.float32(c) for c in coefficients)
+    x = s * np.float32(scale / softcap)
+    square = x * x
+    inner = fused(third, square, np.full_like(x, second))
+    t = x * fused(inner, square, np.full_like(x, first))
+    want = np.tanh(s.astype(np.float64) * (scale / softcap))
+    assert np.abs(t - want).max() < 2.0**-21
+    slope = fused(-t, t, np.ones_like(t))
+    assert np.abs(slope - (1 - want**2)).max() < 2.0**-20

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +34,18 @@ CASES = [
     BASE.but("segments", segments="random", num_segments=7, is_causal=True),
     BASE.but("mask", mask_form="b1ts"),
     BASE.but("bias", bias_form="bn1s"),
+    BASE.but("bias-of-pairs", bias_form="1nts", is_causal=True),
+    BASE.but("softcap", softcap=5.0, is_causal=True),
+    BASE.but("softcap-far", softcap=30.0, is_causal=True),
     BASE.but("dropout", dropout_rate=0.2, is_causal=True),
     BASE.but("alibi", alibi_form="n", is_causal=True),
     BASE.but("few", q_len=1, kv_len=4096),
     NARROW.but("full"),
     NARROW.but("causal", is_causal=True),
     NARROW.but("softcap", softcap=5.0),
+    NARROW.but("softcap-far", softcap=30.0),
+    NARROW.but("bias-of-pairs", bias_form="1nts"),
+    NARROW.but("alibi", alibi_form="n", is_causal=True),
     NARROW.but("lengths", q_lengths=(333, 700), kv_lengths=(700, 77), is_causal=True),
     NARROW.but("segments", segments="random", num_segments=7),
     BASE.but("uneven", head_dim=120, head_dim_v=104, is_causal=True),
@@ -55,19 +62,43 @@ def test_resident_blocks(case: Case) -> None:
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 
+def keywords_of(
+    term: str, batch: int, length: int, heads: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """What acts on scores, as arguments of attention."""
+    if term == "bias":
+        bias = jnp.asarray(rng.normal(size=(1, heads, length, length)), jnp.bfloat16)
+        return {"bias": bias}
+    if term == "alibi":
+        return {"alibi_slopes": jnp.asarray(2.0 ** -np.arange(1, heads + 1), jnp.float32)}
+    if term == "softcap":
+        return {"logits_soft_cap": 20.0}
+    if term == "segments":
+        ids = jnp.asarray(np.sort(rng.integers(0, 5, (batch, length))), jnp.int32)
+        return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    return {}
+
+
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "head_dim", "causal"),
+    ("batch", "length", "heads", "kv_heads", "head_dim", "causal", "term"),
     [
-        (16, 1024, 16, 16, 128, True),
-        (2, 4096, 32, 8, 128, True),
-        (8, 1024, 32, 4, 64, True),
-        (1, 200, 3, 3, 64, False),
-        (16, 1024, 16, 16, 128, False),
+        (16, 1024, 16, 16, 128, True, ""),
+        (2, 4096, 32, 8, 128, True, ""),
+        (8, 1024, 32, 4, 64, True, ""),
+        (1, 200, 3, 3, 64, False, ""),
+        (16, 1024, 16, 16, 128, False, ""),
+        (4, 1024, 16, 8, 128, False, "bias"),
+        (4, 1024, 16, 16, 64, True, "bias"),
+        (8, 1024, 16, 8, 128, True, "alibi"),
+        (8, 1024, 16, 16, 64, False, "alibi"),
+        (8, 1024, 16, 8, 128, True, "softcap"),
+        (8, 1024, 16, 16, 64, False, "softcap"),
+        (8, 1024, 16, 8, 128, True, "segments"),
     ],
 )
 @pytest.mark.backends("flash")
 def test_many_items(
-    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool, term: str
 ) -> None:
     """Run after run dq is that of a block for each item but for the order of its sums; dk and dv have the same bits."""
     rng = np.random.default_rng(heads)
@@ -76,11 +107,15 @@ def test_many_items(
         return jnp.asarray(rng.normal(size=(batch, length, n, head_dim)), jnp.bfloat16)
 
     q, k, v, dout = array(heads), array(kv_heads), array(kv_heads), array(heads)
+    keywords = keywords_of(term, batch, length, heads, rng)
 
     def gradients(there: bool) -> Callable[[], tuple[np.ndarray, ...]]:
         def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> object:
             attend = functools.partial(
-                jattn.dot_product_attention, is_causal=causal, implementation="flash"
+                jattn.dot_product_attention,
+                is_causal=causal,
+                implementation="flash",
+                **keywords,
             )
             return jax.vjp(attend, q, k, v)[1](dout)
 

@@ -423,7 +423,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
 
     items = case.batch * case.kv_heads * kv_tiles
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    next_item = torch.full((1,), 12345, device="cuda", dtype=torch.int32)
+    next_item = torch.full((3,), 12345, device="cuda", dtype=torch.int32)
     keep.append(next_item)
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
     launches["prepare"] = (

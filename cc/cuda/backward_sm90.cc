@@ -6,6 +6,7 @@
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/backward_dbias.h"
+#include "cuda/document_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "cuda/tile_map.h"
@@ -77,7 +78,8 @@ struct Scratch {
   float* delta = nullptr;
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
-  int32_t* next_item = nullptr;
+  int32_t* next_item = nullptr;  // sm90::DocumentCounter
+  void* documents = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
@@ -105,7 +107,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     scratch.dq_accumulator =
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
   }
-  if (takes_items(kernels)) scratch.next_item = static_cast<int32_t*>(take(sizeof(int32_t)));
+  if (takes_items(kernels)) {
+    scratch.next_item = static_cast<int32_t*>(take(sm90::kDocumentCounters * sizeof(int32_t)));
+    scratch.documents = take(document_tiles_bytes(problem, kernels.fused->config(), true));
+  }
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
     const Config& config = kernel->config();
@@ -287,6 +292,12 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
     params.items = static_cast<int32_t>(shape.grid.x);
     params.next_item = scratch.next_item;
     shape.grid.x = std::min<int64_t>(params.items, sm_count);
+  }
+  if (config.documents) {
+    params.documents = launch_document_tiles(problem, plan, config, true, scratch.documents, scratch.next_item, stream);
+    params.rows_dk = buffers.dk;
+    params.rows_dv = buffers.dv;
+    shape.grid.x = sm_count;  // how many items there are is known to the device only, and may be more
   }
   if (config.stores_ds) {
     launch_keys_and_dbias(problem, buffers, plan, kernel, shape, scratch, params, stream);

@@ -7,6 +7,7 @@
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
+#include "cuda/document_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "cuda/tile_map.h"
@@ -86,32 +87,6 @@ bool packs_heads(const Problem& problem, const Config& config) {
   return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
 }
 
-// The list of document tiles.
-int64_t documents_bytes(const Problem& problem, const Config& config) {
-  if (!config.documents) return 0;
-  return problem.batch * sm90::document_tiles_room(problem.q_len, config.tile_q) * int64_t{sizeof(sm90::DocumentTile)};
-}
-
-// Fills the list, and the counters of its tiles and of refusals.
-const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Plan& plan, const Config& config,
-                                                void* scratch, int32_t* counters, CUstream stream) {
-  const Kernel& kernel = require_family(plan, "document_tiles");
-  const int64_t items = problem.num_heads * problem.batch * sm90::document_tiles_room(problem.q_len, config.tile_q);
-  JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of documents may be ", items,
-                ", must be below 2^31");
-  auto* tiles = static_cast<sm90::DocumentTile*>(scratch);
-  const sm90::DocumentTilesParams params{
-      .segments = {problem.q_segments, problem.kv_segments},
-      .length = {static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.kv_len)},
-      .tile_q = config.tile_q,
-      .counters = counters,
-      .tiles = tiles,
-  };
-  launch(kernel, {.grid = {.x = problem.batch}, .num_threads = sm90::document_tiles_threads(kernel.config())}, &params,
-         stream);
-  return tiles;
-}
-
 // Results of all parts: statistics of the rows, then rows of the output.
 int64_t parts_bytes(const Problem& problem, const Plan& plan) {
   const int64_t splits = key_splits(plan);
@@ -150,8 +125,8 @@ void launch_combine(const Problem& problem, const ForwardResults& results, const
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, kFamily).config();
   const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0;
-  return kScratchAlignment + tile_ranges_bytes(problem, config) + documents_bytes(problem, config) + mask_bytes +
-         parts_bytes(problem, plan);
+  return kScratchAlignment + tile_ranges_bytes(problem, config) + document_tiles_bytes(problem, config, false) +
+         mask_bytes + parts_bytes(problem, plan);
 }
 
 void forward_sm90(const Problem& whole, const ForwardResults& results, const Plan& plan, void* scratch,
@@ -193,9 +168,9 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
   bytes += tile_ranges_bytes(problem, config);
   if (config.documents) {
-    params.documents = launch_document_tiles(problem, plan, config, bytes, params.next_item, stream);
+    params.documents = launch_document_tiles(problem, plan, config, false, bytes, params.next_item, stream);
     params.rows_out = results.out;
-    bytes += documents_bytes(problem, config);
+    bytes += document_tiles_bytes(problem, config, false);
   }
   if (config.mask && problem.kv_len > 0) {
     params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), bytes, stream);

@@ -54,7 +54,7 @@ struct Config {
   bool cap_series =
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =
-      false;  // forward: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
+      false;  // sm_90: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
   bool bias_in_product =
       false;  // forward: the row of the bias is one more step of the first product (sm90/bias_step.cuh)
 };

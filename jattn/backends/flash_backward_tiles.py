@@ -16,6 +16,7 @@ from jattn.backends.flash_tiles import (
     MAX_SHARED_BYTES,
     can_stage_bias,
     check_head_dims,
+    document_tiles_bytes,
     tile_bytes,
 )
 from jattn.backends.kernel_plan import (
@@ -59,6 +60,7 @@ class Tile:
       takes_items: blocks stay and take items by a counter, and warpgroups take turns (``Config::schedule`` 2,
         ``Config::take_turns``).
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
+      documents: tiles of keys begin with runs of segment ids (``Config::documents``).
     """
 
     head_dim: int
@@ -71,6 +73,7 @@ class Tile:
     stores_ds: bool = False
     takes_items: bool = False
     dq_warpgroup: bool = False
+    documents: bool = False
 
 
 @contextlib.contextmanager
@@ -122,13 +125,15 @@ def _with_bias(tile: Tile, rest: int) -> int:
 
 
 def keys_shared_bytes(tile: Tile, spec: Spec, *, fused: bool) -> int:
-    """Shared memory that the kernels that own keys need; those that take items use more where there is room."""
+    """Shared memory of the kernels that own keys; those that take items stage dq in two places where there is room."""
     keys = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     queries = tile_bytes(tile.tile_q, tile.head_dim) + tile_bytes(tile.tile_q, tile.head_dim_v)
     exchanged = 2 * tile.tile_kv * tile.tile_q * 2 * (fused + _splits(tile))
+    rest = keys + tile.stages * queries + exchanged + _control_bytes(tile, spec, owns_queries=False)
     staging = tile.tile_q * tile.head_dim * 4 if fused and tile.bulk_reduce else 0
-    control = _control_bytes(tile, spec, owns_queries=False)
-    return _with_bias(tile, keys + tile.stages * queries + exchanged + staging + control)
+    if tile.takes_items and rest + 2 * staging + _bias_bytes(tile) <= MAX_SHARED_BYTES:
+        staging *= 2
+    return _with_bias(tile, rest + staging)
 
 
 def queries_shared_bytes(tile: Tile, spec: Spec) -> int:
@@ -219,6 +224,13 @@ def _takes_items(spec: Spec) -> bool:
         return forced
     crowded = _is_row_bias(spec) and spec.head_dim <= 64  # 24 bytes of registers spill with a band
     return spec.dropout is None and spec.mask is None and not crowded
+
+
+def _lists_documents(spec: Spec, tile: Tile) -> bool:
+    """Whether tiles of keys begin with runs of segment ids: with one tile there is nothing to gain."""
+    others = spec.positions or spec.q_lengths or spec.kv_lengths or spec.mask is not None
+    plain = not (others or _has_step_terms(spec))
+    return tile.takes_items and spec.segments and plain and spec.kv_len > tile.tile_kv
 
 
 def _has_room_for_results(tile: Tile) -> bool:
@@ -333,6 +345,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         stores_ds=tile.stores_ds,
         schedule=2 if tile.takes_items else None,
         take_turns=tile.takes_items,
+        documents=tile.documents,
     )
 
 
@@ -367,6 +380,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     # Kernels that store ds are launched for some heads at a time.
     takes_items = fused and not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
     keys = dataclasses.replace(keys, takes_items=takes_items)
+    keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
 
     rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT
@@ -380,7 +394,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
         kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
         scratch += rows * keys.head_dim * 4 + SCRATCH_ALIGNMENT
-        scratch += 4 + SCRATCH_ALIGNMENT if keys.takes_items else 0
+        scratch += 3 * 4 + SCRATCH_ALIGNMENT if keys.takes_items else 0
     elif want_q:
         tile = queries_tile(spec)
         kernels.append(_attention_key("sm90_backward_dq", spec, tile))
@@ -394,6 +408,10 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         kernels.append(compose_key("sum_partials", KEY_ARCH, bias_element=bias_element(spec)))
         scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv) + SCRATCH_ALIGNMENT
         scratch += dbias_partials_bytes(spec, tile.tile_q, tile.tile_kv, _WANTED_DBIAS_BLOCKS)
+    if keys.documents:
+        kernels.append(compose_key("document_tiles", KEY_ARCH))
+        listed = document_tiles_bytes(spec.kv_len, keys.tile_kv)
+        scratch += spec.batch * listed + SCRATCH_ALIGNMENT
     kernels += tile_pass_keys(spec, KEY_ARCH)
     return Plan(";".join(kernels), scratch)
 

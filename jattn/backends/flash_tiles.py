@@ -128,9 +128,9 @@ def _lists_documents(spec: Spec, tile: Tile) -> bool:
     return spec.segments and _is_plain(spec) and not lengths and spec.q_len > tile.tile_q
 
 
-def _document_tiles_bytes(spec: Spec, tile: Tile) -> int:
+def document_tiles_bytes(length: int, tile: int) -> int:
     """Scratch of the list of document tiles of a batch entry (``document_tiles_room``)."""
-    return _MOST_DOCUMENT_TILES * -(-spec.q_len // tile.tile_q) * _DOCUMENT_TILE_BYTES
+    return _MOST_DOCUMENT_TILES * -(-length // tile) * _DOCUMENT_TILE_BYTES
 
 
 def _caps_by_series(spec: Spec) -> bool:
@@ -433,7 +433,7 @@ def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
     scratch_bytes += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
     if tile.documents:
         keys.append(compose_key("document_tiles", KEY_ARCH))
-        scratch_bytes += spec.batch * _document_tiles_bytes(spec, tile)
+        scratch_bytes += spec.batch * document_tiles_bytes(spec.q_len, tile.tile_q)
     return Plan(";".join(keys), scratch_bytes)
 
 

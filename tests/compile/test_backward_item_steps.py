@@ -32,7 +32,7 @@ class Form:
     Attributes:
       chunks: of 64 queries in a tile. Where a tile has two, each warpgroup makes dq of one of them.
       slots: places to stage dq for reductions; 0 if threads add it up themselves.
-      dv, dk: where the results leave, (buffer, chunk) of ds; dk without any leaves by the slot that the last dq does not take.
+      dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
       ahead: tiles of queries that come before the keys of their item.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
       without: what is left out.

@@ -1,7 +1,7 @@
 """The list of document tiles, run on the host: every row has one owner, and its tiles show it exactly what it may see.
 
-The unit is compiled by the host compiler with one thread in the place of a block; what the kernel's producer does with
-an entry of the list (cc/kernels/sm90/work.cuh) is compiled along.
+The unit is compiled by the host compiler with one thread in the place of a block; what the producers of the forward and
+the backward kernel do with an entry of the list (cc/kernels/sm90/work.cuh, backward_work.cuh) is compiled along.
 """
 
 import itertools
@@ -39,6 +39,7 @@ inline unsigned __ballot_sync(unsigned, bool x) { return x; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __activemask() { return 1; }
 inline void __nanosleep(unsigned) {}
+template <class T> T __ldg(const T* place) { return *place; }
 inline long long clock64() { return 0; }
 inline size_t __cvta_generic_to_shared(const void*) { return 0; }
 inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; }
@@ -46,11 +47,35 @@ inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); retu
 """
 
 MAIN = """
+#include "params.cuh"
+namespace jattn {
+int dropout_threshold(const ProblemParams&, int);  // of device code that is not called here
+float kept_factor(const ProblemParams&, int);
+}  // namespace jattn
+#include "sm90/backward_work.cuh"
 #include "sm90/document_tiles.cuh"
 #include "sm90/work.cuh"
 
 using namespace jattn;
 using namespace jattn::sm90;
+
+template <bool kBand>
+int differences(const ProblemParams& problem, const std::vector<int>& q_ids, const std::vector<int>& kv_ids,
+                const std::vector<char>& seen) {
+  int wrong = 0;
+  for (size_t row = 0; row < q_ids.size(); ++row) {
+    const int64_t t = row % problem.q_len, entry = row / problem.q_len;
+    const int64_t offset = problem.lower_right ? problem.kv_len - problem.q_len : 0;
+    for (int64_t j = 0; j < problem.kv_len; ++j) {
+      bool visible = q_ids[row] >= 0 && q_ids[row] == kv_ids[entry * problem.kv_len + j];
+      if (kBand) {
+        visible = visible && j >= t + offset - problem.band_left && j <= t + offset + problem.band_right;
+      }
+      wrong += seen[row * problem.kv_len + j] != visible;
+    }
+  }
+  return wrong;
+}
 
 template <bool kBand>
 int wrong_pairs(const sm90::ForwardParams& params, int tiles, const std::vector<int>& q_ids,
@@ -83,20 +108,70 @@ int wrong_pairs(const sm90::ForwardParams& params, int tiles, const std::vector<
       }
     }
   }
-  int wrong = 0;
-  for (size_t row = 0; row < q_ids.size(); ++row) {
-    wrong += owners[row] != 1;
-    const int64_t t = row % problem.q_len, entry = row / problem.q_len;
-    const int64_t offset = problem.lower_right ? problem.kv_len - problem.q_len : 0;
-    for (int64_t j = 0; j < problem.kv_len; ++j) {
-      bool visible = q_ids[row] >= 0 && q_ids[row] == kv_ids[entry * problem.kv_len + j];
-      if (kBand) {
-        visible = visible && j >= t + offset - problem.band_left && j <= t + offset + problem.band_right;
+  return std::count_if(owners.begin(), owners.end(), [](int n) { return n != 1; }) +
+         differences<kBand>(problem, q_ids, kv_ids, seen);
+}
+
+// The same of the backward kernel, whose tiles are of keys.
+template <bool kBand>
+int wrong_pairs_of_keys(const sm90::BackwardParams& params, int tiles, const std::vector<int>& q_ids,
+                        const std::vector<int>& kv_ids) {
+  constexpr Config kConfig{.tile_q = 64, .tile_kv = 128, .band = kBand, .segments = true, .schedule = 2,
+                           .documents = true};
+  const ProblemParams& problem = params.problem;
+  std::vector<int> owners(kv_ids.size());
+  std::vector<char> seen(q_ids.size() * problem.kv_len);
+  for (int item = 0; item < tiles * problem.num_kv_heads; ++item) {
+    const DocumentKeys document = document_keys<kConfig>(params, item);
+    const BackwardItem& own = document.item;
+    if (own.head != 1) continue;
+    const int end = min(own.first + kConfig.tile_kv, own.kv_length);
+    for (int j = own.first; j < end; ++j) ++owners[own.batch * problem.kv_len + j];
+    const bool ends_early = end < own.first + kConfig.tile_kv;
+    const TileRange range = document_queries<kConfig>(document, end);
+    for (int tile = range.begin; tile < range.end; ++tile) {
+      const int first = tile * kConfig.tile_q;
+      const bool same = first >= document.q_begin && first + kConfig.tile_q <= document.q_end;
+      for (int t = first; t < first + kConfig.tile_q; ++t) {
+        if (t >= problem.q_len) {
+          if (same) return -1;
+          continue;
+        }
+        for (int j = own.first; j < own.first + kConfig.tile_kv; ++j) {
+          bool visible = !ends_early || j < own.kv_length;  // as mask_scores() has it
+          if (kBand && (ends_early || tile < range.full_begin)) visible = visible && j < t + own.upper_offset;
+          if (kBand && tile >= range.full_end) visible = visible && j >= t + own.lower_offset;
+          const int id = j < own.kv_length ? kv_ids[own.batch * problem.kv_len + j] : -2;
+          if (!same) visible = visible && id >= 0 && id == q_ids[own.batch * problem.q_len + t];
+          if (!visible) continue;
+          if (j >= problem.kv_len) return -1;
+          ++seen[(own.batch * problem.q_len + t) * problem.kv_len + j];
+        }
       }
-      wrong += seen[row * problem.kv_len + j] != visible;
     }
   }
-  return wrong;
+  return std::count_if(owners.begin(), owners.end(), [](int n) { return n != 1; }) +
+         differences<kBand>(problem, q_ids, kv_ids, seen);
+}
+
+// Lists the tiles of 128 rows of one axis and prints: refused, tiles, and whether they are in order, of each run the
+// last first or the first.
+int list_tiles(const std::vector<int>* ids[2], const int (&lengths)[2], int batch, bool last_first,
+               std::vector<DocumentTile>& tiles) {
+  tiles.resize(batch * document_tiles_room(lengths[0], 128));
+  int counters[kDocumentCounters]{};
+  for (blockIdx.x = 0; blockIdx.x < batch; ++blockIdx.x) {
+    document_tiles<Config{}>(
+        {{ids[0]->data(), ids[1]->data()}, {lengths[0], lengths[1]}, 128, last_first, counters, tiles.data()});
+  }
+  bool ordered = true;
+  for (int i = 1; i < counters[kDocumentTiles]; ++i) {
+    const DocumentTile &before = tiles[i - 1], &tile = tiles[i];
+    const bool apart = before.batch != tile.batch || before.end != tile.end;
+    ordered = ordered && (apart || (before.begin > tile.begin) == last_first);
+  }
+  std::cout << counters[kDocumentsRefused] << ' ' << counters[kDocumentTiles] << ' ' << ordered;
+  return counters[kDocumentsRefused] == 0 ? counters[kDocumentTiles] : -1;
 }
 
 int main() {
@@ -105,28 +180,29 @@ int main() {
   bool band = false;
   while (std::cin >> problem.batch >> problem.q_len >> problem.kv_len >> band >> problem.band_left >>
          problem.band_right >> problem.lower_right) {
-    problem.num_heads = 2;
+    problem.num_heads = problem.num_kv_heads = 2;
     std::vector<int> q_ids(problem.batch * problem.q_len), kv_ids(problem.batch * problem.kv_len);
     for (int& id : q_ids) std::cin >> id;
     for (int& id : kv_ids) std::cin >> id;
-    std::vector<DocumentTile> tiles(problem.batch * document_tiles_room(problem.q_len, 128));
-    int counters[kDocumentCounters]{};
+    std::vector<DocumentTile> tiles;
+    const std::vector<int>* ids[] = {&q_ids, &kv_ids};
+    const int of_queries = list_tiles(ids, {problem.q_len, problem.kv_len}, problem.batch, true, tiles);
     params.documents = tiles.data();
-    for (blockIdx.x = 0; blockIdx.x < problem.batch; ++blockIdx.x) {
-      document_tiles<Config{}>(
-          {{q_ids.data(), kv_ids.data()}, {problem.q_len, problem.kv_len}, 128, counters, tiles.data()});
+    if (of_queries >= 0) {
+      std::cout << ' '
+                << (band ? wrong_pairs<true>(params, of_queries, q_ids, kv_ids)
+                         : wrong_pairs<false>(params, of_queries, q_ids, kv_ids));
     }
-    const int count = counters[kDocumentTiles];
-    bool falls = true;  // longest document first, within a batch entry
-    for (int i = 1; i < count; ++i) {
-      const DocumentTile &before = tiles[i - 1], &tile = tiles[i];
-      falls = falls && (before.batch != tile.batch || before.q_end != tile.q_end || before.q_begin > tile.q_begin);
-    }
-    std::cout << counters[kDocumentsRefused] << ' ' << count << ' ' << falls;
-    if (counters[kDocumentsRefused] == 0) {
-      const int wrong = band ? wrong_pairs<true>(params, count, q_ids, kv_ids)
-                             : wrong_pairs<false>(params, count, q_ids, kv_ids);
-      std::cout << ' ' << wrong;
+    std::cout << " / ";
+    std::swap(ids[0], ids[1]);
+    const int of_keys = list_tiles(ids, {problem.kv_len, problem.q_len}, problem.batch, false, tiles);
+    sm90::BackwardParams backward{};
+    backward.problem = problem;
+    backward.documents = tiles.data();
+    if (of_keys >= 0) {
+      std::cout << ' '
+                << (band ? wrong_pairs_of_keys<true>(backward, of_keys, q_ids, kv_ids)
+                         : wrong_pairs_of_keys<false>(backward, of_keys, q_ids, kv_ids));
     }
     std::cout << std::endl;
   }
@@ -139,12 +215,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_program(SHIM + MAIN, tmp_path_factory.mktemp("document_tiles"), "-w")
 
 
-def answers(program: Path, problems: list[str]) -> list[list[int]]:
-    """What the program says of each problem: refused, tiles, falling order, wrong rows and pairs."""
+def answers(program: Path, problems: list[str]) -> list[tuple[list[int], list[int]]]:
+    """For each problem, of tiles of queries and of keys: refused, tiles, order, wrong rows and pairs."""
     done = subprocess.run(
         [program], input="\n".join(problems), capture_output=True, text=True, check=True
     )
-    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    lines = [line.split("/") for line in done.stdout.splitlines()]
+    return [([int(x) for x in a.split()], [int(x) for x in b.split()]) for a, b in lines]
 
 
 def runs(draw: random.Random, ids: list[int], length: int) -> list[int]:
@@ -168,14 +245,18 @@ BANDS = ("0 0 0 0", "1 1073741824 0 0", "1 1073741824 0 1", "1 100 30 0", "1 0 0
 
 
 def tiles_of(row: list[int]) -> int:
-    """How many tiles of 128 queries begin with the runs of a row."""
+    """How many tiles of 128 rows begin with the runs of a row."""
     runs = itertools.groupby(max(name, -1) for name in row)
     return sum(-(-len(list(run)) // 128) for _, run in runs)
 
 
-def room(q_len: int) -> int:
+def room(length: int) -> int:
     """How many tiles the list takes of a batch entry: twice those of the grid."""
-    return 2 * -(-q_len // 128)
+    return 2 * -(-length // 128)
+
+
+def are_too_many(rows: list[list[int]]) -> bool:
+    return any(tiles_of(row) > room(len(row)) for row in rows)
 
 
 def test_every_row_sees_what_it_may(program: Path) -> None:
@@ -194,15 +275,16 @@ def test_every_row_sees_what_it_may(program: Path) -> None:
             draw.shuffle(kv_ids)
             kv_rows.append(q_rows[-1] if same else runs(draw, kv_ids, kv_len))
         problems.append(problem(batch, q_rows, kv_rows, draw.choice(BANDS)))
-        too_many.append(any(tiles_of(row) > room(q_len) for row in q_rows))
-    assert 3 < sum(too_many) < 20
+        too_many.append((are_too_many(q_rows), are_too_many(kv_rows)))
+    assert all(3 < sum(side) < 20 for side in zip(*too_many, strict=True))
     found = answers(program, problems)
-    for text, refuses, answer in zip(problems, too_many, found, strict=True):
-        assert answer[0] == refuses, text[:60]
-        if not refuses:
-            _, tiles, falls, wrong = answer
-            assert (falls, wrong) == (1, 0), text[:60]
-            assert tiles > 0
+    for text, sides, both in zip(problems, too_many, found, strict=True):
+        for refuses, answer in zip(sides, both, strict=True):
+            assert answer[0] == refuses, text[:60]
+            if not refuses:
+                _, tiles, ordered, wrong = answer
+                assert (ordered, wrong) == (1, 0), text[:60]
+                assert tiles > 0
 
 
 def test_keys_in_two_places_are_refused(program: Path) -> None:
@@ -219,20 +301,21 @@ def test_keys_in_two_places_are_refused(program: Path) -> None:
             problem(1, [many], [many], BANDS[0]),
         ],
     )
-    assert [answer[0] for answer in found] == [1, 0, 1, 1]
-    assert found[1][3] == 0
+    assert [[side[0] for side in both] for both in found] == [[1, 0], [0, 1], [1, 0], [1, 1]]
+    assert found[1][0][3] == found[0][1][3] == found[2][1][3] == 0
 
 
 @pytest.mark.parametrize(("length", "refused"), [(64, 0), (63, 1), (200, 0), (20, 1)])
 def test_short_documents_are_refused(program: Path, length: int, refused: int) -> None:
     row = [i // length for i in range(640)]
     assert (tiles_of(row) > room(640)) == refused
-    [answer] = answers(program, [problem(1, [row], [row], BANDS[1])])
-    assert answer[0] == refused
+    [both] = answers(program, [problem(1, [row], [row], BANDS[1])])
+    assert [side[0] for side in both] == [refused, refused]
 
 
 def test_tiles_of_a_packed_sequence(program: Path) -> None:
     lengths = (130, 1, 256, 40)
     row = [i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * 85
-    [(refused, tiles, _, wrong)] = answers(program, [problem(1, [row], [row], BANDS[1])])
-    assert (refused, tiles, wrong) == (0, 2 + 1 + 2 + 1 + 1, 0)
+    [both] = answers(program, [problem(1, [row], [row], BANDS[1])])
+    for refused, tiles, ordered, wrong in both:
+        assert (refused, tiles, ordered, wrong) == (0, 2 + 1 + 2 + 1 + 1, 1, 0)

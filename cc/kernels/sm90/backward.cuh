@@ -31,6 +31,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
 
   static_assert(!takes_items(C) || (kFused && !C.stores_ds && !kSplit));
+  static_assert(!C.documents || (takes_items(C) && C.segments && !C.lengths && !C.positions && !C.mask && !C.bias &&
+                                 !C.alibi && !C.dropout));
   static_assert(!C.take_turns || (kFused && !kSplit));
 
   extern __shared__ __align__(1024) unsigned char shared[];

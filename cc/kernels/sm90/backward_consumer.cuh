@@ -77,8 +77,9 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     positions = control.positions[stage];
   }
   if (Stage::caps_by_series(s, flags, params.problem)) {
-    transposed_weights<C>(s, p, lse_address, drops,
-                          [&](float product, float lse) { return Stage::weights_by_series(product, lse, params.problem); });
+    transposed_weights<C>(s, p, lse_address, drops, [&](float product, float lse) {
+      return Stage::weights_by_series(product, lse, params.problem);
+    });
     return;
   }
   KeptSlopes<C, kCount> slopes;
@@ -106,9 +107,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     weights_of_exponents<C>(s, p, slopes, drops);
   } else {
     const float inverse = Stage::softcap_inverse(params.problem);
-    transposed_weights<C>(s, p, lse_address, drops, [&](float score, float lse) {
-      return Stage::weights(score, lse, params.problem, inverse);
-    });
+    transposed_weights<C>(s, p, lse_address, drops,
+                          [&](float score, float lse) { return Stage::weights(score, lse, params.problem, inverse); });
   }
 }
 
@@ -138,6 +138,27 @@ __device__ __forceinline__ void copy_gradient(const TensorMap* map, unsigned til
 #pragma unroll
   for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
     store_box(map, tile + (chunk * kRows + first_row) * kChunkRowBytes, chunk * kChunkColumns, target_row, head, batch);
+  }
+}
+
+// The same of the first `rows` rows alone, by all threads of the warpgroup. width: columns of the array; target: its row
+// `target_row` of the head, `stride` bytes before the next.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void copy_gradient_rows(char* target, int64_t stride, int width, unsigned tile,
+                                                   int first_row, int rows) {
+  constexpr int kPiecesOfChunk = kChunkRowBytes / 16, kPieces = num_chunks(kColumns) * kPiecesOfChunk;
+#pragma unroll 1
+  for (int i = warpgroup_thread(); i < rows * kPieces; i += kWarpgroupThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    if (piece >= width * 2 / 16) continue;
+    const unsigned source = tile + (piece / kPiecesOfChunk * kRows + first_row + row) * kChunkRowBytes +
+                            (piece % kPiecesOfChunk ^ row % 8) * 16;
+    uint4 words;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(source)
+                 : "memory");
+    *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = words;
   }
 }
 

@@ -349,8 +349,7 @@ struct KeyConsumer {
   // the staging of dq if ds has no room for both.
   static constexpr int kBlockBytes = C.tile_kv * kChunkRowBytes;
   static constexpr int kDkOffset = num_chunks(C.head_dim_v) * kBlockBytes;
-  static constexpr bool kDkBySlot =
-      takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
+  static constexpr bool kDkBySlot = takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
   static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (!kDkBySlot || C.bulk_reduce)));
   static constexpr int kDkRows = kDkBySlot ? kWarpgroupRows : C.tile_kv;
 
@@ -358,6 +357,18 @@ struct KeyConsumer {
   __device__ __forceinline__ unsigned dk_slot() const {
     const unsigned slot = kLayout.staging_slots > 1 ? staging_slot ^ 1 : 0;
     return tiles + kLayout.staging + slot * kLayout.staging_bytes + warpgroup * tile_bytes(kWarpgroupRows, C.head_dim);
+  }
+
+  // Writes the rows of this warpgroup that belong to the item, of an array [B, S, K, width].
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void write_rows(void* array, int width, const BackwardItem& item, unsigned tile,
+                                             int row_in_tile) const {
+    const ProblemParams& problem = params.problem;
+    const int first = item.first + first_row();
+    const int64_t row = (int64_t(item.batch) * problem.kv_len + first) * problem.num_kv_heads + item.head;
+    copy_gradient_rows<kRows, kColumns>(static_cast<char*>(array) + row * width * 2,
+                                        int64_t(problem.num_kv_heads) * width * 2, width, tile, row_in_tile,
+                                        item.kv_length - first);
   }
 
   // Sends off the last dq and the results. Keys beyond their length get 0.
@@ -386,6 +397,16 @@ struct KeyConsumer {
     fence_async_proxy();
     start_reduction();
     sync_warpgroup(warpgroup);
+    if constexpr (C.documents) {
+      const int rows = item.kv_length - first;
+      if (rows < kWarpgroupRows) {  // keys of another item follow; a box would overwrite them
+        if (params.wants_dv)
+          write_rows<C.tile_kv, C.head_dim_v>(params.rows_dv, params.problem.head_dim_v, item, dv_tile, first_row());
+        if (params.wants_dk)
+          write_rows<kDkRows, C.head_dim>(params.rows_dk, params.problem.head_dim, item, dk_tile, dk_row);
+        return;
+      }
+    }
     if (warpgroup_thread() == 0 && first < params.problem.kv_len) {
       if (params.wants_dv) {
         copy_gradient<C.tile_kv, C.head_dim_v>(&params.dv, dv_tile, first_row(), first, item.head, item.batch);

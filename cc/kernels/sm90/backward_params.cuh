@@ -38,7 +38,10 @@ struct BackwardParams {
   int32_t first_ds_head;  // query head that stands first in ds
   // Config::schedule 2
   int32_t items;
-  int32_t* next_item;  // items taken beside the first of each block; zeroed by backward_prepare
+  int32_t*
+      next_item;  // items taken beside the first of each block; zeroed by backward_prepare, with the rest of DocumentCounter
+  const DocumentTile* documents;  // of keys; this and the next two: read if Config::documents
+  void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
 };
 
 // backward_dbias.cuh
@@ -72,7 +75,7 @@ struct PrepareParams {
   float* delta;
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null
-  int32_t* next_item;     // likewise
+  int32_t* next_item;     // [kDocumentCounters], likewise
   int64_t rows_padded;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t q_len, num_heads, head_dim_v;

@@ -61,7 +61,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 
-  if (params.next_item && blockIdx.x == 0 && threadIdx.x == 0) *params.next_item = 0;
+  if (params.next_item && blockIdx.x == 0 && threadIdx.x < kDocumentCounters) params.next_item[threadIdx.x] = 0;
 
   bool empty_rows = false;
 #pragma unroll 1

@@ -22,8 +22,9 @@ struct KeyProducer {
   RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   unsigned landed_parity = 0;
   unsigned own_parity = 1;
-  int terms_head = -1;      // query head of the records in control.terms
-  int terms_unwritten = 0;  // stages whose record is still another
+  int terms_head = -1;        // query head of the records in control.terms
+  int terms_unwritten = 0;    // stages whose record is still another
+  bool by_documents = false;  // items are those of the list of documents
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
 
@@ -192,20 +193,33 @@ struct KeyProducer {
   // is_first: of the block.
   __device__ __forceinline__ void run_item(int number, bool is_first) {
     const ProblemParams& problem = params.problem;
-    const WorkItem place = place_of_item<C, Heaviest::kFirst>(params, problem.num_kv_heads, number);
+    const bool of_document = C.documents && by_documents;
+    DocumentKeys document{};
+    WorkItem place{};
+    BackwardItem item;
+    if (of_document) {
+      document = document_keys<C>(params, number);
+      item = document.item;
+    } else {
+      place = place_of_item<C, Heaviest::kFirst>(params, problem.num_kv_heads, number);
+      item = backward_item<C>(params, place, place.tile * C.tile_kv);
+    }
     terms_head = -1;
-    BackwardItem item = backward_item<C>(params, place, place.tile * C.tile_kv);
     const int end = min(item.first + C.tile_kv, item.kv_length);
     TileRange range{0, 0, 0, 0};
-    if (end > item.first) {
+    if (of_document) {
+      range = document_queries<C>(document, end);
+    } else if (end > item.first) {
       range = visible_tiles<has_index_band(C)>(item.first, end, transposed(band_of(item)), item.q_length, C.tile_q);
     }
-    RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
     if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
     const bool ends_early = end < item.first + C.tile_kv;
     bool has_padding = C.lengths && ends_early;
     walk.filter.template load<true>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
-    if constexpr (C.segments) has_padding = has_padding || walk.filter.own_padding();
+    if constexpr (C.segments) {
+      has_padding = has_padding || (of_document ? ends_early && document.is_padded : walk.filter.own_padding());
+    }
     const int first_head = item.head * problem.group_size, heads_end = first_head + problem.group_size;
     // The next step from the tile that the walk gives; a dense mask can leave a head without tiles.
     const auto step_from = [&](Step step) {
@@ -233,7 +247,12 @@ struct KeyProducer {
         flags |= step.tile < range.full_begin ? kLimitsAbove : 0;
         flags |= step.tile >= range.full_end ? kLimitsBelow : 0;
       }
-      if constexpr (C.segments) flags |= walk.filter.same_segment(step.tile) ? 0 : kComparesSegments;
+      if constexpr (C.segments) {
+        const int first = step.tile * C.tile_q;
+        const bool same = of_document ? first >= document.q_begin && first + C.tile_q <= document.q_end
+                                      : walk.filter.same_segment(step.tile);
+        flags |= same ? 0 : kComparesSegments;
+      }
       if constexpr (has_position_band(C)) flags |= walk.filter.inside_band(step.tile) ? 0 : kComparesPositions;
       return flags;
     };
@@ -268,8 +287,12 @@ struct KeyProducer {
     if constexpr (!takes_items(C)) {
       run_item(blockIdx.x, true);
     } else {
-      int number = blockIdx.x;
-      while (number < params.items) {
+      int number = blockIdx.x, items = params.items;
+      if constexpr (C.documents) {
+        by_documents = params.next_item[kDocumentsRefused] == 0;
+        if (by_documents) items = params.next_item[kDocumentTiles] * params.problem.num_kv_heads;
+      }
+      while (number < items) {
         // Always so. With the comparison ptxas (13.0) gives the consumers' loop at head dim 128 with a band the order that
         // was measured (docs/kernels/log-backward.md); without, another, of 624 instructions instead of 618.
         if (number >= 0) run_item(number, number == blockIdx.x);

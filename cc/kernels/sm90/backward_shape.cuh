@@ -29,12 +29,13 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // leave. Told by Config::schedule, 2 as in the forward pass.
 JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
 
-// Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at positions
-// and segments does not do with 24; consumers spare them where they have them.
+// Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
+// positions or from item to item, does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
   const bool spares =
       config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64) && !has_dq_warpgroup(config);
-  return config.positions && config.segments && spares;
+  const bool is_narrow = config.head_dim == 64 && config.head_dim_v == 64;
+  return config.segments && ((config.positions && spares) || (takes_items(config) && is_narrow));
 }
 JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {
   return has_wide_producer(config) ? 232 : 240;

@@ -171,6 +171,35 @@ __device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, 
   return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads);
 }
 
+// An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them.
+struct DocumentKeys {
+  BackwardItem item;
+  int q_begin, q_end;
+  bool is_padded;  // keys of padding are among those of the batch entry
+};
+
+template <Config C>
+__device__ __forceinline__ DocumentKeys document_keys(const BackwardParams& params, int number) {
+  const int place = number / params.problem.num_kv_heads;
+  const DocumentTile tile = params.documents[place];
+  const int head = number - place * params.problem.num_kv_heads;
+  DocumentKeys found{backward_item<C>(params, {tile.batch, head, 0, 0}, tile.begin), tile.other_begin, tile.other_end,
+                     tile.own_padded != 0};
+  found.item.kv_length = tile.end;
+  return found;
+}
+
+// The tiles of queries that keys [item.first, end) visit: those of the document that the band leaves.
+template <Config C>
+__device__ __forceinline__ TileRange document_queries(const DocumentKeys& document, int end) {
+  const BackwardItem& item = document.item;
+  TileRange range =
+      visible_tiles<has_index_band(C)>(item.first, end, transposed(band_of(item)), document.q_end, C.tile_q);
+  range.begin = max(range.begin, document.q_begin / C.tile_q);
+  range.end = max(range.begin, document.q_end > document.q_begin ? range.end : 0);
+  return range;
+}
+
 // Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
 // segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same answer.
 template <Config C>
@@ -178,6 +207,7 @@ struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
 
   int begin, count, start;
+  bool takes_all = false;  // whatever the filter says; read if Config::documents
   TileFilter<C> filter;
   const uint8_t* states = nullptr;  // MaskTile of tile 0 of the other axis
   int state_stride = 0;
@@ -205,7 +235,7 @@ struct RoundWalk {
   }
   __device__ __forceinline__ bool meets(int tile) const {
     if constexpr (C.mask) return filter.meets(tile) && state(tile) != kMaskTileEmpty;
-    return filter.meets(tile);
+    return (C.documents && takes_all) || filter.meets(tile);
   }
   // The next tile, or -1.
   __device__ __forceinline__ int next() {

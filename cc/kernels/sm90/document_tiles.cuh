@@ -1,4 +1,4 @@
-// Tiles that begin with the runs of segment ids: the work list of the forward kernel for packed documents.
+// Tiles that begin with the runs of segment ids: the work list of the forward and backward kernels for packed documents.
 //
 // Unit of the family document_tiles: entry document_tiles<kConfig>, parameters DocumentTilesParams; one block per batch
 // entry. Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of
@@ -65,45 +65,47 @@ struct DocumentRuns {
 
 template <Config C>
 __device__ __forceinline__ void document_tiles(const DocumentTilesParams& params) {
-  __shared__ DocumentRuns queries, keys;
+  __shared__ DocumentRuns own, others;
   __shared__ int tiles, first;  // of this entry; its place among all
   const int entry = blockIdx.x;
-  if (threadIdx.x == 0) queries.count = keys.count = tiles = 0;
+  if (threadIdx.x == 0) own.count = others.count = tiles = 0;
   __syncthreads();
-  queries.find(params.segments[0] + int64_t(entry) * params.length[0], params.length[0]);
-  keys.find(params.segments[1] + int64_t(entry) * params.length[1], params.length[1]);
+  own.find(params.segments[0] + int64_t(entry) * params.length[0], params.length[0]);
+  others.find(params.segments[1] + int64_t(entry) * params.length[1], params.length[1]);
   __syncthreads();
-  const bool many = queries.count > kMaxDocuments || keys.count > kMaxDocuments;
-  if (__syncthreads_or(many || keys.repeats_id())) {
+  const bool many = own.count > kMaxDocuments || others.count > kMaxDocuments;
+  if (__syncthreads_or(many || others.repeats_id())) {
     if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
     return;
   }
-  queries.find_ends(params.length[0]);
-  keys.find_ends(params.length[1]);
-  for (int run = threadIdx.x; run < queries.count; run += blockDim.x) {
-    atomicAdd(&tiles, ceil_div(queries.end[run] - queries.begin[run], params.tile_q));
+  own.find_ends(params.length[0]);
+  others.find_ends(params.length[1]);
+  for (int run = threadIdx.x; run < own.count; run += blockDim.x) {
+    atomicAdd(&tiles, ceil_div(own.end[run] - own.begin[run], params.tile));
   }
   __syncthreads();
-  if (tiles > document_tiles_room(params.length[0], params.tile_q)) {
+  if (tiles > document_tiles_room(params.length[0], params.tile)) {
     if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
     return;
   }
   if (threadIdx.x == 0) first = atomicAdd(params.counters + kDocumentTiles, tiles);
   __syncthreads();
-  const bool padded = keys.run_of(-1) >= 0;
-  for (int run = threadIdx.x; run < queries.count; run += blockDim.x) {
-    const int begin = queries.begin[run], end = queries.end[run];
+  const bool own_padded = own.run_of(-1) >= 0, others_padded = others.run_of(-1) >= 0;
+  for (int run = threadIdx.x; run < own.count; run += blockDim.x) {
+    const int begin = own.begin[run], end = own.end[run];
     int place = first;  // behind the tiles of longer runs
-    for (int other = 0; other < queries.count; ++other) {
-      const int longer = queries.end[other] - queries.begin[other] - (end - begin);
-      if (longer > 0 || (longer == 0 && queries.begin[other] < begin)) {
-        place += ceil_div(queries.end[other] - queries.begin[other], params.tile_q);
+    for (int other = 0; other < own.count; ++other) {
+      const int longer = own.end[other] - own.begin[other] - (end - begin);
+      if (longer > 0 || (longer == 0 && own.begin[other] < begin)) {
+        place += ceil_div(own.end[other] - own.begin[other], params.tile);
       }
     }
-    const int seen = queries.id[run] < 0 ? -1 : keys.run_of(queries.id[run]);
-    const int kv_begin = seen < 0 ? 0 : keys.begin[seen], kv_end = seen < 0 ? 0 : keys.end[seen];
-    for (int tile = ceil_div(end - begin, params.tile_q) - 1; tile >= 0; --tile, ++place) {
-      params.tiles[place] = {entry, begin + tile * params.tile_q, end, kv_begin, kv_end, padded};
+    const int seen = own.id[run] < 0 ? -1 : others.run_of(own.id[run]);
+    const int other_begin = seen < 0 ? 0 : others.begin[seen], other_end = seen < 0 ? 0 : others.end[seen];
+    const int count = ceil_div(end - begin, params.tile);
+    for (int i = 0; i < count; ++i, ++place) {
+      const int tile = params.last_first ? count - 1 - i : i;
+      params.tiles[place] = {entry, begin + tile * params.tile, end, other_begin, other_end, own_padded, others_padded};
     }
   }
 }

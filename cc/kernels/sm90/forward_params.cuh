@@ -20,30 +20,32 @@ struct alignas(16) RowPart {
 // The scales of problems with Config::bias_in_product, as jattn/backends/flash_tiles.py knows them.
 inline constexpr float kLeastScale = 0x1p-20f, kLargestScale = 2.0f;
 
-// A tile of queries of one run of equal segment ids, and the run of keys that it sees; without keys if kv_end == kv_begin.
+// A tile of one run of equal segment ids, and the run of the same id on the other axis, empty where there is none. The forward
+// kernel owns queries, the backward keys.
 struct alignas(32) DocumentTile {
   int32_t batch;
-  int32_t q_begin, q_end;  // of the queries from this tile's first to the run's last
-  int32_t kv_begin, kv_end;
-  int32_t keys_are_padded;  // keys of padding are among those of the batch entry
+  int32_t begin, end;  // rows from this tile's first to the run's last
+  int32_t other_begin, other_end;
+  int32_t own_padded, others_padded;  // rows of padding are among those of the batch entry
 };
 
 // Tiles of the list of a batch entry, for each tile of the grid. By the log's model of packed documents (an item begins
 // and ends in the time of one tile of keys) documents of half a tile take as long by the list as on the grid; with
 // more tiles, of shorter documents, the entry is refused.
 inline constexpr int kMostDocumentTiles = 2;
-JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t q_len, int tile_q) {
-  return kMostDocumentTiles * ((q_len + tile_q - 1) / tile_q);
+JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t length, int tile) {
+  return kMostDocumentTiles * ((length + tile - 1) / tile);
 }
 
-// Words of the counters at ForwardParams::next_item, zero at launch.
+// Words of the counters of a kernel that takes documents, zero before document_tiles.
 enum DocumentCounter { kNextItem, kDocumentTiles, kDocumentsRefused, kDocumentCounters };
 
 // sm90/document_tiles.cuh
 struct DocumentTilesParams {
-  const int32_t* segments[2];  // q_segments [B, T], kv_segments [B, S]
+  const int32_t* segments[2];  // of the owned axis and of the other, [B, length]
   int32_t length[2];
-  int32_t tile_q;
+  int32_t tile;         // rows of a tile
+  bool last_first;      // of the tiles of a run
   int32_t* counters;    // DocumentCounter
   DocumentTile* tiles;  // room for document_tiles_room() a batch entry
 };

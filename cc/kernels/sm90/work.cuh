@@ -133,17 +133,17 @@ __device__ __forceinline__ DocumentItem document_item(const ForwardParams& param
   const DocumentTile tile = params.documents[place];
   const int offset = problem.lower_right ? problem.kv_len - problem.q_len : 0;
   DocumentItem found;
-  found.kv_begin = tile.kv_begin;
-  found.keys_are_padded = tile.keys_are_padded != 0;
+  found.kv_begin = tile.other_begin;
+  found.keys_are_padded = tile.others_padded != 0;
   ItemRecord& record = found.record;
   record.status = kItemRuns;
-  record.q_begin = tile.q_begin;
+  record.q_begin = tile.begin;
   record.head = item - place * problem.num_heads;
   record.batch = tile.batch;
-  record.q_length = tile.q_end;
-  record.kv_length = tile.kv_end - tile.kv_begin;
-  record.upper_offset = offset + problem.band_right + 1 - tile.kv_begin;
-  record.lower_offset = max(offset - problem.band_left - tile.kv_begin, -(1 << 30));  // as good as any lower one
+  record.q_length = tile.end;
+  record.kv_length = tile.other_end - tile.other_begin;
+  record.upper_offset = offset + problem.band_right + 1 - tile.other_begin;
+  record.lower_offset = max(offset - problem.band_left - tile.other_begin, -(1 << 30));  // as good as any lower one
   return found;
 }
 

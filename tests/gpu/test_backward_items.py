@@ -34,7 +34,7 @@ CASES = [
     BASE.but("segments", segments="random", num_segments=7, is_causal=True),
     BASE.but("mask", mask_form="b1ts"),
     BASE.but("bias", bias_form="bn1s"),
-    BASE.but("bias-of-heads", bias_form="11ts", is_causal=True),
+    BASE.but("bias-of-heads", bias_form="11ts", is_causal=True, q_len=704, kv_len=704),
     BASE.but("softcap", softcap=5.0, is_causal=True),
     BASE.but("softcap-far", softcap=30.0, is_causal=True),
     BASE.but("dropout", dropout_rate=0.2, is_causal=True),

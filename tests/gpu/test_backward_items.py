@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_forward_forms import BASE, NARROW
+from test_forward_forms import BASE, DOCUMENTS, NARROW
 
 import jattn
 from jattn.backends import flash_backward_tiles
@@ -59,6 +59,23 @@ def test_resident_blocks(case: Case) -> None:
     with flash_backward_tiles.resident_blocks(True):
         outcome = run(case, operands, "flash")
     assert TAKEN.search(outcome.lowered)
+    compare.assert_close(case, operands, outcome.results, solution=solution)
+
+
+LISTED = [
+    case
+    for case in DOCUMENTS
+    if case.softcap is None and max(case.head_dim, case.head_dim_v) <= 128
+]
+
+
+@pytest.mark.parametrize("case", LISTED, ids=str)
+@pytest.mark.backends("flash")
+def test_lists_of_documents(case: Case) -> None:
+    """Tiles of keys that begin with documents, and the grid where a list is refused; padding is poisoned."""
+    operands, solution = compare.solved(case)
+    outcome = run(case, operands, "flash")
+    assert re.search(r"family=sm90_backward [^;\"]*documents=1", outcome.lowered)
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 

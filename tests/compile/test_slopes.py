@@ -31,7 +31,6 @@ inline int __vimax3_s32(int a, int b, int c) { return max(a, max(b, c)); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(a, max(b, c)); }
 inline unsigned __vimin3_u32(unsigned a, unsigned b, unsigned c) { return min(a, min(b, c)); }
 inline float __fmul_rn(float a, float b) { return a * b; }
-template <class T> T __ldg(const T* x) { return *x; }
 """
 
 MAIN = """

@@ -83,7 +83,7 @@ test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 
 	$(PYTEST) -n $$(nproc) --maxprocesses 16 tests/gpu $(ARGS)
 
 sanitize: $(VENV)/.installed  ## CPU kernel under ASan and UBSan, on every instruction set: ARGS="--every 4" is a sample
-	PYTHON=$(BIN)/python tools/sanitize_cpu.sh $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" PYTHON=$(BIN)/python tools/sanitize_cpu.sh $(ARGS)
 
 ci: check test docs test-compile  ## what CI runs
 

@@ -52,3 +52,26 @@ def test_extreme_values_meet_masks(backend: str, distribution: str) -> None:
         q_lengths=(66, 40),
     )
     verify(case, backend)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("bias_form", ["bnts", "11ts"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("mem_efficient", "float32"), ("mem_efficient", "bfloat16"), ("flash", "bfloat16")],
+)
+def test_gradient_of_a_bias_that_ends_within_a_tile(
+    backend: str, dtype: str, bias_form: str, is_causal: bool
+) -> None:
+    """Rows beyond the query lengths hold NaN in a bias, and zeros in its gradient."""
+    case = Case(
+        name=f"bias-ends-{bias_form}-{is_causal}",
+        q_len=70,
+        kv_len=190,
+        dtype=dtype,
+        bias_form=bias_form,
+        is_causal=is_causal,
+        q_lengths=(43, 3),
+        kv_lengths=(190, 130),
+    )
+    verify(case, backend)

@@ -98,7 +98,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   if constexpr (kConfig.alibi) {
     add_slopes<kConfig, false>(s, problem, batch, head, sequence.band.offset, row0, column0);
   }
-  if (!full) mask_limits<kConfig, false>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
+  if (!full) mask_limits<kConfig, true>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
   if constexpr (kConfig.segments) {
     if (!same_segment) {
       mask_segments(s, problem.q_segments + int64_t(batch) * problem.q_len,

@@ -4,13 +4,13 @@
 //   build/instruction_costs
 //
 // A block has one warp in each of the four schedulers that issues nothing but chains of one instruction, and two warpgroups
-// that issue m64n128k16 products, eight a group, A in shared memory ("shared") or in registers ("registers"). One line for an
-// instruction: cycles between two of a warp, and in brackets which part of their peak the products keep beside it. Each
-// chain depends on itself alone; sixteen of them hide the latency. What ptxas made of a chain is to be looked up in the
-// machine code: it folds constants.
+// that issue m64n128k16 products of zeros, eight a group, A in shared memory ("shared") or in registers ("registers"). One line
+// for an instruction: cycles between two of a warp, and in brackets which part of their peak the products keep beside it. Sixteen
+// words in turn hide the latency. What ptxas made of a chain is to be looked up in the machine code: it folds constants.
 #include <cstdint>
 #include <cstdio>
 
+#include "attn/dropout.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -22,7 +22,6 @@ using namespace jattn::sm90;
 constexpr int kThreads = 3 * kWarpgroupThreads, kSharedBytes = 67 * 1024, kBlocks = 132;
 constexpr int kGroups = 1000, kProducts = 8, kProductCycles = 64;  // of a warpgroup; cycles of one at the peak
 constexpr int kSteps = 8, kChains = 4, kRounds = 2000;             // kRounds: without products
-constexpr uint32_t kMultiplier0 = 0xd2511f53u, kMultiplier1 = 0xcd9e8d57u;
 
 enum class Products { kNone, kShared, kRegisters };
 
@@ -33,16 +32,14 @@ struct Result {
 
 __device__ float as_float(uint32_t x) { return __uint_as_float(x); }
 
-// One step of four words: kInstructions instructions that name() describes.
+// One step of four words: kInstructions instructions, which kName says.
 struct PhiloxRound {
   static constexpr const char* kName = "Philox round: 2 IMAD.WIDE, 2 LOP3";
   static constexpr int kInstructions = 4;
   static __device__ void step(uint32_t (&x)[4], uint32_t k) {
-    const uint64_t a = uint64_t(kMultiplier0) * x[0], b = uint64_t(kMultiplier1) * x[2];
-    x[0] = uint32_t(b >> 32) ^ x[1] ^ k;
-    x[1] = uint32_t(b);
-    x[2] = uint32_t(a >> 32) ^ x[3] ^ (k + 1);
-    x[3] = uint32_t(a);
+    PhiloxWords words{{x[0], x[1], x[2], x[3]}};
+    philox_round(words, {k, k + 1}, 0);
+    for (int i = 0; i < 4; ++i) x[i] = words.word[i];
   }
 };
 struct PhiloxRoundByDoubles {
@@ -55,8 +52,8 @@ struct PhiloxRoundByDoubles {
     return __double2loint(__fma_rz(__hiloint2double(0x43300000, x), factor, kOne - kOne * factor));
   }
   static __device__ void step(uint32_t (&x)[4], uint32_t k) {
-    const uint32_t a = upper_half(x[0], kMultiplier0), b = upper_half(x[2], kMultiplier1);
-    const uint32_t low_a = x[0] * kMultiplier0, low_b = x[2] * kMultiplier1;
+    const uint32_t a = upper_half(x[0], kPhiloxMultiplier0), b = upper_half(x[2], kPhiloxMultiplier1);
+    const uint32_t low_a = x[0] * kPhiloxMultiplier0, low_b = x[2] * kPhiloxMultiplier1;
     x[0] = b ^ x[1] ^ k;
     x[1] = low_b;
     x[2] = a ^ x[3] ^ (k + 1);
@@ -78,16 +75,22 @@ struct PhiloxRoundByDoubles {
     }                                                           \
   }
 
-JATTN_INSTRUCTION(UpperProduct, "IMAD.HI", asm volatile("mul.hi.u32 %0, %0, %1;" : "+r"(x[i]) : "n"(kMultiplier0)));
+JATTN_INSTRUCTION(UpperProduct, "IMAD.HI",
+                  asm volatile("mul.hi.u32 %0, %0, %1;" : "+r"(x[i]) : "n"(kPhiloxMultiplier0)));
 JATTN_INSTRUCTION(LowerProduct, "IMAD", asm volatile("mul.lo.u32 %0, %0, %1;" : "+r"(x[i]) : "r"(k)));
 JATTN_INSTRUCTION(FourBytes, "IDP.4A", asm volatile("dp4a.u32.u32 %0, %0, %1, %2;" : "+r"(x[i]) : "r"(k), "r"(n)));
 JATTN_INSTRUCTION(Logic, "LOP3", asm volatile("lop3.b32 %0, %0, %1, %2, 0x96;" : "+r"(x[i]) : "r"(n), "r"(k)));
 JATTN_INSTRUCTION(Permute, "PRMT", asm volatile("prmt.b32 %0, %0, %1, 0x1706;" : "+r"(x[i]) : "r"(n)));
+JATTN_INSTRUCTION(Shift, "SHF", asm volatile("shf.l.wrap.b32 %0, %0, %0, 7;" : "+r"(x[i])));
+JATTN_INSTRUCTION(AddThree, "IADD3",
+                  asm volatile("{\n.reg .u32 sum;\nadd.u32 sum, %0, %1;\nadd.u32 %0, sum, %2;\n}" : "+r"(x[i]) : "r"(n),
+                               "r"(x[(i + 2) % 4])));
 JATTN_INSTRUCTION(Greatest, "VIMNMX3", x[i] = __vimax3_s32(x[i], n, k));
 JATTN_INSTRUCTION(FloatMaximum, "FMNMX", asm volatile("max.f32 %0, %0, %1;" : "+f"(f) : "f"(as_float(n)));
                   x[i] = __float_as_uint(f));
 JATTN_INSTRUCTION(Pack, "F2FP", asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x[i]) : "f"(f), "f"(as_float(k))));
 JATTN_INSTRUCTION(CompareTwo, "HSET2", asm volatile("set.lt.u32.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(k)));
+JATTN_INSTRUCTION(MultiplyTwo, "HMUL2", asm volatile("mul.rn.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(k)));
 JATTN_INSTRUCTION(MultiplyAddTwo, "HFMA2",
                   asm volatile("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x[i]) : "r"(k), "r"(k + 1)));
 JATTN_INSTRUCTION(Add, "FADD", asm volatile("add.f32 %0, %0, %1;" : "+f"(f) : "f"(as_float(k)));
@@ -96,6 +99,9 @@ JATTN_INSTRUCTION(Multiply, "FMUL", asm volatile("mul.f32 %0, %0, %1;" : "+f"(f)
                   x[i] = __float_as_uint(f));
 JATTN_INSTRUCTION(MultiplyAdd, "FFMA",
                   asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(f) : "f"(as_float(k)), "f"(as_float(k + i)));
+                  x[i] = __float_as_uint(f));
+JATTN_INSTRUCTION(MultiplyAddImmediate, "FFMA, a factor immediate",
+                  asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(f) : "f"(1.0001f), "f"(as_float(k)));
                   x[i] = __float_as_uint(f));
 JATTN_INSTRUCTION(Exponential, "MUFU.EX2", asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(f));
                   x[i] = __float_as_uint(f));
@@ -199,8 +205,8 @@ int main() {
   Result* results = nullptr;
   if (cudaMallocManaged(&results, kBlocks * sizeof(Result)) != cudaSuccess) return 1;
   std::printf("%-38s  alone  beside products: shared, registers\n", "cycles of a warp");
-  measure_all<PhiloxRound, PhiloxRoundByDoubles, UpperProduct, LowerProduct, FourBytes, Logic, Permute, Greatest,
-              FloatMaximum, Pack, CompareTwo, MultiplyAddTwo, Add, Multiply, MultiplyAdd, Exponential, Shuffle>(
-      results);
+  measure_all<PhiloxRound, PhiloxRoundByDoubles, UpperProduct, LowerProduct, FourBytes, Logic, Permute, Shift, AddThree,
+              Greatest, FloatMaximum, Pack, CompareTwo, MultiplyTwo, MultiplyAddTwo, Add, Multiply, MultiplyAdd,
+              MultiplyAddImmediate, Exponential, Shuffle>(results);
   return 0;
 }

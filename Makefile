@@ -76,8 +76,9 @@ check: $(VENV)/.installed  ## format check, ruff, types, generated tables, impor
 test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
 	$(PYTEST) -n $(JOBS) tests/cpu $(ARGS)
 
+# With the tests of the kernel cache that need NVRTC, which tier cpu does without.
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
-	$(PYTEST) -n $(JOBS) tests/compile $(ARGS)
+	$(PYTEST) -n $(JOBS) tests/compile tests/cpu/test_kernel_cache.py $(ARGS)
 
 test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 minutes with 16 cores
 	$(PYTEST) -n $$(nproc) --maxprocesses 16 tests/gpu $(ARGS)

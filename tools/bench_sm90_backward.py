@@ -185,6 +185,9 @@ def variants() -> list[Variant]:
                 for base, bulk in ((d64, 0), (d64, 1), (d128, 1))
                 for tag, turns in (("items", 0), ("turns", 1))
             ),
+            replace(
+                d128, name=f"d128_{mask}_80", tile_q=80, bulk_reduce=1, schedule=2, take_turns=1
+            ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
@@ -225,6 +228,10 @@ def variants() -> list[Variant]:
         replace(taking, name="check_turns_bulk64", head_dim=64, tile_q=128),
         replace(taking, name="check_turns64", head_dim=64, tile_q=128, segments=1, bulk_reduce=0),
         replace(taking, name="check_turns_segments", segments=1, section_mib=0.2),
+        replace(taking, name="check_80", tile_q=80, section_mib=0.2),
+        replace(taking, name="check_80_items", tile_q=80, band=0, take_turns=0),
+        replace(taking, name="check_80_f16", tile_q=80, band=0, element="f16"),
+        replace(taking, name="check_80_scale", tile_q=80, scale_first=1),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -293,8 +300,8 @@ STRUCTS = {
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
-        *("dq_accumulator", "rows_padded", "accumulator_width", "q_len", "num_heads"),
-        *("head_dim_v", "next_item"),
+        *("dq_accumulator", "rows_padded", "accumulator_width", "accumulator_rows"),
+        *("q_len", "num_heads", "head_dim_v", "next_item"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -377,7 +384,8 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     """Allocates results and scratch (filled with NaN) and composes the launches."""
     variant, case = loaded.variant, data.case
     width = variant.head_dim
-    rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
+    q_tiles = -(-case.q_len // variant.tile_q)
+    rows_padded = -(-q_tiles * variant.tile_q // STATISTICS_ROWS) * STATISTICS_ROWS
     flat_heads = case.batch * case.heads
     results = {
         name: torch.full_like(x, math.nan)
@@ -441,6 +449,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "rows_padded": rows_padded,
             "next_item": next_item.data_ptr(),
             "accumulator_width": width,
+            "accumulator_rows": q_tiles * variant.tile_q,
             "q_len": case.q_len,
             "num_heads": case.heads,
             "head_dim_v": case.width_v,
@@ -471,7 +480,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             flat_heads * tiles,
         )
     else:
-        tiles = -(-case.q_len // variant.tile_q)
         launches["cast"] = (
             "sm90::CastParams",
             {
@@ -479,12 +487,12 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
                 "dq_accumulator": accumulator.data_ptr(),
                 "q_lengths": data.pointer("q_lengths"),
                 "rows_padded": rows_padded,
-                "tiles": tiles,
+                "tiles": q_tiles,
                 "q_len": case.q_len,
                 "num_heads": case.heads,
                 "scale": float(case.true_scale),
             },
-            flat_heads * tiles,
+            flat_heads * q_tiles,
         )
     stream = current_stream(torch)
 

@@ -71,6 +71,11 @@ struct DsParts {
   }
 };
 
+// Query rows of a head that the fused kernel adds up: whole tiles. Without that kernel, the rows that there are.
+int64_t accumulator_rows(const Problem& problem, const Kernels& kernels) {
+  return kernels.fused == nullptr ? problem.q_len : round_up(problem.q_len, kernels.fused->config().tile_q);
+}
+
 // The parts of the scratch buffer. Without a buffer the addresses mean nothing, but `bytes` does.
 struct Scratch {
   int64_t rows_padded = 0;
@@ -98,7 +103,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     scratch.bytes += round_up(bytes, kScratchAlignment);
     return part;
   };
-  scratch.rows_padded = round_up(problem.q_len, sm90::kStatisticsRows);
+  scratch.rows_padded = round_up(accumulator_rows(problem, kernels), sm90::kStatisticsRows);
   const int64_t rows = problem.batch * problem.num_heads * scratch.rows_padded;
   scratch.lse_log2 = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
   scratch.delta = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
@@ -173,6 +178,7 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .next_item = scratch.next_item,
       .rows_padded = scratch.rows_padded,
       .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
+      .accumulator_rows = static_cast<int32_t>(accumulator_rows(problem, kernels)),
       .q_len = static_cast<int32_t>(problem.q_len),
       .num_heads = static_cast<int32_t>(problem.num_heads),
       .head_dim_v = static_cast<int32_t>(problem.head_dim_v),

@@ -138,6 +138,63 @@ def test_resident_blocks(term: str, head_dims: tuple[int, int], tmp_path: Path) 
     assert "ATOMG" in toolchain.disassemble(code, tmp_path)
 
 
+LONG = {"q_len": 8192, "kv_len": 8192}
+EIGHTY_QUERIES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "float16": {"dtype": "float16"},
+    "narrower": {"head_dim": 96, "head_dim_v": 96},
+    "negative-scale": {"scale": -0.1},
+    "lengths": {"q_lengths": True, "kv_lengths": True},
+    "alibi": {"alibi_slopes": (1, 4), "kv_lengths": True},
+    "causal": {"band": Band(right=0), **LONG},
+    "causal-positions": {"band": Band(right=0), "positions": True, "q_lengths": True, **LONG},
+    "causal-alibi": {"band": Band(right=0), "alibi_slopes": (1, 4), "scale": -0.1, **LONG},
+    "wide-window": {"band": Band(left=8191, right=0), "q_len": 16384, "kv_len": 16384},
+}
+
+
+def key_of_fused(changes: dict[str, object]) -> str:
+    spec = test_flash_terms.problem((128, 128), **changes)
+    [key] = [
+        key
+        for key in attention_keys(spec, deterministic=False)
+        if toolchain.word(key, "family") == "sm90_backward"
+    ]
+    return key
+
+
+@pytest.mark.parametrize("name", EIGHTY_QUERIES)
+def test_eighty_queries(name: str, tmp_path: Path) -> None:
+    """The largest tile beside dk and dv: registers suffice, and dq of the step and of the item's end is transposed."""
+    key = key_of_fused(EIGHTY_QUERIES[name])
+    assert {"tile_q=80", "bulk_reduce=1", "schedule=2", "take_turns=1"} <= set(key.split())
+    toolchain.require_nvrtc()
+    code, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+    text = toolchain.disassemble(code, tmp_path)
+    # Scores, dp and twice dq; dv and dk.
+    assert text.count(" HGMMA.64x80x16") == 8 + 8 + 2 * 8
+    assert text.count(" HGMMA.64x128x16") == 5 + 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_len": 64},
+        {"q_len": 512},  # the last of seven tiles would be nearly empty
+        {"band": Band(right=0)},
+        {"band": Band(left=1023, right=0), **LONG},
+        {"softcap": 30.0},
+        {"segments": True},
+        {"head_dim_v": 64},
+        *(TERMS[term] for term in ("mask", "dropout", "row-bias", "direct-bias")),
+    ],
+    ids=str,
+)
+def test_sixty_four_queries_elsewhere(changes: dict[str, object]) -> None:
+    assert "tile_q=64" in key_of_fused(changes).split()
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)])
 def test_other_head_dims_have_no_dq_warpgroup(head_dims: tuple[int, int]) -> None:
     """It loses at the narrow ones, and there are no registers for it at the widest."""

@@ -1,10 +1,13 @@
 """What acts on scores, in every form of the Hopper backward: fused, by two kernels (strict), wide heads; and dbias."""
 
+import re
+
 import pytest
 
 import jattn
+from jattn.testing import compare
 from jattn.testing.cases import Case
-from jattn.testing.run import verify
+from jattn.testing.run import run, verify
 
 BASE = Case(
     name="flash",
@@ -120,6 +123,30 @@ ALL = [case.but("everything", **EVERYTHING) for case in (BASE, WIDE, WIDER, WIDE
 CASES = PLAIN + BIASES + MASKS + TERMS + DROPOUT + ALL
 # Head dims above 192 run by two kernels anyhow.
 STRICT = [case for case in CASES if case.head_dim <= 192]
+
+
+# Steps of 80 queries, of which the last tile has 70: with a band from 8192 keys on.
+FAR = WIDE.but("far", q_len=150, kv_len=8200, is_causal=True, lower_right=True)
+EIGHTY_QUERIES = [
+    WIDE.but("eighty", q_len=311, dtype="float16"),
+    WIDE.but("eighty-96", q_len=150, head_dim=96, head_dim_v=104),
+    WIDE.but("eighty-lengths", q_len=311, q_lengths=(150, 311), kv_lengths=(264, 77), scale=-0.1),
+    WIDE.but("eighty-alibi", q_len=311, alibi_form="n", q_lengths=(311, 81)),
+    FAR.but("causal"),
+    FAR.but("causal-lengths", q_lengths=(150, 85), kv_lengths=(8200, 77), dtype="float16"),
+    FAR.but("causal-alibi", alibi_form="n", scale=-0.1),
+    FAR.but("causal-positions", positions="shifted", lower_right=False),
+    FAR.but("rows-without-keys", q_len=700, kv_lengths=(300, 8200)),
+]
+
+
+@pytest.mark.parametrize("case", EIGHTY_QUERIES, ids=str)
+@pytest.mark.backends("flash")
+def test_eighty_queries(case: Case) -> None:
+    operands, solution = compare.solved(case)
+    outcome = run(case, operands, "flash")
+    assert re.search(r"family=sm90_backward [^;\"]*tile_q=80", outcome.lowered)
+    compare.assert_close(case, operands, outcome.results, solution=solution)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

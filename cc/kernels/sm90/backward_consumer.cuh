@@ -36,10 +36,14 @@ __device__ __forceinline__ void release_by_warp(Barrier* empty) {
 // Where this lane's part of the 16 x 16 block `step` of a warp's rows lies, for ldmatrix and stmatrix: lanes 0 to 15 give
 // the rows of the left eight columns, the others those of the right. kRows: of the whole tile; row: the warp's first.
 template <int kRows>
-__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step) {
-  const int own_row = row + lane() % 16;
-  const int column16 = step % 4 * 2 + lane() / 16;  // in units of 16 bytes, before the swizzle
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step, int lane) {
+  const int own_row = row + lane % 16;
+  const int column16 = step % 4 * 2 + lane / 16;  // in units of 16 bytes, before the swizzle
   return tile + (step / 4 * kRows + own_row) * kChunkRowBytes + (column16 ^ own_row % 8) * 16;
+}
+template <int kRows>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step) {
+  return block_address<kRows>(tile, row, step, lane());
 }
 
 __device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
@@ -113,8 +117,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
 }
 
 // Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows. A row
-// whose factor is 0 becomes 0 whatever was summed.
-template <Element kElement, int kRows, int kColumns>
+// whose factor is 0 becomes 0 whatever was summed. kAnew: addresses are computed here; else they may be kept from earlier.
+template <Element kElement, int kRows, int kColumns, bool kAnew = false>
 __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
                                                unsigned tile, int first_row) {
 #pragma unroll
@@ -127,7 +131,14 @@ __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns 
       const float high = f == 0.0f ? 0.0f : gradient[8 * step + 2 * i + 1] * f;
       words[i] = ElementTraits<kElement>::pack(low, high);
     }
-    store_matrix(block_address<kRows>(tile, first_row + warp_row(), step), words[0], words[1], words[2], words[3]);
+    unsigned address;
+    if constexpr (kAnew) {
+      const int thread = ptx::thread_index_anew() % kWarpgroupThreads;
+      address = block_address<kRows>(tile, first_row + thread / 32 * 16, step, thread % 32);
+    } else {
+      address = block_address<kRows>(tile, first_row + warp_row(), step);
+    }
+    store_matrix(address, words[0], words[1], words[2], words[3]);
   }
 }
 

@@ -20,6 +20,8 @@ struct KeyConsumer {
   static constexpr int kDsBytes = C.tile_kv * C.tile_q * 2;
   static constexpr int kPartColumns = dq_part_columns(C);
   static constexpr int kPartFloats = 16 * kPartColumns;
+  // ds is stored [queries][keys of a warpgroup], and dk reads it there: as fragments beside p it would not fit the registers.
+  static constexpr bool kTransposedDq = transposes_dq(C);
   static constexpr int kScores = C.tile_q / 2;  // of a thread
   using Scores = float[kScores];
   using Fragments = unsigned[kScores / 2];
@@ -34,7 +36,16 @@ struct KeyConsumer {
   RingPosition<C.stages> ring;
   RingPosition<kLayout.bias_slots> bias_ring;
   unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
-  float* staged = nullptr;  // where the part of dq in staging memory goes
+  // Where a warp's part of dq goes: its first number, or, of one register instead of two, the row of the accumulator.
+  using Target = Conditional<kTransposedDq, int, float*>;
+  __device__ __forceinline__ static constexpr Target no_target() {
+    if constexpr (kTransposedDq) {
+      return -1;
+    } else {
+      return nullptr;
+    }
+  }
+  Target staged = no_target();  // of the part in staging memory
   unsigned staging_slot = 0;
   BackwardItem finished;  // the item, once its tiles and record are let go
 
@@ -57,6 +68,11 @@ struct KeyConsumer {
     return tiles + kLayout.ds + (of_step & 1) * kDsBytes;
   }
 
+  // Of this warpgroup's keys, where ds is stored [queries][keys].
+  __device__ __forceinline__ unsigned own_ds_address() const {
+    return ds_address(step) + warpgroup * C.tile_q * kChunkRowBytes;
+  }
+
   __device__ __forceinline__ void start_scores(Scores& s) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
                                                                   q_address(ring.index));
@@ -69,18 +85,25 @@ struct KeyConsumer {
     start_fragment_product<C.element, C.tile_q, C.head_dim_v>(dv, p, dout_address(ring.index));
   }
   __device__ __forceinline__ void start_dk(Dk& dk, Fragments& ds) const {
-    start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
+    if constexpr (kTransposedDq) {
+      add_column_product<C.element, C.tile_q, C.head_dim>(dk, own_ds_address(), q_address(ring.index));
+    } else {
+      start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
+    }
   }
 
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
   __device__ __forceinline__ void start_dq(Dq& dq, unsigned of_step) const {
-    constexpr int kDsChunk = C.tile_kv * kChunkRowBytes;
-    constexpr int kColumnOffset = C.tile_q == 128                ? 0
-                                  : kPartColumns < kChunkColumns ? kPartColumns * 2
-                                                                 : C.tile_kv * kChunkRowBytes;
+    constexpr int kKeyChunk = C.tile_kv * kChunkRowBytes;
+    if constexpr (kTransposedDq) {
+      start_turned_product<C.element, C.tile_kv, C.tile_q>(dq, tiles + kLayout.k + warpgroup * kKeyChunk,
+                                                           ds_address(of_step));
+      return;
+    }
+    constexpr int kColumnOffset = C.tile_q == 128 ? 0 : kPartColumns < kChunkColumns ? kPartColumns * 2 : kKeyChunk;
     const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
     start_column_product<C.element, C.tile_kv, kPartColumns>(
-        dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kDsChunk : 0), k);
+        dq, ds_address(of_step) + (C.tile_q == 128 ? warpgroup * kKeyChunk : 0), k);
   }
 
   // Of this thread's first score in the sequences and in their tiles.
@@ -120,11 +143,32 @@ struct KeyConsumer {
                                                              first_row() + warp_row() + lane() / 4, lane() % 4 * 2);
   }
 
-  // ds of this warpgroup's keys: packed, and for dq written to shared memory as a tile [keys][queries].
-  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
+  // Writes ds to a tile [queries][64 keys of this warpgroup].
+  __device__ __forceinline__ void store_transposed(unsigned tile, const Fragments& ds) const {
+    const int thread = ptx::thread_index_anew();  // kept across the step, the address would cost registers
+    const int query = thread / 16 % 2 * 8 + thread % 8;
+    const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
+    const unsigned address = tile + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < kScores / 8; ++i) {
+      store_matrix_transposed(address + i * kStepDepth * kChunkRowBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2],
+                              ds[4 * i + 3]);
+    }
+  }
+
+  // ds of this warpgroup's keys: packed, and for dq written to shared memory, as a tile [keys][queries] unless dq is transposed.
+  __device__ __forceinline__ void finish_gradients(Fragments& p, Fragments& ds, const Scores& weights,
+                                                   const Scores& dp) {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
-    transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
-    if constexpr (kFused) {
+    if constexpr (kTransposedDq && !C.softcap && !C.dropout) {
+      pack_with_gradients<C, kScores>(p, ds, weights, dp, delta);
+    } else {
+      transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
+    }
+    if constexpr (kTransposedDq) {
+      wait(ds_empty(step), ~step >> 1 & 1);
+      store_transposed(own_ds_address(), ds);
+    } else if constexpr (kFused) {
       wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
@@ -132,17 +176,7 @@ struct KeyConsumer {
                      ds[4 * i + 2], ds[4 * i + 3]);
       }
     }
-    if constexpr (C.stores_ds) {
-      const int thread = ptx::thread_index_anew();  // kept across the step, the address would cost registers
-      const int query = thread / 16 % 2 * 8 + thread % 8;
-      const int column16 = thread / 32 % 4 * 2 + thread / 8 % 2;
-      const unsigned address = stored_ds_address() + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
-#pragma unroll
-      for (int i = 0; i < kScores / 8; ++i) {
-        store_matrix_transposed(address + i * kStepDepth * kChunkRowBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2],
-                                ds[4 * i + 3]);
-      }
-    }
+    if constexpr (C.stores_ds) store_transposed(stored_ds_address(), ds);
     if constexpr (kFused || C.stores_ds) {
       fence_async_proxy();  // for ds and for the staged dq
       start_reduction();
@@ -152,7 +186,8 @@ struct KeyConsumer {
   // Behind finish_gradients().
   __device__ __forceinline__ void give_gradients() const {
     if constexpr (kFused) release_by_warp(ds_full(step));
-    if constexpr (C.stores_ds) sync_warpgroup(warpgroup);
+    // For the copy, or for dk; there the begin of a turn has brought the warps together.
+    if constexpr (C.stores_ds || (kTransposedDq && !C.take_turns)) sync_warpgroup(warpgroup);
   }
 
   // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
@@ -194,10 +229,23 @@ struct KeyConsumer {
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
-  __device__ __forceinline__ float* dq_target(int stage) const {
-    if constexpr (!kFused) return nullptr;
-    const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
-    return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
+  __device__ __forceinline__ Target dq_target(int stage) const {
+    if constexpr (!kFused) {
+      return no_target();
+    } else if constexpr (kTransposedDq) {
+      return int(control.headers[stage].accumulator_row);
+    } else {
+      const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
+      return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
+    }
+  }
+  __device__ __forceinline__ float* address_of(Target target) const {
+    if constexpr (kTransposedDq) {
+      const int part = ptx::thread_index_anew() / 32 - kWarpgroupThreads / 32;
+      return params.dq_accumulator + int64_t(target) * C.head_dim + part * kPartFloats;
+    } else {
+      return target;
+    }
   }
 
   __device__ __forceinline__ unsigned staging_address() const {
@@ -206,7 +254,7 @@ struct KeyConsumer {
   }
 
   // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as well.
-  __device__ __forceinline__ void add_dq(const Dq& dq, float* target) {
+  __device__ __forceinline__ void add_dq(const Dq& dq, Target target) {
     if constexpr (kFused && C.bulk_reduce) {
       if constexpr (kLayout.staging_slots > 1) staging_slot ^= 1;
       if (lane() == 0) wait_stores_read<kLayout.staging_slots - 1>();
@@ -220,11 +268,11 @@ struct KeyConsumer {
       }
       staged = target;
     } else if constexpr (kFused) {
-      target += lane() * 4;
+      float* const first = address_of(target) + lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target + i * 128),
-                     "f"(dq[4 * i]), "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * 128), "f"(dq[4 * i]),
+                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
                      : "memory");
       }
     }
@@ -234,11 +282,11 @@ struct KeyConsumer {
   __device__ __forceinline__ void start_reduction() {
     if constexpr (kFused && C.bulk_reduce) {
       __syncwarp();
-      if (lane() == 0 && staged != nullptr) {
-        add_floats(staged, staging_address(), kPartFloats * 4);
+      if (lane() == 0 && staged != no_target()) {
+        add_floats(address_of(staged), staging_address(), kPartFloats * 4);
         commit_stores();
       }
-      staged = nullptr;
+      staged = no_target();
     }
   }
 
@@ -272,7 +320,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
-    float* late_target = nullptr;  // of the step before
+    Target late_target = no_target();  // of the step before
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
@@ -282,7 +330,7 @@ struct KeyConsumer {
       start_scores(s);
       wait_dout();
       start_dp(dp);
-      if (late_target != nullptr) turns().end();
+      if (late_target != no_target()) turns().end();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -290,7 +338,7 @@ struct KeyConsumer {
       finish_scores(s, p, flags, drops, fetched);
       wait_products<0>();
       pin_registers(dp);
-      finish_gradients(ds, s, dp);
+      finish_gradients(p, ds, s, dp);
       turns().begin();
       start_dv(dv, p);
       give_gradients();
@@ -304,7 +352,7 @@ struct KeyConsumer {
       }
       // Read before dk starts: one thread frees the header when dk is done, and another warp may be late by then (with
       // dropout by all the calls below: on an H200 dq went to wrong rows).
-      float* const target = late_target;
+      const Target target = late_target;
       late_target = dq_target(ring.index);
       start_dk(dk, ds);
       if constexpr (C.dropout) {
@@ -317,7 +365,7 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        if (target != nullptr) {
+        if (target != no_target()) {
           release_by_warp(ds_empty(step - 1));
           add_dq(dq, target);
         }
@@ -352,11 +400,17 @@ struct KeyConsumer {
   static constexpr bool kDkBySlot = takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
   static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (!kDkBySlot || C.bulk_reduce)));
   static constexpr int kDkRows = kDkBySlot ? kWarpgroupRows : C.tile_kv;
+  // Where ds is stored by warpgroups, a chunk of its dv goes to its part of each buffer: the other one may be an item ahead.
+  static constexpr bool kDvByParts = takes_items(C) && kTransposedDq;
+  static constexpr int kDvRows = kDvByParts ? kDsBytes / kChunkRowBytes : C.tile_kv;
+  static_assert(!kDvByParts || (C.tile_q >= kWarpgroupRows && num_chunks(C.head_dim_v) == 2));
 
   // A warpgroup's part of the slot that the last dq does not need.
   __device__ __forceinline__ unsigned dk_slot() const {
     const unsigned slot = kLayout.staging_slots > 1 ? staging_slot ^ 1 : 0;
-    return tiles + kLayout.staging + slot * kLayout.staging_bytes + warpgroup * tile_bytes(kWarpgroupRows, C.head_dim);
+    constexpr int kPartBytes = kLayout.staging_bytes / kBackwardConsumers;
+    static_assert(!kDkBySlot || kPartBytes >= tile_bytes(kWarpgroupRows, C.head_dim));
+    return tiles + kLayout.staging + slot * kLayout.staging_bytes + warpgroup * kPartBytes;
   }
 
   // Writes the rows of this warpgroup that belong to the item, of an array [B, S, K, width].
@@ -384,16 +438,20 @@ struct KeyConsumer {
     }
     if constexpr (kDkBySlot && kLayout.staging_slots == 1) finish_reductions();
     sync_consumers();  // both have read the places for the last time
-    const unsigned dv_tile = tiles + (takes_items(C) ? kLayout.ds : kLayout.v);
+    const unsigned dv_tile =
+        tiles + (takes_items(C) ? kLayout.ds : kLayout.v) + (kDvByParts ? warpgroup * C.tile_q * kChunkRowBytes : 0);
+    const int dv_row = kDvByParts ? 0 : first_row();
     const unsigned dk_tile = kDkBySlot ? dk_slot() : tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k);
     const int dk_row = kDkBySlot ? 0 : first_row();
-    stage_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, dv_tile, first_row());
+    // Registers are short: no address is kept across the loop.
+    constexpr bool kAnew = kTransposedDq && (C.band || C.scale_first);
+    stage_gradient<C.element, kDvRows, C.head_dim_v, kAnew>(dv, dv_factor, dv_tile, dv_row);
     if constexpr (kDkBySlot) {
       // The reductions of this warpgroup that read the slot; with two slots they left before the last dq.
       if (lane() == 0) wait_stores_read();
       sync_warpgroup(warpgroup);
     }
-    stage_gradient<C.element, kDkRows, C.head_dim>(dk, dk_factor, dk_tile, dk_row);
+    stage_gradient<C.element, kDkRows, C.head_dim, kAnew>(dk, dk_factor, dk_tile, dk_row);
     fence_async_proxy();
     start_reduction();
     sync_warpgroup(warpgroup);
@@ -401,7 +459,7 @@ struct KeyConsumer {
       const int rows = item.kv_length - first;
       if (rows < kWarpgroupRows) {  // keys of another item follow; a box would overwrite them
         if (params.wants_dv)
-          write_rows<C.tile_kv, C.head_dim_v>(params.rows_dv, params.problem.head_dim_v, item, dv_tile, first_row());
+          write_rows<kDvRows, C.head_dim_v>(params.rows_dv, params.problem.head_dim_v, item, dv_tile, dv_row);
         if (params.wants_dk)
           write_rows<kDkRows, C.head_dim>(params.rows_dk, params.problem.head_dim, item, dk_tile, dk_row);
         return;
@@ -409,7 +467,7 @@ struct KeyConsumer {
     }
     if (warpgroup_thread() == 0 && first < params.problem.kv_len) {
       if (params.wants_dv) {
-        copy_gradient<C.tile_kv, C.head_dim_v>(&params.dv, dv_tile, first_row(), first, item.head, item.batch);
+        copy_gradient<kDvRows, C.head_dim_v>(&params.dv, dv_tile, dv_row, first, item.head, item.batch);
       }
       if (params.wants_dk) {
         copy_gradient<kDkRows, C.head_dim>(&params.dk, dk_tile, dk_row, first, item.head, item.batch);

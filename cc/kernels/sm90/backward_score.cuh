@@ -279,6 +279,37 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
   }
 }
 
+// The same, and p: both packed eight pairs at a time, so that the words take the registers of what they are made of. Weights
+// must be p itself. What was packed into p before is not read, and the compiler leaves it out.
+template <Config C, int kCount>
+__device__ __forceinline__ void pack_with_gradients(unsigned (&p)[kCount / 2], unsigned (&ds)[kCount / 2],
+                                                    const float (&weights)[kCount], const float (&dp)[kCount],
+                                                    unsigned delta_address) {
+  static_assert(!C.softcap && !C.dropout && kCount % 8 == 0);
+  using Traits = ElementTraits<C.element>;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 8) {
+    float weight[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      weight[j] = weights[i + j];
+      asm volatile("" : "+f"(weight[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const float2 delta = load_pair(delta_address + 8 * (i + j));
+#pragma unroll
+      for (int r = 0; r < 4; r += 2) {
+        unsigned& word = ds[(i + j + r) / 2];
+        p[(i + j + r) / 2] = Traits::pack(weight[j + r], weight[j + r + 1]);
+        word =
+            Traits::pack(weight[j + r] * (dp[i + j + r] - delta.x), weight[j + r + 1] * (dp[i + j + r + 1] - delta.y));
+        asm volatile("" : "+r"(p[(i + j + r) / 2]), "+r"(word));
+      }
+    }
+  }
+}
+
 // The same from weights rounded to the element type.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const unsigned (&weights)[kCount / 2],

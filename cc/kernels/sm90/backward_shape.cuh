@@ -29,6 +29,9 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // leave. Told by Config::schedule, 2 as in the forward pass.
 JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
 
+// Tiles of 80 queries, no multiple of the 64 rows of a product: dq is computed transposed, dq^T = k^T ds^T.
+JATTN_HOST_DEVICE constexpr bool transposes_dq(const Config& config) { return config.tile_q == 80; }
+
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
 // positions or from item to item, does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
@@ -183,8 +186,9 @@ JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) { return dbias_layout(config).bytes; }
 
 // How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A warp
-// holds 16 rows and dq_part_columns() columns.
+// holds 16 rows and dq_part_columns() columns; transposed, 16 columns of dq and all its rows.
 JATTN_HOST_DEVICE constexpr int dq_part_columns(const Config& config) {
+  if (transposes_dq(config)) return config.tile_q;
   return config.tile_q == 128 ? config.head_dim : config.head_dim / 2;
 }
 

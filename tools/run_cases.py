@@ -14,7 +14,7 @@ import jattn
 from jattn.testing import cases
 from jattn.testing.run import verify
 
-# Small, and between them: tails, bands, lengths, segments, a dense mask, a bias, groups, two head dims, three types.
+# Small, and between them: tails, bands, lengths, segments, a dense mask, a bias, groups, three head dims, three types.
 DEFAULT_CASES = (
     "mask-everything-bf16",
     "mask-everything-f16",
@@ -25,6 +25,7 @@ DEFAULT_CASES = (
     "group-gqa-2",
     "group-decode",
     "values-normal-bf16",
+    "head-dim-D96-f16",
 )
 
 

@@ -6,6 +6,7 @@ custom calls of a kernel or does not.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -172,12 +173,20 @@ def assert_ran(
         )
 
 
-def verify(case: Case, backend: str, *, backward: bool = True) -> compare.Report:
+def verify(case: Case, backend: str, *, backward: bool = True, kernel: str = "") -> compare.Report:
     """Runs a case, poisoned, through a forced backend and compares it with the oracle.
 
+    Args:
+      case: the problem.
+      backend: the name of the backend that has to run.
+      backward: whether the gradients are computed and compared, too.
+      kernel: a regular expression that the lowered program has to match: the choices in the key of a kernel.
+
     Raises:
-      AssertionError: another backend ran, or the result is wrong; the text names the worst elements.
+      AssertionError: another backend or kernel ran, or the result is wrong; the text names the worst elements.
     """
     operands, solution = compare.solved(case)
     outcome = run(case, operands, backend, backward=backward)
+    if not re.search(kernel, outcome.lowered):
+        raise AssertionError(f"{case.name}: no kernel of the program matches {kernel!r}")
     return compare.assert_close(case, operands, outcome.results, solution=solution)

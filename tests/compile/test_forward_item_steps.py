@@ -182,7 +182,7 @@ class Forward(Program):
         form = self.form
         self.loads += 1
         if form.q_leaves == "end":
-            self.written["out",] += 1  # by q
+            self.written.update(self.places_of_output())  # by q
         self.wait_tile("k")  # whether its keys are seen
         if form.q_leaves == "first":
             self.read("q", version=self.loads)
@@ -246,11 +246,10 @@ class Forward(Program):
         self.sync_warpgroup("sync before the output is written")
         self.read(*self.place_of(number), version=self.version(number))
         self.write("out", self.warpgroup, self.warp)
-        self.written["out",] += 1
+        self.written.update(self.places_of_output())
         self.sync_warpgroup("sync before the output is stored")
         if self.warp == 0:
-            places = self.places_of_output()
-            self.send(places, dict.fromkeys(places, self.written["out",]))
+            self.send(self.places_of_output())
             if self.form.q_leaves == "end":
                 self.wait_copies(0, "output read")
                 self.free_q()

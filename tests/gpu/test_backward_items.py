@@ -13,12 +13,11 @@ from test_forward_forms import BASE, DOCUMENTS, NARROW
 
 import jattn
 from jattn.backends import flash_backward_tiles
-from jattn.testing import compare
 from jattn.testing.cases import Case
-from jattn.testing.run import run
+from jattn.testing.run import verify
 
 # Of the key of the backward kernel; forward kernels may take turns, too.
-TAKEN = re.compile(r"family=sm90_backward [^;\"]*take_turns=1")
+TAKEN = r"family=sm90_backward [^;\"]*take_turns=1"
 CASES = [
     BASE.but("full"),
     BASE.but("causal", is_causal=True, dtype="float16"),
@@ -55,11 +54,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.backends("flash")
 def test_resident_blocks(case: Case) -> None:
-    operands, solution = compare.solved(case)
     with flash_backward_tiles.resident_blocks(True):
-        outcome = run(case, operands, "flash")
-    assert TAKEN.search(outcome.lowered)
-    compare.assert_close(case, operands, outcome.results, solution=solution)
+        verify(case, "flash", kernel=TAKEN)
 
 
 LISTED = [
@@ -73,10 +69,7 @@ LISTED = [
 @pytest.mark.backends("flash")
 def test_lists_of_documents(case: Case) -> None:
     """Tiles of keys that begin with documents, and the grid where a list is refused; padding is poisoned."""
-    operands, solution = compare.solved(case)
-    outcome = run(case, operands, "flash")
-    assert re.search(r"family=sm90_backward [^;\"]*documents=1", outcome.lowered)
-    compare.assert_close(case, operands, outcome.results, solution=solution)
+    verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
 
 
 def keywords_of(
@@ -138,7 +131,7 @@ def test_many_items(
 
         with flash_backward_tiles.resident_blocks(there):
             lowered = jax.jit(step).lower(q, k, v, dout)
-        assert bool(TAKEN.search(lowered.as_text())) == there
+        assert bool(re.search(TAKEN, lowered.as_text())) == there
         compiled = lowered.compile()
         return lambda: jax.device_get(compiled(q, k, v, dout))
 

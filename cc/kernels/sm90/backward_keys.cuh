@@ -86,7 +86,7 @@ struct KeyConsumer {
   }
   __device__ __forceinline__ void start_dk(Dk& dk, Fragments& ds) const {
     if constexpr (kTransposedDq) {
-      add_column_product<C.element, C.tile_q, C.head_dim>(dk, own_ds_address(), q_address(ring.index));
+      start_column_product<C.element, C.tile_q, C.head_dim, true>(dk, own_ds_address(), q_address(ring.index));
     } else {
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
     }
@@ -96,8 +96,8 @@ struct KeyConsumer {
   __device__ __forceinline__ void start_dq(Dq& dq, unsigned of_step) const {
     constexpr int kKeyChunk = C.tile_kv * kChunkRowBytes;
     if constexpr (kTransposedDq) {
-      start_turned_product<C.element, C.tile_kv, C.tile_q>(dq, tiles + kLayout.k + warpgroup * kKeyChunk,
-                                                           ds_address(of_step));
+      start_transposed_product<C.element, C.tile_kv, C.tile_q>(dq, tiles + kLayout.k + warpgroup * kKeyChunk,
+                                                               ds_address(of_step));
       return;
     }
     constexpr int kColumnOffset = C.tile_q == 128 ? 0 : kPartColumns < kChunkColumns ? kPartColumns * 2 : kKeyChunk;

@@ -2,11 +2,12 @@
 
   python -m benchmarks.cpu                                  # what make bench-cpu runs: under five minutes on two cores
   python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
+  python -m benchmarks.cpu --decode                         # one to eight queries on many keys, forward alone
 
-Every problem has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Everyone's results, ours
-and the rivals', are compared with float64 first, and who is wrong is not timed. jax.nn, many times slower, is timed in
-float32 and bfloat16, causal, with 64 elements a head alone. Ends with geometric means and the worst ratio of each type;
-exit status 1 if our results are wrong.
+Every problem of the grid has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Everyone's
+results, ours and the rivals', are compared with float64 first, and who is wrong is not timed. jax.nn, many times
+slower, is timed in float32 and bfloat16, causal, with 64 elements a head alone. Ends with geometric means and the worst
+ratio of each type; exit status 1 if our results are wrong.
 """
 
 from __future__ import annotations
@@ -55,6 +56,35 @@ def grid(lengths: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
                         is_causal=is_causal,
                         with_dlse=False,
                     )
+
+
+# Batch, queries, keys, heads, key/value heads, elements a head.
+DECODING = (
+    (1, 1, 512, 8, 8, 64),
+    (1, 1, 4096, 32, 8, 128),
+    (1, 1, 4096, 32, 4, 128),
+    (8, 1, 1024, 32, 32, 128),
+    (1, 4, 4096, 16, 16, 64),
+    (1, 8, 4096, 16, 16, 128),
+)
+
+
+def decoding(dtypes: Sequence[str]) -> Iterator[Case]:
+    """A handful of queries on many keys."""
+    for dtype in dtypes:
+        for batch, q_len, kv_len, num_heads, num_kv_heads, head_dim in DECODING:
+            yield Case(
+                name=f"{dtype}-b{batch}-{q_len}x{kv_len}-n{num_heads}/{num_kv_heads}-d{head_dim}",
+                batch=batch,
+                q_len=q_len,
+                kv_len=kv_len,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                dtype=dtype,
+                with_dlse=False,
+            )
 
 
 def rivals_of(case: Case) -> tuple[str, ...]:
@@ -136,16 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 4096])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--decode", action="store_true", help="few queries instead of the grid")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     facts = report.circumstances()
     rows: list[report.Row] = []
-    for case in grid(options.lengths, options.dtypes):
+    problems = decoding(options.dtypes) if options.decode else grid(options.lengths, options.dtypes)
+    for case in problems:
         operands = case_arrays.make(case)
         # The last head alone: solving takes longer than the pass that is checked.
         expected = check.Expected(case, operands, [(case.batch - 1, case.num_kv_heads - 1)])
-        for pass_name in PASSES:
+        for pass_name in PASSES[: 1 if options.decode else None]:
             measured = measure(case, pass_name, operands, expected, options.rounds)
             rows += measured
             times = [

@@ -49,7 +49,7 @@ tests() {
   instrumented -m pytest -q -x -p no:cacheprovider -k "not xla and not reference and not plain_jax" "${files[@]}" "${@:2}"
 }
 
-tests "contract cpu_kernel matrix_unit transforms" "$@"
+tests "contract cpu_kernel few_queries matrix_unit transforms" "$@"
 for set in ${SETS:-$every_set}; do
   echo "instruction set: $set"
   tests "backends_sweep composition dropout ragged rows_bias rows_cpu rows_own rows_table" --instruction-set "$set" "$@"

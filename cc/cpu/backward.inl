@@ -5,6 +5,7 @@
 #include "cpu/backward_products.h"
 #include "cpu/bias_gradient.h"
 #include "cpu/dropout.h"
+#include "cpu/few_rows.h"
 
 namespace jattn::cpu {
 namespace {
@@ -31,7 +32,8 @@ class BackwardPass {
         places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
         group_(problem.num_heads / problem.num_kv_heads),
-        scale_(static_cast<Acc>(problem.scale)) {}
+        scale_(static_cast<Acc>(problem.scale)),
+        scores_by_rows_(!Products::kFusesSoftmax && plan_forward(problem).by_rows) {}
 
   void run(const TaskRunner& runner) {
     const int64_t num_threads = max_of(1, runner.num_threads);
@@ -293,7 +295,7 @@ class BackwardPass {
     const Dropout dropout(problem_, sequence);
     Workspace workspace(kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
                         Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile) +
-                        zeros_bytes());
+                        zeros_bytes() + FewRows<Element>::workspace_bytes(plan_));
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     const Tiles tiles{take_tile(),
                       take_tile(),
@@ -308,6 +310,7 @@ class BackwardPass {
     const TileRange chunk{task.chunk * plan_.chunk_tiles,
                           min_of(plan_.query_tiles, (task.chunk + 1) * plan_.chunk_tiles)};
     const int64_t num_key_tiles = min_of(key_tiles_, plan_.kv_tiles - task.kv_tile);
+    FewRows<Element> few_rows(problem_, plan_, workspace);
     Products products[] = {{problem_, plan_, workspace},
                            {problem_, plan_, workspace},
                            {problem_, plan_, workspace},
@@ -343,7 +346,7 @@ class BackwardPass {
           step.covered = coverage(problem_, sequence, step.rows, key_tile.keys);
           if (step.covered == Coverage::kNone) continue;
           convoy_.announce(index, steps_before);
-          add_step(sequence, key_tile, step, dropout, tiles, products[i], waiting, take_turn);
+          add_step(sequence, key_tile, step, dropout, tiles, few_rows, products[i], waiting, take_turn);
         }
         add_waiting(step, waiting, take_turn);
       }
@@ -361,6 +364,25 @@ class BackwardPass {
       write_dk_dv(key_tiles[i].task, products[i]);
       milestones_.count(differentiated(group));
       milestones_.count(all_differentiated());
+    }
+  }
+
+  // Dot products as the forward pass formed them: rounded otherwise, the probability of a key far above all others would not be 1.
+  void multiply_by_rows(const Sequence& sequence, const KeyTile& key_tile, const Step& step, FewRows<Element>& few_rows,
+                        Acc* s) const {
+    const auto q_row = [&](int64_t i) {
+      const int64_t row = (sequence.batch * problem_.q_len + step.rows.query[i]) * problem_.num_heads + step.tile.head;
+      return static_cast<const Element*>(problem_.q) + row * problem_.head_dim;
+    };
+    few_rows.set_queries(step.rows.count, 1, q_row);
+    const auto key_row = kv_rows(problem_.k, key_tile.task, problem_.head_dim);
+    few_rows.multiply_keys(key_tile.keys.count, {key_row(0), key_row(1) - key_row(0)}, s);
+    // What padding holds decides nothing, nor what follows the last key.
+    for (int64_t row = 0; row < step.rows.count; ++row) {
+      const bool is_padding = sequence.is_query_padding(step.rows.query[row]);
+      for (int64_t i = 0; i < kTile; ++i) {
+        if (is_padding || sequence.is_key_padding(key_tile.keys.first + i)) s[row * kTile + i] = 0;
+      }
     }
   }
 
@@ -386,7 +408,8 @@ class BackwardPass {
   // `take_turn` before adding to anything that other tasks add to.
   template <typename TakeTurn>
   void add_step(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Dropout& dropout,
-                const Tiles& tiles, Products& products, WaitingDq& waiting, const TakeTurn& take_turn) {
+                const Tiles& tiles, FewRows<Element>& few_rows, Products& products, WaitingDq& waiting,
+                const TakeTurn& take_turn) {
     const Task& task = key_tile.task;
     const KeyRange& keys = key_tile.keys;
     const uint64_t bad_keys = key_tile.not_finite;
@@ -405,7 +428,11 @@ class BackwardPass {
         return;
       }
     }
-    products.multiply_queries(rows.count, keys.count, tiles.s);
+    if (scores_by_rows_) {
+      multiply_by_rows(sequence, key_tile, step, few_rows, tiles.s);
+    } else {
+      products.multiply_queries(rows.count, keys.count, tiles.s);
+    }
     products.multiply_douts(rows.count, keys.count, tiles.dp);
 
     if constexpr (Products::kFusesSoftmax) {
@@ -648,6 +675,7 @@ class BackwardPass {
   int64_t key_tiles_ = 1;  // of a task
   int64_t group_;
   Acc scale_;
+  bool scores_by_rows_;
 };
 
 template <typename Element, typename Products = BackwardProducts<Element>>

@@ -124,6 +124,17 @@ inline bool widen_row(const Element* from, int64_t count, Accumulator<Element>* 
   return any == 0;
 }
 
+template <typename Element>
+inline bool is_finite_row(const Element* from, int64_t count) {
+  using Acc = Accumulator<Element>;
+  constexpr int64_t kStep = kWidth<Acc>;
+  for (int64_t i = 0; i < count; i += kStep) {
+    Acc values[kStep];
+    if (!widen_row<Element>(from + i, min_of(kStep, count - i), values, kStep)) return false;
+  }
+  return true;
+}
+
 // The sum of left[i] * right[i].
 template <typename Element>
 inline Accumulator<Element> dot_product(const Element* left, const Element* right, int64_t count) {

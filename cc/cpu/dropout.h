@@ -176,9 +176,9 @@ struct Dropout {
     }
   }
 
-  // For keys in the lanes: bits[query row * kTile + key]. All rows are of one head.
+  // For keys in the lanes: bits[query row * kTile + key]. Writes whole blocks of 16 rows.
   void draw_for_rows(const QueryRows& rows, KeyRange keys, uint16_t* bits) const {
-    if (problem.dropout_rows) {
+    if (problem.dropout_rows || rows.head[0] != rows.head[rows.count - 1]) {
       draw_each_for_rows(rows, keys, bits);
       return;
     }

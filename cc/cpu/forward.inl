@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/dropout.h"
+#include "cpu/few_rows.h"
 #include "cpu/forward_products.h"
 #include "cpu/online_softmax.h"
 #include "cpu/scores.h"
@@ -13,6 +14,7 @@ template <typename Element, typename Products>
 class ForwardPass {
  public:
   using Acc = Accumulator<Element>;
+  using RowProducts = FewRows<Element>;
   static constexpr int64_t kPanel = Products::kPanel;
 
   ForwardPass(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch)
@@ -76,7 +78,7 @@ class ForwardPass {
     QueryRows rows;
     SoftmaxState<Acc, kPanel> softmax;
     int64_t lanes;
-    Acc* out;  // [head_dim_v][kPanel]: not yet normalised
+    Acc* out;  // [head_dim_v][kPanel], by rows [kFewRows][row_len_v]: not yet normalised
     // Of the rows, where there are slopes.
     Bits<Acc> coordinate[kPanel];
     Acc slope[kPanel];
@@ -192,6 +194,10 @@ class ForwardPass {
     Task task = decode(index);
     task.place = place;
     const Sequence sequence(problem_, task.batch);
+    if (plan_.by_rows) {
+      attend_by_rows(task, sequence);
+      return;
+    }
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
                         5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
                         2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
@@ -208,27 +214,13 @@ class ForwardPass {
     const KvTile own_tiles[] = {take_kv_tile(), take_kv_tile()};
 
     Panel panel{};
-    panel.out = workspace.take<Acc>(kPanel * plan_.row_len_v);
-    clear(panel.out, kPanel * plan_.row_len_v);
-    panel.softmax.reset();
-    for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
-      panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
-    }
-    panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
-    if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
+    start_panel(task, sequence, workspace.take<Acc>(kPanel * plan_.row_len_v), kPanel, panel);
     const Dropout dropout(problem_, sequence);
-    const auto q_row = [&](int64_t i) {
-      return static_cast<const Element*>(problem_.q) +
-             query_row(task.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
-    };
-    const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(panel.rows.query[i]); };
-    products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1,
-                         without_padding(q_row, is_padding, take_zeros(workspace)));
+    set_queries(sequence, panel, take_zeros(workspace), products);
 
     if (plan_.packs_first) milestones_.wait(task.batch * problem_.num_kv_heads + task.kv_head, plan_.kv_tiles);
 
-    const int64_t first_key = max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile;
-    const int64_t end_key = min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len);
+    const auto [first_key, end_key] = bounds_of(task, panel);
     if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
       tiles.scores = scores[0];
       attend_in_runs(task, sequence, {first_key, end_key}, own_tiles, workspace, dropout, tiles, products, panel);
@@ -264,6 +256,138 @@ class ForwardPass {
     finish_or_save(task, dropout, panel, tiles.by_query);
   }
 
+  // The rows of a task; `out` has room for `num_rows` of them.
+  void start_panel(const Task& task, const Sequence& sequence, Acc* out, int64_t num_rows, Panel& panel) const {
+    panel.out = out;
+    clear(panel.out, num_rows * plan_.row_len_v);
+    panel.softmax.reset();
+    for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
+      panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
+    }
+    panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
+    if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
+  }
+
+  template <typename Taker>
+  void set_queries(const Sequence& sequence, const Panel& panel, const Element* zeros, Taker& products) const {
+    const auto q_row = [&](int64_t i) {
+      return static_cast<const Element*>(problem_.q) +
+             query_row(sequence.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
+    };
+    const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(panel.rows.query[i]); };
+    products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1, without_padding(q_row, is_padding, zeros));
+  }
+
+  // attend() for a handful of rows, which needs no tiles of its own. What hides keys and acts on scores has keys in the lanes
+  // from the start.
+  void attend_by_rows(const Task& task, const Sequence& sequence) {
+    Workspace workspace(RowProducts::workspace_bytes(plan_) + zeros_bytes() +
+                        Workspace::bytes<Acc>(kFewRows * plan_.row_len_v) + Workspace::bytes<Acc>(kFewRows * kTile) +
+                        2 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint16_t>(kTile * kTile));
+    RowProducts products(problem_, plan_, workspace);
+    Panel panel{};
+    start_panel(task, sequence, workspace.take<Acc>(kFewRows * plan_.row_len_v), kFewRows, panel);
+    const Dropout dropout(problem_, sequence);
+    set_queries(sequence, panel, take_zeros(workspace), products);
+    Acc* const scores = workspace.take<Acc>(kFewRows * kTile);
+    Acc* const visible = workspace.take<Acc>(kTile * kTile);
+    Acc* const bias = workspace.take<Acc>(kTile * kTile);
+    uint16_t* const dropout_bits = workspace.take<uint16_t>(kTile * kTile);
+    const auto rows_of = [&](const void* array, int64_t first, int64_t row_size) {
+      const auto row = kv_rows(array, task.batch, task.kv_head, first, row_size);
+      return typename RowProducts::Rows{row(0), row(1) - row(0)};
+    };
+
+    const KeyBounds bounds = bounds_of(task, panel);
+    for (KeyRange keys{bounds.first, 0}; keys.first < bounds.end; keys.first += kTile) {
+      keys.count = min_of(kTile, sequence.kv_length - keys.first);
+      const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
+      if (covered == Coverage::kNone) continue;
+      products.multiply_keys(keys.count, rows_of(problem_.k, keys.first, problem_.head_dim), scores);
+      if (has_score_rule_) add_score_rule_by_rows(sequence, keys, panel, bias, scores);
+      if (covered == Coverage::kPartial) find_visible(problem_, sequence, panel.rows, keys, visible);
+      if (dropout.is_active()) dropout.draw_for_rows(panel.rows, keys, dropout_bits);
+      for (int64_t row = 0; row < panel.rows.count; ++row) {
+        Acc* const scores_of_row = scores + row * kTile;
+        hide_of_row(keys.count, covered == Coverage::kPartial ? visible + row * kTile : nullptr, scores_of_row);
+        const auto drop = [&](int64_t key, Vec<Acc>& p) {
+          if (!dropout.is_active()) return;
+          p = where_kept<Acc>(widen_bits<Acc>(dropout_bits + row * kTile + key), dropout.threshold, p);
+        };
+        const Acc rescale = update_softmax_of_row(kTile, log2_unit(), scores_of_row, row, panel.softmax, drop);
+        if (rescale == 1) continue;
+        Acc* const out = panel.out + row * plan_.row_len_v;
+        for (int64_t d = 0; d < plan_.row_len_v; d += kWidth<Acc>) store(out + d, load(out + d) * rescale);
+      }
+      const auto values = rows_of(problem_.v, keys.first, problem_.head_dim_v);
+      const uint64_t apart =
+          covered == Coverage::kPartial ? hidden_not_finite(keys.count, panel.rows.count, visible, values) : 0;
+      for_runs(keys.count, apart, [&](int64_t first, int64_t count) {
+        products.add_values(count, {values.first + first * values.stride, values.stride}, scores + first, panel.out);
+      });
+      if (apart != 0) add_by_rows_where_visible(apart, values, visible, scores, panel);
+    }
+    finish_or_save(task, dropout, panel, nullptr);
+  }
+
+  // Sets the scores of keys that are invisible (visible: 0), and of those from `count` on, to -inf.
+  static void hide_of_row(int64_t count, const Acc* visible, Acc* scores) {
+    constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
+    for (int64_t key = 0; visible != nullptr && key < kTile; key += kWidth<Acc>) {
+      store(scores + key, load(visible + key) != 0 ? load(scores + key) : broadcast(kMinusInfinity));
+    }
+    for (int64_t key = count; key < kTile; ++key) scores[key] = kMinusInfinity;
+  }
+
+  void add_score_rule_by_rows(const Sequence& sequence, KeyRange keys, const Panel& panel, Acc* bias,
+                              Acc* scores) const {
+    const bool has_bias = problem_.bias.data != nullptr;
+    if (has_bias) load_bias(problem_, sequence, panel.rows, keys, bias);
+    Bits<Acc> key_coordinate[kTile] = {};
+    Acc slope[kTile];
+    for (int64_t i = 0; i < keys.count; ++i) {
+      key_coordinate[i] = static_cast<Bits<Acc>>(sequence.key_coordinate(keys.first + i));
+    }
+    for (int64_t row = 0; row < panel.rows.count; ++row) {
+      ScoreRule<Acc> rule{scale_, static_cast<Acc>(problem_.softcap), has_bias ? bias + row * kTile : nullptr, nullptr};
+      const TileDistances<Acc> distances{panel.coordinate + row, key_coordinate, slope};
+      if (problem_.alibi_slopes.data != nullptr) {
+        for (Acc& each : slope) each = panel.slope[row];
+        rule.distances = &distances;
+      }
+      apply_score_rule<kTile, Acc>(rule, 1, round_up(keys.count, kWidth<Acc>), scores + row * kTile, nullptr);
+    }
+  }
+
+  // The keys that not every row sees and whose values are not finite, as bits: 0 * NaN would be NaN.
+  uint64_t hidden_not_finite(int64_t count, int64_t num_rows, const Acc* visible,
+                             const typename RowProducts::Rows& values) const {
+    uint64_t found = 0;
+    for (int64_t key = 0; key < count; ++key) {
+      bool is_hidden = false;
+      for (int64_t row = 0; row < num_rows; ++row) is_hidden |= visible[row * kTile + key] == 0;
+      if (!is_hidden) continue;
+      const Element* value = values.first + key * values.stride;
+      found |= static_cast<uint64_t>(!is_finite_row(value, problem_.head_dim_v)) << key;
+    }
+    return found;
+  }
+
+  void add_by_rows_where_visible(uint64_t keys, const typename RowProducts::Rows& values, const Acc* visible,
+                                 const Acc* p, Panel& panel) const {
+    for (; keys != 0; keys &= keys - 1) {
+      const int64_t key = __builtin_ctzll(keys);
+      for (int64_t row = 0; row < panel.rows.count; ++row) {
+        if (visible[row * kTile + key] == 0) continue;
+        for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
+          Acc value[kWidth<Acc>];
+          widen_row<Element>(values.first + key * values.stride + d, 1, value, kWidth<Acc>);
+          panel.out[row * plan_.row_len_v + d] += p[row * kTile + key] * value[0];
+        }
+      }
+    }
+  }
+
   void finish_or_save(const Task& task, const Dropout& dropout, const Panel& panel, Acc* rows) {
     if (plan_.num_splits == 1) {
       finish(task, dropout, panel, rows);
@@ -282,6 +406,11 @@ class ForwardPass {
   struct KeyBounds {
     int64_t first, end;
   };
+  // What the rows of a task see of its split, from the beginning of a tile on.
+  KeyBounds bounds_of(const Task& task, const Panel& panel) const {
+    return {max_of(panel.rows.least_first, task.split * plan_.split_len) / kTile * kTile,
+            min_of(panel.rows.most_end, (task.split + 1) * plan_.split_len)};
+  }
 
   // The first tile in `bounds` that is not wholly invisible.
   Step next_step(const Task& task, const Sequence& sequence, const Panel& panel, KeyBounds bounds, KvTile own_tile,
@@ -455,23 +584,29 @@ class ForwardPass {
       lse_[lse_index(task.batch, query, head)] = total.lse;
       divisor[row] = total.divisor * sum_scale[row];
     }
-    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
+    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count, const Acc* from) {
       Element* to = out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
       if (panel.softmax.row_sum[row] == 0) {
         clear(to, count);
       } else {
-        divide_row(rows + row * kTile, count, divisor[row], to);
+        divide_row(from, count, divisor[row], to);
       }
     });
   }
 
-  // Calls use(row, d, count) with elements [d, d + count) of that output row in rows[row * kTile].
+  // Calls use(row, d, count, from) for elements [d, d + count) of every output row. `rows`: a tile, for rows that lie in lanes.
   template <typename Use>
   void for_output_pieces(const Panel& panel, Acc* rows, const Use& use) const {
+    if (plan_.by_rows) {
+      for (int64_t row = 0; row < panel.rows.count; ++row) {
+        use(row, 0, problem_.head_dim_v, panel.out + row * plan_.row_len_v);
+      }
+      return;
+    }
     for (int64_t d = 0; d < problem_.head_dim_v; d += kTile) {
       const int64_t count = min_of(kTile, problem_.head_dim_v - d);
       transpose(panel.out + d * kPanel, kPanel, round_up(count, kWidth<Acc>), panel.lanes, rows, kTile);
-      for (int64_t row = 0; row < panel.rows.count; ++row) use(row, d, count);
+      for (int64_t row = 0; row < panel.rows.count; ++row) use(row, d, count, rows + row * kTile);
     }
   }
 
@@ -481,7 +616,9 @@ class ForwardPass {
   };
 
   Acc log2_unit() const { return score_unit_ * static_cast<Acc>(kLog2E); }
-  Vec<Acc> residual_of(Vec<Acc> row_max) const { return softmax_residual<Products::kFused>(row_max, log2_unit()); }
+  Vec<Acc> residual_of(Vec<Acc> row_max) const {
+    return plan_.by_rows ? Vec<Acc>{} : softmax_residual<Products::kFused>(row_max, log2_unit());
+  }
 
   // Of a row with this maximum of scores and sum of exp(score - maximum). Without a visible key the sum is 0 and the
   // divisor is not read.
@@ -518,9 +655,8 @@ class ForwardPass {
       partial_max_[index(row)] = panel.softmax.row_max[row];
       partial_sum_[index(row)] = panel.softmax.row_sum[row];
     }
-    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count) {
-      memcpy(partial_out_ + index(row) * plan_.row_len_v + d, rows + row * kTile,
-             static_cast<size_t>(count) * sizeof(Acc));
+    for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count, const Acc* from) {
+      memcpy(partial_out_ + index(row) * plan_.row_len_v + d, from, static_cast<size_t>(count) * sizeof(Acc));
     });
   }
 

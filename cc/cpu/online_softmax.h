@@ -181,5 +181,34 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
   return any != 0;
 }
 
+// update_softmax for one row with its keys in the lanes: scores[key] for `keys` keys, a multiple of the lanes. Calls
+// drop(key, p) for every vector of probabilities, after it has entered the sum. Returns what everything accumulated so far
+// is to be multiplied by.
+template <typename Acc, int64_t kLanes, typename Drop>
+inline Acc update_softmax_of_row(int64_t keys, Acc log2_unit, Acc* scores, int64_t row,
+                                 SoftmaxState<Acc, kLanes>& state, const Drop& drop) {
+  constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
+  constexpr int64_t kStep = kWidth<Acc>;
+  const Acc slack = kSlackLog2 / (log2_unit > static_cast<Acc>(1e-30) ? log2_unit : static_cast<Acc>(1e-30));
+  const Acc old_max = state.row_max[row];
+  Vec<Acc> maxima = broadcast(old_max);
+  for (int64_t key = 0; key < keys; key += kStep) maxima = at_least(maxima, load(scores + key));
+  Acc tile_max = maxima[0];
+  for (int lane = 1; lane < kStep; ++lane) tile_max = tile_max < maxima[lane] ? maxima[lane] : tile_max;
+  const Acc row_max = tile_max > old_max + slack ? tile_max : old_max;
+  const Acc shift = row_max == kMinusInfinity ? 0 : row_max;
+  Vec<Acc> sum{};
+  for (int64_t key = 0; key < keys; key += kStep) {
+    Vec<Acc> p = exp2_of_at_most<kSlackLog2>((load(scores + key) - shift) * log2_unit);
+    sum += p;
+    drop(key, p);
+    store(scores + key, p);
+  }
+  const Acc rescale = exp2_of_at_most<kSlackLog2>((broadcast(old_max) - shift) * log2_unit)[0];
+  state.row_max[row] = row_max;
+  state.row_sum[row] = state.row_sum[row] * rescale + sum_of<Acc>(sum);
+  return rescale;
+}
+
 }  // namespace
 }  // namespace jattn::cpu

@@ -59,6 +59,7 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   plan.row_len_v = round_up(problem.head_dim_v, kRowUnit);
   plan.kv_tiles = ceil_div(problem.kv_len, kTile);
   plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
+  plan.by_rows = !plan.packs_first && plan.queries * plan.heads <= kFewRows;
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   // On the matrix unit a float32 takes three planes of 16 bits. One more line holds a bit for each row of keys.
@@ -93,7 +94,7 @@ ForwardPlan plan_forward(const Problem& problem) {
                             problem.alibi_slopes.data == nullptr && problem.dropout_keys.data == nullptr &&
                             problem.scale != 0;
   ForwardPlan plan = goes_in_runs ? wide : narrow;
-  plan.goes_in_runs = goes_in_runs;
+  plan.goes_in_runs = goes_in_runs && !plan.by_rows;
   // Asked for before any of these options is known.
   plan.scratch_bytes = std::max(wide.scratch_bytes, narrow.scratch_bytes);
   return plan;

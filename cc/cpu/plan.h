@@ -1,5 +1,5 @@
 // How a pass is cut into tasks and where its scratch memory lies. Depends on extents and flags only, so that results
-// have the same bits whatever the number of threads and the instruction set's vector length.
+// have the same bits whatever the number of threads.
 //
 // These are plain data on purpose: an inline member function would be compiled once per instruction set, and the
 // linker would keep any one of the copies.
@@ -18,6 +18,9 @@ inline constexpr int64_t kTile = 64;
 // On the matrix unit 32 instead of 64 took a fifth less time, except in runs: plan_forward takes 32 elsewhere.
 inline constexpr int64_t kPanelRows[] = {32, 64, 64, 64};
 
+// Up to so many query rows of a task are multiplied with the elements of their rows in the vector lanes (few_rows.h).
+inline constexpr int64_t kFewRows = 12;
+
 // Rows of head_dim elements in tiles are padded to this: a multiple of every vector length and of an AMX tile row.
 inline constexpr int64_t kRowUnit = 32;
 
@@ -30,6 +33,7 @@ struct ForwardPlan {
   int64_t num_tasks;
   bool last_queries_first;  // they see the most keys
   bool goes_in_runs;        // of tiles, where the products can (amx_forward_run.h)
+  bool by_rows;             // all tasks have at most kFewRows rows (few_rows.h)
 
   int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
 

@@ -1,9 +1,10 @@
 // Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
 //
 // Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
-// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. It is computed a step late: by then the other
-// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and one
-// with its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
+// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups; with 80 queries a step, for which ds does not fit
+// the registers, dk reads it there, too. dq is computed a step late: by then the other warpgroup has written its part, and
+// neither waits for the other while half a step apart, one with its products and one with its scores. Two buffers of ds are
+// enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"

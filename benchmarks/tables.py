@@ -194,6 +194,46 @@ def speed_cpu(page: Path) -> str:
     )
 
 
+DECODING_NAME = re.compile(
+    r"(\w+)-b(\d+)-(\d+)x(\d+)-n(\d+)/(\d+)-d(\d+)"
+)  # as benchmarks.cpu names them
+
+
+def cpu_decode(page: Path) -> str:
+    """A handful of queries on many keys on a CPU, beside PyTorch."""
+    record = records.newest("cpu-decode")
+    groups: dict[str, dict[str, float]] = {}
+    for point in record.points:
+        groups.setdefault(point.name, {})[point.contender] = point.median_us / 1e3
+    titles = records.contenders(record.points)
+    rows, by_type = [], dict[str, list[dict[str, float]]]()
+    for name, values in groups.items():
+        match = DECODING_NAME.fullmatch(name)
+        if match is None:
+            raise LookupError(
+                f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --decode"
+            )
+        dtype, batch, queries, keys, heads, kv_heads, head_dim = match.groups()
+        by_type.setdefault(dtype, []).append(values)
+        shape = [dtype, batch, queries, keys, f"{heads} on {kv_heads}", head_dim]
+        rows.append([*shape, *_cells(values, titles, 2, largest=False)])
+    header = ["type", "batch", "queries", "keys", "heads", "head dim", *titles]
+    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
+    return "\n\n".join(
+        [
+            _format(header, rows),
+            "Times as fast, geometric mean (least to most) of the rows. "
+            + " ".join(ratios)
+            + _spread(record.points),
+            _caption(
+                record,
+                page,
+                'Forward, no mask, milliseconds, "-": not timed, since its result was wrong',
+            ),
+        ]
+    )
+
+
 def cpu_tiles(page: Path) -> str:
     """The CPU kernel's products and passes as shares of the measured peak, by instruction set and type."""
     if not records.has("cpu-tiles"):
@@ -422,6 +462,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-h200-others": speed_h200_others,
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
+    "cpu-decode": cpu_decode,
     "cpu-tiles": cpu_tiles,
     "cpu-matrix-unit": cpu_matrix_unit,
     "speed-features": speed_features,

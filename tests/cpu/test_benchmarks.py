@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 import jattn
-from benchmarks import accuracy, arrays, check, cpu, cpu_tiles, latency, memory, report, timing
+from benchmarks import (
+    accuracy,
+    arrays,
+    check,
+    cpu,
+    cpu_tiles,
+    latency,
+    memory,
+    report,
+    tables,
+    timing,
+)
 from benchmarks.rivals import Rival, jax_contender
 from jattn import _core
 from jattn.call_plan import Kernel
@@ -117,6 +128,21 @@ def test_a_line_of_the_tiles_reads_back() -> None:
     assert row.share == pytest.approx(0.8)
     assert "80% of 2500" in str(row)
     assert dataclasses.asdict(row)["keys"] == 1024
+
+
+def test_the_table_of_few_queries_reads_the_names_of_their_problems() -> None:
+    for case in cpu.decoding(["bfloat16"]):
+        match = tables.DECODING_NAME.fullmatch(case.name)
+        assert match is not None
+        shape = (
+            case.batch,
+            case.q_len,
+            case.kv_len,
+            case.num_heads,
+            case.num_kv_heads,
+            case.head_dim,
+        )
+        assert match.groups() == ("bfloat16", *map(str, shape))
 
 
 def test_records_say_how_they_were_made() -> None:

@@ -52,7 +52,7 @@ STATISTICS_ROWS = 128
 FLAGS = "band lengths segments softcap scale_first bulk_reduce take_turns".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule "
-    "scale_first bulk_reduce take_turns"
+    "scale_first bulk_reduce take_turns dq_order"
 ).split()
 
 
@@ -110,6 +110,7 @@ class Variant:
     bulk_reduce: int = 0
     schedule: int = 0  # 2: blocks take item after item, by a counter
     take_turns: int = 0
+    dq_order: int = 0  # 1: the first block stores dq, others add; 2: in the order of the key tiles
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -126,6 +127,7 @@ class Variant:
             "num_warps": "16" if chosen.dq_warpgroup else "12",
             "stages": str(chosen.stages),
             "schedule": str(chosen.schedule),
+            "dq_order": str(chosen.dq_order),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -188,6 +190,27 @@ def variants() -> list[Variant]:
             replace(
                 d128, name=f"d128_{mask}_80", tile_q=80, bulk_reduce=1, schedule=2, take_turns=1
             ),
+            *(
+                replace(
+                    base,
+                    name=f"d{base.head_dim}_{mask}_{base.tile_q}_{tag}",
+                    bulk_reduce=1,
+                    schedule=2,
+                    take_turns=1,
+                    dq_order=order,
+                    section_mib=sections,
+                    rotation=rotation,
+                )
+                for base in (d64, d128, replace(d128, tile_q=80))
+                for tag, order, sections, rotation in (
+                    ("first", 1, mib, 0),
+                    ("first_sections", 1, 16.0, 0),
+                    ("first_rotated", 1, mib, 2),
+                    ("ordered", 2, 16.0, 0),
+                    ("ordered_wide", 2, 64.0, 0),
+                    ("ordered_wider", 2, 256.0, 0),
+                )
+            ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
             replace(d192, name=f"d192_{mask}_apart", dq_warpgroup=1),
@@ -232,6 +255,17 @@ def variants() -> list[Variant]:
         replace(taking, name="check_80_items", tile_q=80, band=0, take_turns=0),
         replace(taking, name="check_80_f16", tile_q=80, band=0, element="f16"),
         replace(taking, name="check_80_scale", tile_q=80, scale_first=1),
+        replace(taking, name="check_first", dq_order=1, section_mib=0.2),
+        replace(taking, name="check_first64", dq_order=1, head_dim=64, tile_q=128, segments=1),
+        replace(taking, name="check_first_80", dq_order=1, tile_q=80, band=0, rotation=3),
+        replace(taking, name="check_first_segments", dq_order=1, segments=1, section_mib=0.2),
+        replace(taking, name="check_ordered", dq_order=2, section_mib=0.2),
+        replace(taking, name="check_ordered_items", dq_order=2, band=0, take_turns=0),
+        replace(taking, name="check_ordered_f16", dq_order=2, element="f16"),
+        replace(taking, name="check_ordered_scale", dq_order=2, scale_first=1, lengths=0),
+        replace(taking, name="check_ordered64", dq_order=2, head_dim=64, tile_q=128),
+        replace(taking, name="check_ordered_80", dq_order=2, tile_q=80, section_mib=0.2),
+        replace(taking, name="check_ordered_80_full", dq_order=2, tile_q=80, band=0),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -295,17 +329,17 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
-        *("wants_dk", "wants_dv", "items", "next_item"),
+        *("wants_dk", "wants_dv", "items", "next_item", "dq_turns"),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "accumulator_width", "accumulator_rows"),
-        *("q_len", "num_heads", "head_dim_v", "next_item"),
+        *("q_len", "num_heads", "head_dim_v", "next_item", "dq_turns"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
-        "scale",
+        *("scale", "dq_turns"),
     ),
 }
 
@@ -402,7 +436,14 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             (flat_heads * rows_padded * width,), math.nan, device="cuda", dtype=torch.float32
         )
 
-    keep: list[Any] = [scratch, row_flags, accumulator]
+    zeroed, turns = accumulator, None
+    if variant.dq_order:
+        zeroed = None
+        turns = torch.full(
+            (flat_heads * rows_padded // 32,), 12345, device="cuda", dtype=torch.int32
+        )
+
+    keep: list[Any] = [scratch, row_flags, accumulator, turns]
     group = case.group
     kv_tiles = -(-case.kv_len // variant.tile_kv)
 
@@ -425,6 +466,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "tiles": tiles,
             "section_heads": heads_of_section,
             "rotation": variant.rotation,
+            "dq_turns": turns.data_ptr() if turns is not None else None,
             "wants_dk": True,
             "wants_dv": True,
         }
@@ -445,7 +487,8 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "lse_log2": scratch[0].data_ptr(),
             "delta": scratch[1].data_ptr(),
             "row_flags": row_flags.data_ptr(),
-            "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
+            "dq_accumulator": zeroed.data_ptr() if zeroed is not None else None,
+            "dq_turns": turns.data_ptr() if turns is not None else None,
             "rows_padded": rows_padded,
             "next_item": next_item.data_ptr(),
             "accumulator_width": width,
@@ -485,6 +528,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             {
                 "dq": driver.tensor_map(results["dq"], variant.tile_q),
                 "dq_accumulator": accumulator.data_ptr(),
+                "dq_turns": turns.data_ptr() if turns is not None else None,
                 "q_lengths": data.pointer("q_lengths"),
                 "rows_padded": rows_padded,
                 "tiles": q_tiles,
@@ -667,7 +711,8 @@ def check(torch: Any, driver: Driver, loaded: Loaded, repeats: int) -> list[str]
         for name in ("dk", "dv"):
             if not bool((run.results[name][unread] == 0).all()):
                 problems.append(f"{name} of a key that nobody sees is not 0")
-        stable = ("dq", "dk", "dv") if loaded.variant.two_kernels else ("dk", "dv")
+        is_ordered = loaded.variant.two_kernels or loaded.variant.dq_order == 2
+        stable = ("dq", "dk", "dv") if is_ordered else ("dk", "dv")
         counts = differing(torch, run, run.results, repeats)
         problems += [
             f"{name}: {counts[name]} of {repeats} runs differ" for name in stable if counts[name]

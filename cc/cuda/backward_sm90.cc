@@ -38,6 +38,10 @@ bool takes_items(const Kernels& kernels) {
   return kernels.fused != nullptr && sm90::takes_items(kernels.fused->config());
 }
 
+bool has_senders(const Kernels& kernels) {
+  return kernels.fused != nullptr && sm90::has_senders(kernels.fused->config());
+}
+
 bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
 // Rows of the packed mask are the axis that the kernel owns.
@@ -84,6 +88,7 @@ struct Scratch {
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
   int32_t* next_item = nullptr;  // sm90::DocumentCounter
+  int32_t* dq_turns = nullptr;   // sm90::BackwardParams
   void* documents = nullptr;
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
@@ -115,6 +120,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (takes_items(kernels)) {
     scratch.next_item = static_cast<int32_t*>(take(sm90::kDocumentCounters * sizeof(int32_t)));
     scratch.documents = take(document_tiles_bytes(problem, kernels.fused->config(), true));
+  }
+  if (has_senders(kernels)) {
+    scratch.dq_turns =
+        static_cast<int32_t*>(take(rows / sm90::kDqTurnRows * sm90::kBackwardConsumers * sizeof(int32_t)));
   }
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
@@ -149,14 +158,17 @@ int64_t full_sections(int64_t wanted, int64_t heads) {
 
 // Key/value heads of one section. Where tiles differ in work, as many as keep what their blocks read within a quarter of the
 // L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which in a causal
-// problem is twice the mean. Elsewhere one. tiles: items of a key/value head.
+// problem is twice the mean. Where blocks of one head wait for each other, as many as have only eight of them at work together.
+// Elsewhere one. tiles: items of a key/value head.
 int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
-  if (!config.band && !config.lengths && !config.segments && !config.mask) return 1;
+  if (!config.band && !config.lengths && !config.segments && !config.mask && !sm90::orders_dq(config)) return 1;
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
   const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
-  return full_sections(std::max(by_bytes, ceil_div(sm_count, tiles)), problem.batch * problem.num_kv_heads);
+  constexpr int64_t kWaitingBlocks = 8;
+  const int64_t together = sm90::orders_dq(config) ? std::min(tiles, kWaitingBlocks) : tiles;
+  return full_sections(std::max(by_bytes, ceil_div(sm_count, together)), problem.batch * problem.num_kv_heads);
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -174,8 +186,9 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .lse_log2 = scratch.lse_log2,
       .delta = scratch.delta,
       .row_flags = scratch.row_flags,
-      .dq_accumulator = scratch.dq_accumulator,
+      .dq_accumulator = has_senders(kernels) ? nullptr : scratch.dq_accumulator,
       .next_item = scratch.next_item,
+      .dq_turns = scratch.dq_turns,
       .rows_padded = scratch.rows_padded,
       .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
       .accumulator_rows = static_cast<int32_t>(accumulator_rows(problem, kernels)),
@@ -220,6 +233,7 @@ sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffe
   params.delta = scratch.delta;
   params.row_flags = scratch.row_flags;
   params.dq_accumulator = scratch.dq_accumulator;
+  params.dq_turns = scratch.dq_turns;
   params.rows_padded = scratch.rows_padded;
   return params;
 }
@@ -324,6 +338,7 @@ void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const P
   params.dq = tile_map(buffers.dq, problem.dtype, problem.batch, problem.q_len, problem.num_heads, problem.head_dim,
                        config.tile_q);
   params.dq_accumulator = scratch.dq_accumulator;
+  params.dq_turns = scratch.dq_turns;
   params.q_lengths = problem.q_lengths;
   params.rows_padded = scratch.rows_padded;
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));

@@ -51,6 +51,8 @@ struct Config {
   int key_splits = 1;       // forward_combine: the parts
   bool stores_ds = false;   // backward: gradients of the scores leave for memory in the place of a staged bias
   bool take_turns = false;  // consumer warpgroups start their products one after the other (sm90/turns.cuh)
+  int dq_order = 0;  // backward: dq is added up 0: to zeros, in any order; by warps of their own (backward_sender.cuh)
+                     // 1: in any order, the first block stores; 2: in the order of the key tiles, likewise
   bool cap_series =
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =

@@ -47,6 +47,9 @@ _LARGEST_FUSED_HEAD_DIM = 192
 _NARROWEST_BAND_OF_EIGHTY_QUERIES = 8192
 # Whether blocks stay, take item after item, and their warpgroups take turns at the products; None: by the problem.
 _TAKES_ITEMS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("items", default=None)
+# How warps of their own add dq up, where a kernel has them (``Config::dq_order``); 0: consumers do. Not measured yet,
+# so nobody's choice.
+_DQ_ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("dq_order", default=0)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -61,6 +64,7 @@ class Tile:
       bulk_reduce, staged_bias, stores_ds: see ``Config``.
       takes_items: blocks stay and take items by a counter, and warpgroups take turns (``Config::schedule`` 2,
         ``Config::take_turns``).
+      dq_order: how dq is added up (``Config::dq_order``); 2: the same bits every time.
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
       documents: tiles of keys begin with runs of segment ids (``Config::documents``).
     """
@@ -74,6 +78,7 @@ class Tile:
     staged_bias: bool = False
     stores_ds: bool = False
     takes_items: bool = False
+    dq_order: int = 0
     dq_warpgroup: bool = False
     documents: bool = False
 
@@ -90,6 +95,19 @@ def resident_blocks(there: bool) -> Iterator[None]:
         yield
     finally:
         _TAKES_ITEMS.reset(token)
+
+
+@contextlib.contextmanager
+def dq_order(order: int) -> Iterator[None]:
+    """Has dq added up as ``Config::dq_order`` says, where a kernel can, in calls traced by this thread.
+
+    For measurements. Deterministic calls take order 2 instead of a kernel of its own for dq.
+    """
+    token = _DQ_ORDER.set(order)
+    try:
+        yield
+    finally:
+        _DQ_ORDER.reset(token)
 
 
 def _has_step_terms(spec: Spec) -> bool:
@@ -112,6 +130,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     per_row = 4 * (owned + tile.stages * visited)
     ids = per_row if spec.segments else 8
     barriers = 8 * (4 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
+    barriers += 192 if tile.dq_order else 0
     features = per_row if spec.positions else 0
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) else 0
@@ -297,6 +316,42 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     return bulk if keys_shared_bytes(bulk, spec, fused=fused) <= MAX_SHARED_BYTES else tile
 
 
+def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
+    """The tile with warps that add dq up (``Config::dq_order``), where its kernel can have them.
+
+    They send what bulk reductions stage. In an order, which tile comes before another must follow from their numbers:
+    nothing may filter tiles.
+    """
+    filters = spec.segments or spec.mask is not None or (spec.positions and not spec.band.unbounded)
+    if order == 0 or not tile.takes_items or (order == 2 and filters):
+        return tile
+    found = dataclasses.replace(tile, dq_order=order)
+    if order == 2 and tile.tile_q == 128 and not tile.staged_bias:
+        found = dataclasses.replace(found, bulk_reduce=True)
+    fits = keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES
+    return found if found.bulk_reduce and fits else tile
+
+
+def _pick_keys(
+    spec: Spec, *, fused: bool, stores_ds: bool, deterministic: bool
+) -> tuple[Tile, bool]:
+    """The tile of the kernel that owns keys, and whether it makes dq, too.
+
+    ``fused``: whether it is asked for all three.
+    """
+    keys = keys_tile(spec, fused=fused, stores_ds=stores_ds)
+    if fused and (not _splits(keys) or keys.dq_warpgroup):
+        # Kernels that store ds are launched for some heads at a time.
+        takes_items = not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
+        keys = dataclasses.replace(keys, takes_items=takes_items)
+        keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
+        order = _DQ_ORDER.get()
+        keys = _with_senders(keys, spec, order if order == 2 or not deterministic else 0)
+        if keys.dq_order == 2 or not deterministic:
+            return keys, True
+    return keys_tile(spec, fused=fused and not deterministic, stores_ds=stores_ds), False
+
+
 def queries_tile(spec: Spec) -> Tile:
     """Picks the tile of the kernel that owns queries.
 
@@ -364,6 +419,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         stores_ds=tile.stores_ds,
         schedule=2 if tile.takes_items else None,
         take_turns=tile.takes_items,
+        dq_order=tile.dq_order or None,
         documents=tile.documents,
     )
 
@@ -383,8 +439,8 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     Args:
       spec: the problem; head dims are multiples of ``flash_tiles.HEAD_DIM_MULTIPLE``. The batch may be symbolic.
       wants: which of dq, dk, dv and dbias are wanted.
-      deterministic: the same bits every time: dq by a kernel of its own instead of by reductions in memory.
-        Head dims above 192 always run so.
+      deterministic: the same bits every time: dq by a kernel of its own instead of by reductions in memory in any
+        order. Head dims above 192 always run so.
 
     Returns:
       The plan; its kernels are those that the wanted gradients need.
@@ -393,13 +449,9 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     want_keys = want_k or want_v
     element = ELEMENTS[spec.dtype]
     stores_ds = want_bias and want_keys and can_store_ds(spec)
-    keys = keys_tile(spec, fused=want_q and not deterministic, stores_ds=stores_ds)
-    fuses = not _splits(keys) or keys.dq_warpgroup
-    fused = want_q and want_keys and not deterministic and fuses
-    # Kernels that store ds are launched for some heads at a time.
-    takes_items = fused and not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
-    keys = dataclasses.replace(keys, takes_items=takes_items)
-    keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
+    keys, fused = _pick_keys(
+        spec, fused=want_q and want_keys, stores_ds=stores_ds, deterministic=deterministic
+    )
 
     added_rows = round_up(spec.q_len, keys.tile_q if fused else 1)
     rows = spec.batch * spec.num_heads * round_up(added_rows, _STATISTICS_ROWS)
@@ -415,6 +467,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
         scratch += rows * keys.head_dim * 4 + SCRATCH_ALIGNMENT
         scratch += 3 * 4 + SCRATCH_ALIGNMENT if keys.takes_items else 0
+        scratch += rows // 32 * 4 + SCRATCH_ALIGNMENT if keys.dq_order else 0
     elif want_q:
         tile = queries_tile(spec)
         kernels.append(_attention_key("sm90_backward_dq", spec, tile))

@@ -5,7 +5,9 @@ The model holds every wait, signal, read and write of the producer and of each w
 any numbers of steps. What reads shared memory behind a warp's back has programs of its own: the
 matrix unit for each warpgroup, whose product reads once all warps have started it and ends for all
 of them at once, and the copy engine for each warp, whose stores and reductions read at any time
-until they are waited for. ``test_backward_steps.py`` has the kernels with a block for each item.
+until they are waited for. With ``Config::dq_order`` two more warps send dq off (backward_sender.cuh); that
+other blocks let them is taken for granted here, and shown in ``test_dq_order.py``.
+``test_backward_steps.py`` has the kernels with a block for each item.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ from late_steps import Place, Step, early_reads
 
 WARPS = 4  # of a warpgroup
 ALL_WARPS = 2 * WARPS
+TURNS = 4  # records for the senders
 Parts = Callable[[int], list[Place]]  # what a warp of all writes
 UNLIMITED = 1 << 30  # signals of a phase where who waits asks for a number and cannot miss it
 
@@ -36,6 +39,7 @@ class Form:
       chunks: of 64 queries in a tile. Where a tile has two, each warpgroup makes dq of one of them.
       transposed: tiles have 80 queries; ds is stored [queries][keys of a warpgroup], and dk reads it there.
       slots: places to stage dq for reductions; 0 if threads add it up themselves.
+      senders: warps of their own add up what is staged.
       dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
       ahead: tiles of queries that come before the keys of their item.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
@@ -45,6 +49,7 @@ class Form:
     chunks: int = 1
     transposed: bool = False
     slots: int = 2
+    senders: bool = False
     dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
     dk: tuple[tuple[int, int], ...] = ()
     stages: int = 2
@@ -65,6 +70,8 @@ class Program:
         self.steps: list[Step] = []
         self.copies: list[Step] = []
         self.products: list[Step] = []
+        # To the sender, of this warpgroup: what each of its sums reads.
+        self.handed: list[list[tuple[Place, int]]] = []
         self.met: Counter[Place] = Counter()
         # Writes of places by all warps so far, which all write alike: the version that is due.
         self.written: Counter[Place] = Counter()
@@ -116,6 +123,7 @@ class Program:
                 self.load_queries()
             if count <= ahead:
                 self.start_item(number, count)
+        self.announce_dq()
         self.start_item(len(self.items), 0)
         return self.steps
 
@@ -129,10 +137,18 @@ class Program:
             self.write("k")
         self.signal("own full")
 
+    def announce_dq(self) -> None:
+        if self.form.senders:
+            self.wait(("turn empty", self.step % TURNS), self.step // TURNS, 2)
+            self.write("turn", self.step % TURNS)
+            self.signal("turn full", self.step % TURNS)
+
     def load_queries(self) -> None:
         stage, rounds = self.step % self.form.stages, self.step // self.form.stages
         for kind in ("q", "d"):
             self.wait((f"{kind} empty", stage), rounds, 2)
+            if kind == "q":
+                self.announce_dq()
             self.write(kind, stage)
             if not self.form.empty_rows:
                 self.signal(f"{kind} full", stage)
@@ -201,7 +217,7 @@ class Program:
     def staged_dk(self, warp: int) -> list[Place]:
         first = warp % WARPS * 2
         pieces = (first, first + 1, first + 8, first + 9)
-        slot = (self.slot + 1) % self.form.slots
+        slot = (self.step if self.form.senders else self.slot + 1) % self.form.slots
         return [("staging", slot, warp // WARPS, piece) for piece in pieces]
 
     # Parts of a chunk of ds: each warp writes its keys, rows of it; or, transposed, its columns of all rows, of which
@@ -220,15 +236,45 @@ class Program:
     def stage_dq(self) -> None:
         if not self.form.slots:
             return
-        self.slot = (self.slot + 1) % self.form.slots
-        self.wait_copies(self.form.slots - 1, "place of staging")
+        if self.form.senders:
+            self.slot = (self.step - 1) % self.form.slots
+            self.wait_slot(self.step - 1, "place of staging")
+        else:
+            self.slot = (self.slot + 1) % self.form.slots
+            self.wait_copies(self.form.slots - 1, "place of staging")
         self.write_parts(self.staged_dq)
         self.staged = True
 
-    def start_reduction(self) -> None:
-        if self.staged:
+    def wait_slot(self, number: int, name: str) -> None:
+        slot = ("staged empty", number % self.form.slots, self.warpgroup)
+        self.wait(slot, number // self.form.slots, 1, name)
+
+    def start_reduction(self, number: int) -> None:
+        """Of the step of this number."""
+        if self.staged and self.form.senders:
+            own = range(WARPS * self.warpgroup, WARPS * (self.warpgroup + 1))
+            places = [place for warp in own for place in self.staged_dq(warp)]
+            self.handed.append([(place, self.written[place]) for place in places])
+            self.signal("staged full", number % self.form.slots, self.warpgroup)
+        elif self.staged:
             self.send(self.staged_dq(self.me))
         self.staged = False
+
+    def send_dq(self, handed: list[list[tuple[Place, int]]]) -> list[Step]:
+        """The warp that sends what a warpgroup stages. Each sum is waited for at once."""
+        for number in range(len(handed) + 1):
+            self.wait(("turn full", number % TURNS), number // TURNS + 1, 1)
+            self.read("turn", number % TURNS, version=number // TURNS + 1)
+            self.signal("turn empty", number % TURNS)
+            if number == len(handed):
+                break
+            slot, rounds = number % self.form.slots, number // self.form.slots
+            self.wait(("staged full", slot, self.warpgroup), rounds + 1, WARPS)
+            for place, version in handed[number]:
+                self.read(*place, version=version)
+            self.signal("staged empty", slot, self.warpgroup)
+        self.signal("gone")
+        return self.steps
 
     # The consumers.
     def work(self) -> list[Step]:
@@ -302,7 +348,7 @@ class Program:
             self.end_turn("turn of the last step ends")
         self.signal("values empty")
         self.start_late_dq(k)
-        self.start_reduction()
+        self.start_reduction(self.step - 2)
         self.wait_products(0, "last dq")
         self.signal("ds empty", (self.step - 1) % 2, name="ds empty of the drain")
         self.release_item(record)
@@ -319,7 +365,7 @@ class Program:
         buffer = self.step % 2
         self.wait(("ds empty", buffer), self.step // 2, ALL_WARPS)
         self.write_parts(lambda warp: self.stored_ds(buffer, warp))
-        self.start_reduction()
+        self.start_reduction(self.step - 2)
 
     def start_late_dq(self, k: tuple[Place, int], is_used: bool = True) -> None:
         """The product for the step before. That of an item's first step is of what happens to lie there."""
@@ -333,7 +379,7 @@ class Program:
     def leave(self) -> None:
         """Each warp writes its rows of dv and dk, and one thread has those of the warpgroup stored."""
         if not self.form.dk and self.form.slots == 1:
-            self.start_reduction()
+            self.start_reduction(self.step - 1)
         self.sync(("consumers",), ALL_WARPS, "sync of consumers")
         results: list[Parts] = [
             functools.partial(self.rows_in_ds, *place) for place in (*self.form.dv, *self.form.dk)
@@ -341,13 +387,16 @@ class Program:
         for rows in results:
             self.write_parts(rows)
         if not self.form.dk:
-            self.wait_copies(0, "staging read")
-            self.sync_warpgroup("sync behind staging read")
+            if self.form.senders:
+                self.wait_slot(self.step, "staging read")
+            else:
+                self.wait_copies(0, "staging read")
+                self.sync_warpgroup("sync behind staging read")
             results.append(self.staged_dk)
             self.write_parts(self.staged_dk)
         own = range(WARPS * self.warpgroup, WARPS * (self.warpgroup + 1))
         stored = [place for rows in results for warp in own for place in rows(warp)]
-        self.start_reduction()
+        self.start_reduction(self.step - 1)
         self.sync_warpgroup("sync before results are stored")
         if self.warp == 0:
             self.send(stored)
@@ -357,12 +406,16 @@ def programs(form: Form, items: list[int]) -> list[list[Step]]:
     """The producer, the warps, their copies, the products of the warpgroups, and the end of the block."""
     warps = [Program(form, items, i // WARPS, i % WARPS) for i in range(ALL_WARPS)]
     found = [Program(form, items).produce(), *(warp.work() for warp in warps)]
+    if form.senders:
+        givers = enumerate(warps[::WARPS])
+        found += [Program(form, items, i).send_dq(giver.handed) for i, giver in givers]
     found += [warp.copies for warp in warps]
     found += [warp.products for warp in (warps[::WARPS] if form.products_meet else warps)]
     # Whoever has the shared memory next writes over it.
     stored = {step.place for warp in warps for step in warp.copies if step.action == "read"}
+    stored |= {place for warp in warps for sums in warp.handed for place, _ in sums}
     end = [
-        Step("wait", ("gone",), ALL_WARPS),
+        Step("wait", ("gone",), ALL_WARPS + 2 * form.senders),
         *(Step("write", place) for place in sorted(stored, key=str)),
     ]
     return [*found, end]
@@ -392,6 +445,10 @@ FORMS = {
     "64-red": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True),
     "64-narrow": Form(dv=((0, 0),), dk=((1, 0),)),
     "128-without-turns": Form(turns=False),
+    "128-senders": Form(senders=True),
+    "128-80-senders": Form(slots=1, transposed=True, senders=True),
+    "64-senders": dataclasses.replace(HEAD_DIM_64, slots=1, senders=True, empty_rows=True),
+    "128-senders-without-turns": Form(turns=False, senders=True),
 }
 ITEMS: tuple[list[int], ...] = (
     [],
@@ -460,6 +517,15 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128", "turn of the last step ends", "stops at ('turn given', 1)"),
         ("128", "last turn", "turns of 0 left over"),
         ("128", LATE_END, "stops at ('ds full', 0)"),
+        ("128-senders", "place of staging", "staging is read late"),
+        ("128-senders", "staging read", "staging is read late"),
+        ("128-senders", "staged full", "staging is read early"),
+        ("128-80-senders", "place of staging", "staging is read late"),
+        ("128-80-senders", "staging read", "staging is read late"),
+        ("128-80-senders", "results read", "staging is read late"),
+        ("128-80-senders", "turn full", "turn is read early"),
+        ("128-80-senders", "turn empty", "turn is read late"),
+        ("64-senders", "place of staging", "staging is read late"),
         ("128", END_IN_FIRST_STEP, "turns of 1 left over"),
     ],
 )

@@ -10,6 +10,7 @@
 
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_producer.cuh"
+#include "sm90/backward_sender.cuh"
 #include "sm90/backward_split.cuh"
 
 namespace jattn::sm90 {
@@ -35,6 +36,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(!C.documents || (takes_items(C) && C.segments && !C.lengths && !C.positions && !C.mask && !C.bias &&
                                  !C.alibi && !C.dropout));
   static_assert(!C.take_turns || (kFused && !kSplit));
+  static_assert(!has_senders(C) || (takes_items(C) && C.bulk_reduce));
+  static_assert(!orders_dq(C) || (!C.segments && !C.mask && !has_position_band(C)));
 
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& control = *reinterpret_cast<BackwardControl<C, false>*>(shared + kLayout.control);
@@ -59,7 +62,11 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   if (warpgroup == 0) {
     release_registers<backward_producer_registers(C)>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp == 0) KeyProducer<C, kFused>{params, control, tiles}.run();
+    if (warp == 0) {
+      KeyProducer<C, kFused>{params, control, tiles}.run();
+    } else if constexpr (has_senders(C)) {
+      if (warp <= kBackwardConsumers && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
+    }
   } else if constexpr (has_dq_warpgroup(C)) {
     if (warpgroup == 1) {
       acquire_registers<kDvRegisters>();

@@ -22,13 +22,18 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
   const int entry = flat_head / params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
-  const float* source = params.dq_accumulator + (int64_t(flat_head) * params.rows_padded + first) * C.head_dim;
+  const int64_t accumulator_row = int64_t(flat_head) * params.rows_padded + first;
+  const float* source = params.dq_accumulator + accumulator_row * C.head_dim;
+  // Where no block has been, the accumulator may hold anything.
+  const bool is_there =
+      params.dq_turns == nullptr || params.dq_turns[accumulator_row / kDqTurnRows * kBackwardConsumers] != 0;
 
   const int part = threadIdx.x / 32, half = part / 4;
   float4 x[kColumns / 8];
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
-    x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
+    x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (is_there) x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
   }
   const int row = part % 4 * 16 + (kTransposed || C.tile_q == 128 ? 64 * half : 0);
   const int first_column = C.tile_q == 128 ? 0 : kColumns * half;

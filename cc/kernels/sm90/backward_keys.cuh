@@ -21,6 +21,7 @@ struct KeyConsumer {
   static constexpr int kDsBytes = C.tile_kv * C.tile_q * 2;
   static constexpr int kPartColumns = dq_part_columns(C);
   static constexpr int kPartFloats = 16 * kPartColumns;
+  static constexpr unsigned kSlots = kLayout.staging_slots;
   // ds is stored [queries][keys of a warpgroup], and dk reads it there: as fragments beside p it would not fit the registers.
   static constexpr bool kTransposedDq = transposes_dq(C);
   static constexpr int kScores = C.tile_q / 2;  // of a thread
@@ -38,9 +39,12 @@ struct KeyConsumer {
   RingPosition<kLayout.bias_slots> bias_ring;
   unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
   // Where a warp's part of dq goes: its first number, or, of one register instead of two, the row of the accumulator.
-  using Target = Conditional<kTransposedDq, int, float*>;
+  // Where other warps send it, whether there is one.
+  using Target = Conditional<has_senders(C), bool, Conditional<kTransposedDq, int, float*>>;
   __device__ __forceinline__ static constexpr Target no_target() {
-    if constexpr (kTransposedDq) {
+    if constexpr (has_senders(C)) {
+      return false;
+    } else if constexpr (kTransposedDq) {
       return -1;
     } else {
       return nullptr;
@@ -180,7 +184,7 @@ struct KeyConsumer {
     if constexpr (C.stores_ds) store_transposed(stored_ds_address(), ds);
     if constexpr (kFused || C.stores_ds) {
       fence_async_proxy();  // for ds and for the staged dq
-      start_reduction();
+      start_reduction(step - 2);
     }
   }
 
@@ -233,6 +237,8 @@ struct KeyConsumer {
   __device__ __forceinline__ Target dq_target(int stage) const {
     if constexpr (!kFused) {
       return no_target();
+    } else if constexpr (has_senders(C)) {
+      return true;
     } else if constexpr (kTransposedDq) {
       return int(control.headers[stage].accumulator_row);
     } else {
@@ -249,6 +255,10 @@ struct KeyConsumer {
     }
   }
 
+  // With senders, dq of all steps of the block go through the slots in turn.
+  __device__ __forceinline__ void wait_slot(unsigned number) const {
+    wait(&control.staged_empty[number % kSlots][warpgroup], ~(number / kSlots) & 1);
+  }
   __device__ __forceinline__ unsigned staging_address() const {
     const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
     return tiles + kLayout.staging + staging_slot * kLayout.staging_bytes + part * kPartFloats * 4;
@@ -257,9 +267,15 @@ struct KeyConsumer {
   // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as well.
   __device__ __forceinline__ void add_dq(const Dq& dq, Target target) {
     if constexpr (kFused && C.bulk_reduce) {
-      if constexpr (kLayout.staging_slots > 1) staging_slot ^= 1;
-      if (lane() == 0) wait_stores_read<kLayout.staging_slots - 1>();
-      __syncwarp();
+      if constexpr (has_senders(C)) {
+        const unsigned number = step - 1;  // a step late
+        staging_slot = number % kSlots;
+        wait_slot(number);
+      } else {
+        if constexpr (kSlots > 1) staging_slot ^= 1;
+        if (lane() == 0) wait_stores_read<kSlots - 1>();
+        __syncwarp();
+      }
       const unsigned staging = staging_address();
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
@@ -279,9 +295,13 @@ struct KeyConsumer {
     }
   }
 
-  // Sends off what add_dq() staged. A fence_async_proxy() by every lane precedes.
-  __device__ __forceinline__ void start_reduction() {
-    if constexpr (kFused && C.bulk_reduce) {
+  // Sends off what add_dq() staged, of the step `number`. A fence_async_proxy() by every lane precedes.
+  __device__ __forceinline__ void start_reduction(unsigned number) {
+    if constexpr (has_senders(C)) {
+      __syncwarp();
+      if (lane() == 0 && staged) arrive(&control.staged_full[number % kSlots][warpgroup]);
+      staged = false;
+    } else if constexpr (kFused && C.bulk_reduce) {
       __syncwarp();
       if (lane() == 0 && staged != no_target()) {
         add_floats(address_of(staged), staging_address(), kPartFloats * 4);
@@ -291,10 +311,10 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void finish_reductions() {
+  __device__ __forceinline__ void finish_reductions(unsigned number) {
     if constexpr (kFused && C.bulk_reduce) {
       fence_async_proxy();
-      start_reduction();
+      start_reduction(number);
     }
   }
 
@@ -385,7 +405,7 @@ struct KeyConsumer {
     if constexpr (kFused) {
       Dq dq;
       start_late_dq(dq);
-      finish_reductions();
+      finish_reductions(step - 2);
       wait_products<0>();
       pin_registers(dq);
       if constexpr (takes_items(C)) release_by_warp(ds_empty(step - 1));
@@ -408,7 +428,7 @@ struct KeyConsumer {
 
   // A warpgroup's part of the slot that the last dq does not need.
   __device__ __forceinline__ unsigned dk_slot() const {
-    const unsigned slot = kLayout.staging_slots > 1 ? staging_slot ^ 1 : 0;
+    const unsigned slot = has_senders(C) ? step % kSlots : kSlots > 1 ? staging_slot ^ 1 : 0;
     constexpr int kPartBytes = kLayout.staging_bytes / kBackwardConsumers;
     static_assert(!kDkBySlot || kPartBytes >= tile_bytes(kWarpgroupRows, C.head_dim));
     return tiles + kLayout.staging + slot * kLayout.staging_bytes + warpgroup * kPartBytes;
@@ -437,7 +457,7 @@ struct KeyConsumer {
       dk_factor[r] = inside ? params.problem.scale : 0.0f;
       dv_factor[r] = inside ? dropout_factor(item.batch) : 0.0f;
     }
-    if constexpr (kDkBySlot && kLayout.staging_slots == 1) finish_reductions();
+    if constexpr (kDkBySlot && kSlots == 1) finish_reductions(step - 1);
     sync_consumers();  // both have read the places for the last time
     const unsigned dv_tile =
         tiles + (takes_items(C) ? kLayout.ds : kLayout.v) + (kDvByParts ? warpgroup * C.tile_q * kChunkRowBytes : 0);
@@ -449,12 +469,16 @@ struct KeyConsumer {
     stage_gradient<C.element, kDvRows, C.head_dim_v, kAnew>(dv, dv_factor, dv_tile, dv_row);
     if constexpr (kDkBySlot) {
       // The reductions of this warpgroup that read the slot; with two slots they left before the last dq.
-      if (lane() == 0) wait_stores_read();
-      sync_warpgroup(warpgroup);
+      if constexpr (has_senders(C)) {
+        wait_slot(step);
+      } else {
+        if (lane() == 0) wait_stores_read();
+        sync_warpgroup(warpgroup);
+      }
     }
     stage_gradient<C.element, kDkRows, C.head_dim, kAnew>(dk, dk_factor, dk_tile, dk_row);
     fence_async_proxy();
-    start_reduction();
+    start_reduction(step - 1);
     sync_warpgroup(warpgroup);
     if constexpr (C.documents) {
       const int rows = item.kv_length - first;

@@ -6,6 +6,7 @@
 namespace jattn::sm90 {
 
 inline constexpr int kStatisticsRows = 128;  // statistics of a head are padded to a multiple of this
+inline constexpr int kDqTurnRows = 64;  // rows of dq_accumulator for which there are counters: at most those of a tile
 
 // One struct for the kernels that own keys (sm90_backward, sm90_backward_dkv) and for the one that owns queries
 // (sm90_backward_dq). Boxes of inputs are (64, tile_q, 1, 1) and (64, tile_kv, 1, 1), those of results (64, 64, 1, 1), all
@@ -42,6 +43,9 @@ struct BackwardParams {
       next_item;  // items taken beside the first of each block; zeroed by backward_prepare, with the rest of DocumentCounter
   const DocumentTile* documents;  // of keys; this and the next two: read if Config::documents
   void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
+  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, of each consumer
+  // warpgroup (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
+  int32_t* dq_turns;
 };
 
 // backward_dbias.cuh
@@ -76,6 +80,7 @@ struct PrepareParams {
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null
   int32_t* next_item;     // [kDocumentCounters], likewise
+  int32_t* dq_turns;      // likewise
   int64_t rows_padded;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t accumulator_rows;   // of a head, those of its tiles; at most rows_padded
@@ -86,6 +91,7 @@ struct PrepareParams {
 struct CastParams {
   TensorMap dq;  // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   const float* dq_accumulator;
+  const int32_t* dq_turns;   // or null: the accumulator holds zeros where nothing was added
   const int32_t* q_lengths;  // [B] or null
   int64_t rows_padded;
   int32_t tiles;  // query tiles of one head

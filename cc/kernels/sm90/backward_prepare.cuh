@@ -1,5 +1,5 @@
 // What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
-// with rows that see no key; and zeros in the accumulator of dq and in the counter of items.
+// with rows that see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
 // head, blocks of a head in a row.
@@ -60,6 +60,10 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
     float4* target = reinterpret_cast<float4*>(params.dq_accumulator + (padded + first_row) * params.accumulator_width);
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+
+  // Rows of blocks follow each other, as those of the accumulator do.
+  constexpr int kTurns = kStatisticsRows / kDqTurnRows * kBackwardConsumers;
+  if (params.dq_turns && threadIdx.x < kTurns) params.dq_turns[int64_t(blockIdx.x) * kTurns + threadIdx.x] = 0;
 
   if (params.next_item && blockIdx.x == 0 && threadIdx.x < kDocumentCounters) params.next_item[threadIdx.x] = 0;
 

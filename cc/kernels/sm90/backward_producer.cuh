@@ -20,6 +20,7 @@ struct KeyProducer {
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> ring{0, 1};
   RingPosition<kLayout.bias_slots> bias_ring{0, 1};
+  RingPosition<kDqTurns> turn_ring{0, 1};
   unsigned landed_parity = 0;
   unsigned own_parity = 1;
   int terms_head = -1;        // query head of the records in control.terms
@@ -97,6 +98,18 @@ struct KeyProducer {
     int mask_flags;
   };
 
+  // Tells the warps that add dq up where the next one goes.
+  __device__ __forceinline__ void announce_dq(const DqTurn& turn) {
+    if constexpr (has_senders(C)) {
+      wait_as_warp(&control.turn_empty[turn_ring.index], turn_ring.parity);
+      if (leads()) {
+        control.dq_turns[turn_ring.index] = turn;
+        arrive(&control.turn_full[turn_ring.index]);
+      }
+      turn_ring.advance();
+    }
+  }
+
   // What the consumers need of a step beside tiles.
   __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
     const int stage = ring.index, first = step.tile * C.tile_q;
@@ -119,8 +132,9 @@ struct KeyProducer {
     }
   }
 
-  // empty_rows: the tile holds rows that see no key, which must be cleared.
-  __device__ __forceinline__ void load_queries(const BackwardItem& item, Step step, int flags, bool empty_rows) {
+  // empty_rows: the tile holds rows that see no key, which must be cleared. after: as in DqTurn.
+  __device__ __forceinline__ void load_queries(const BackwardItem& item, Step step, int flags, bool empty_rows,
+                                               int after) {
     const int stage = ring.index;
     const int first = step.tile * C.tile_q;
     const int64_t row = (int64_t(item.batch) * params.problem.num_heads + step.head) * params.rows_padded + first;
@@ -138,6 +152,7 @@ struct KeyProducer {
       __syncwarp();
     }
     write_terms(item, step, flags);
+    announce_dq({row, item.first / C.tile_kv + 1, after});
     if (leads()) {
       control.headers[stage] = {first, flags, row};
       int bytes = kQBytes + statistics_bytes(C);
@@ -210,8 +225,9 @@ struct KeyProducer {
     if (of_document) {
       range = document_queries<C>(document, end);
     } else if (end > item.first) {
-      range = visible_tiles<has_index_band(C)>(item.first, end, transposed(band_of(item)), item.q_length, C.tile_q);
+      range = queries_of_keys<C>(item, item.first, end);
     }
+    const Predecessor<C> predecessor(item);
     RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
     if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
     const bool ends_early = end < item.first + C.tile_kv;
@@ -279,7 +295,7 @@ struct KeyProducer {
       const Step next = following(step);
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
       if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
-      load_queries(item, step, flags, empty_rows);
+      load_queries(item, step, flags, empty_rows, predecessor.tiles_before(step.tile));
       step = next;
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for
     }
@@ -290,7 +306,16 @@ struct KeyProducer {
     if constexpr (!takes_items(C)) {
       run_item(blockIdx.x, true);
     } else {
-      int number = blockIdx.x, items = params.items;
+      // Where blocks wait for each other (backward_sender.cuh), no item is a block's for its place in the grid: it may not
+      // have begun.
+      const int given = orders_dq(C) ? 0 : gridDim.x;
+      bool is_first = true;
+      const auto take = [&] {
+        int taken = 0;
+        if (leads()) taken = atomicAdd(params.next_item, 1);
+        return given + __shfl_sync(~0u, taken, 0);
+      };
+      int number = orders_dq(C) ? take() : blockIdx.x, items = params.items;
       if constexpr (C.documents) {
         by_documents = params.next_item[kDocumentsRefused] == 0;
         if (by_documents) items = params.next_item[kDocumentTiles] * params.problem.num_kv_heads;
@@ -298,11 +323,11 @@ struct KeyProducer {
       while (number < items) {
         // Always so. With the comparison ptxas (13.0) gives the consumers' loop at head dim 128 with a band the order that
         // was measured (docs/kernels/log-backward.md); without, another, of 624 instructions instead of 618.
-        if (number >= 0) run_item(number, number == blockIdx.x);
-        int taken = 0;
-        if (leads()) taken = atomicAdd(params.next_item, 1);
-        number = gridDim.x + __shfl_sync(~0u, taken, 0);
+        if (number >= 0) run_item(number, orders_dq(C) ? is_first : number == blockIdx.x);
+        is_first = false;
+        number = take();
       }
+      announce_dq({0, 0, 0});
       BackwardItem none{};
       none.first = kNoItem;
       start_item(none, false);

@@ -29,6 +29,11 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // leave. Told by Config::schedule, 2 as in the forward pass.
 JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
 
+// Two warps of the producer's warpgroup add dq up, each what a consumer warpgroup staged; nothing need be zeroed before. In the
+// order of the key tiles if orders_dq(): the same bits every time (backward_sender.cuh).
+JATTN_HOST_DEVICE constexpr bool has_senders(const Config& config) { return config.dq_order != 0; }
+JATTN_HOST_DEVICE constexpr bool orders_dq(const Config& config) { return config.dq_order == 2; }
+
 // Tiles of 80 queries, no multiple of the 64 rows of a product: dq is computed transposed, dq^T = k^T ds^T.
 JATTN_HOST_DEVICE constexpr bool transposes_dq(const Config& config) { return config.tile_q == 80; }
 
@@ -69,6 +74,8 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
 inline constexpr int kStepTermsBytes = 32;
 inline constexpr int kDqStepsBytes = 64;  // records and barriers between the warpgroups of dk and of dq
+inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
+inline constexpr int kSendersBytes = 32 * kDqTurns + 64;
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
 JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
   const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
@@ -84,7 +91,8 @@ JATTN_HOST_DEVICE constexpr int backward_control_bytes(const Config& config, boo
   const int owned = owns_queries ? config.tile_q : config.tile_kv;
   const int visited = owns_queries ? config.tile_kv : config.tile_q;
   const int ids = config.segments ? 4 * (owned + config.stages * visited) : 8;
-  const int barriers = 8 * (4 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0);
+  const int barriers = 8 * (4 + 4 * config.stages + 4) + (has_dq_warpgroup(config) ? kDqStepsBytes : 0) +
+                       (has_senders(config) ? kSendersBytes : 0);
   const int features = backward_feature_bytes(config, owned, visited);
   constexpr int kItem = 32, kAlignment = 16;
   return (statistics + ids + 16 * config.stages + kItem + barriers + features + kAlignment - 1) / kAlignment *

@@ -79,6 +79,18 @@ struct DqStepsPart {
   Barrier ds_full[2], ds_empty[2];
 };
 static_assert(sizeof(DqStepsPart) == kDqStepsBytes);
+// What the warps that add dq up are told of a step, beside what the consumers stage.
+struct DqTurn {
+  int64_t row;  // of the accumulator
+  int own;      // key tiles that have been added when this one has, by their order; 0: the block is done
+  int after;    // orders_dq(): those that must have been before; 0: this is the first
+};
+struct SendersPart {
+  DqTurn dq_turns[kDqTurns];
+  Barrier turn_full[kDqTurns], turn_empty[kDqTurns];
+  Barrier staged_full[2][kBackwardConsumers], staged_empty[2][kBackwardConsumers];  // of a slot of staging memory
+};
+static_assert(sizeof(SendersPart) == kSendersBytes);
 template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
@@ -111,12 +123,16 @@ using BiasBarriersOf = Conditional<(bias_tile_bytes(C) > 0), BiasBarriersPart<C.
 template <Config C>
 using DqStepsOf = Conditional<has_dq_warpgroup(C), DqStepsPart, NoPart<4>>;
 
+template <Config C>
+using SendersOf = Conditional<has_senders(C), SendersPart, NoPart<5>>;
+
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
                                      PositionsOf<C, kOwnsQueries>,
                                      BiasBarriersOf<C>,
-                                     DqStepsOf<C> {
+                                     DqStepsOf<C>,
+                                     SendersOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -152,6 +168,31 @@ __device__ __forceinline__ BackwardItem backward_item(const BackwardParams& para
 __device__ __forceinline__ Band band_of(const BackwardItem& item) {
   return {-item.lower_offset, item.upper_offset - 1, 0};
 }
+
+// The tiles of queries that see keys [first, end), end > first.
+template <Config C>
+__device__ __forceinline__ TileRange queries_of_keys(const BackwardItem& item, int first, int end) {
+  return visible_tiles<has_index_band(C)>(first, end, transposed(band_of(item)), item.q_length, C.tile_q);
+}
+
+// If orders_dq(): the key tiles that must have been added to dq of a tile of queries before the item adds to it: all up to its
+// own, or none if it is the first there. Key tiles that see a tile of queries are neighbours, so its predecessor answers
+// for all.
+template <Config C>
+struct Predecessor {
+  int number = 0;  // of the item's key tile
+  TileRange visited{0, 0, 0, 0};
+
+  __device__ __forceinline__ explicit Predecessor(const BackwardItem& item) {
+    if constexpr (orders_dq(C)) {
+      number = item.first / C.tile_kv;
+      if (number > 0) visited = queries_of_keys<C>(item, item.first - C.tile_kv, item.first);
+    }
+  }
+  __device__ __forceinline__ int tiles_before(int tile) const {
+    return tile >= visited.begin && tile < visited.end ? number : 0;
+  }
+};
 
 // Where an item is: heads of a batch entry follow each other, or batch entries of a head where these share a bias.
 template <Config C, Heaviest kHeaviest>
@@ -202,6 +243,8 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
 
 // Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
 // segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same answer.
+// If orders_dq() downwards from the last tile: blocks of one head that begin together are then at the same tile
+// until their diagonal, and the one with lower keys, for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
@@ -226,6 +269,7 @@ struct RoundWalk {
   __device__ __forceinline__ int state(int tile) const { return C.mask ? states[int64_t(tile) * state_stride] : 0; }
 
   __device__ __forceinline__ int tile_at(int index) const {
+    if constexpr (orders_dq(C)) return begin + count - 1 - index;
     const int from_begin = start + index;
     return begin + (from_begin < count ? from_begin : from_begin - count);
   }
@@ -369,6 +413,18 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
     for (int buffer = 0; buffer < 2; ++buffer) {
       init_barrier(&control.ds_full[buffer], givers);
       init_barrier(&control.ds_empty[buffer], 1);
+    }
+  }
+  if constexpr (has_senders(C)) {
+    for (int turn = 0; turn < kDqTurns; ++turn) {
+      init_barrier(&control.turn_full[turn], 1);
+      init_barrier(&control.turn_empty[turn], kBackwardConsumers);
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      for (int warpgroup = 0; warpgroup < kBackwardConsumers; ++warpgroup) {
+        init_barrier(&control.staged_full[slot][warpgroup], kWarpgroupThreads / 32);
+        init_barrier(&control.staged_empty[slot][warpgroup], 1);
+      }
     }
   }
   fence_barrier_init();

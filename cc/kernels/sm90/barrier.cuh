@@ -95,6 +95,9 @@ __device__ __forceinline__ void arrive_named(int id, int threads) {
 // thread calls it, then a barrier, then the reader starts.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Orders what a load has shown to be in global memory before accesses of the asynchronous proxy by this thread.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -66,6 +66,12 @@ __device__ __forceinline__ void add_floats(float* destination, unsigned source, 
                : "memory");
 }
 
+// Copies contiguous floats, likewise.
+__device__ __forceinline__ void store_floats(float* destination, unsigned source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
 // Returns when the committed stores of this thread, but for the last kPending, have read their shared memory.
 template <int kPending = 0>
 __device__ __forceinline__ void wait_stores_read() {

@@ -72,6 +72,29 @@ def test_lists_of_documents(case: Case) -> None:
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
 
 
+# Where warps of their own send dq off (Config::dq_order): what bulk reductions stage; in order, unfiltered tiles alone.
+TAKING = [case for case in CASES if case.mask_form is None and not case.dropout_rate]
+IN_ANY_ORDER = [
+    case for case in TAKING if case.head_dim > 64 or not (case.is_causal or case.softcap)
+]
+IN_ORDER = [
+    case
+    for case in TAKING
+    if case.segments is None and (case.head_dim > 64 or case.softcap is None)
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [(case, 1) for case in (*IN_ANY_ORDER, *LISTED)] + [(case, 2) for case in IN_ORDER],
+    ids=str,
+)
+@pytest.mark.backends("flash")
+def test_warps_that_add_dq_up(case: Case, order: int) -> None:
+    with flash_backward_tiles.dq_order(order):
+        verify(case, "flash", kernel=rf"family=sm90_backward [^;\"]*dq_order={order}")
+
+
 def keywords_of(
     term: str, batch: int, length: int, heads: int, rng: np.random.Generator
 ) -> dict[str, Any]:
@@ -145,3 +168,59 @@ def test_many_items(
         assert np.mean(got != want) < 0.01
         np.testing.assert_array_equal(dk, apart[1])
         np.testing.assert_array_equal(dv, apart[2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "head_dim", "window"),
+    [
+        (16, 1024, 16, 16, 128, None),
+        (16, 1024, 16, 16, 128, (None, 0)),
+        (2, 4096, 32, 8, 128, (None, 0)),
+        (1, 16384, 8, 8, 128, (None, 0)),
+        (2, 4096, 16, 16, 128, (511, 0)),
+        (8, 1024, 32, 4, 64, None),
+        (8, 1024, 32, 4, 64, (None, 0)),
+        (1, 40000, 2, 2, 64, None),  # more items of a head than there are multiprocessors
+        (3, 1000, 5, 5, 96, (None, 0)),
+    ],
+)
+@pytest.mark.backends("flash")
+def test_sums_in_order_have_the_same_bits(
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: tuple[int | None, int | None] | None,
+) -> None:
+    """Run after run, in one fused kernel, and near the sums in any order."""
+    rng = np.random.default_rng(length)
+
+    def array(n: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(batch, length, n, head_dim)), jnp.bfloat16)
+
+    q, k, v, dout = array(heads), array(kv_heads), array(kv_heads), array(heads)
+
+    def gradients(order: int) -> Callable[[], tuple[np.ndarray, ...]]:
+        def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> object:
+            attend = functools.partial(
+                jattn.dot_product_attention, local_window_size=window, implementation="flash"
+            )
+            return jax.vjp(attend, q, k, v)[1](dout)
+
+        with (
+            flash_backward_tiles.dq_order(order),
+            jattn.deterministic("strict" if order == 2 else "off"),
+        ):
+            lowered = jax.jit(step).lower(q, k, v, dout)
+        assert bool(re.search(r"dq_order=2", lowered.as_text())) == (order == 2)
+        compiled = lowered.compile()
+        return lambda: jax.device_get(compiled(q, k, v, dout))
+
+    want, ordered = gradients(0)(), gradients(2)
+    first = ordered()
+    got, near = np.asarray(first[0], np.float32), np.asarray(want[0], np.float32)
+    np.testing.assert_allclose(got, near, rtol=2**-7, atol=1e-5)
+    for _ in range(30):
+        for again, before in zip(ordered(), first, strict=True):
+            np.testing.assert_array_equal(again, before)

@@ -74,6 +74,7 @@ class AmxForwardProducts {
 
   // Tiles of keys that attend_run takes; 0: there is no such thing.
   static constexpr int64_t kMostRunTiles = kRunTiles;
+  static constexpr int64_t kPackedTogether = kTile;
 
   // The whole forward pass over some tiles, of which only a band and lengths hide keys (amx_forward_run.h). `tile(i)`
   // has the packed tile i.

@@ -152,6 +152,13 @@ inline Accumulator<Element> dot_product(const Element* left, const Element* righ
   return sum_of<Acc>(sums);
 }
 
+// Asks for a row that is read soon. It may lie outside its array.
+template <typename Element>
+inline void prefetch_row(const Element* row, int64_t count) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(row + i);
+}
+
 // Widens row(i) for i < count into rows of `padded` elements. Returns a bit for each row that is not finite.
 template <typename Element, typename Row>
 inline uint64_t widen_rows(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to, int64_t padded) {

@@ -101,11 +101,10 @@ class FewRows {
   // Calls use(first, count, rows, length) for every chunk, `length` elements a row: a multiple of a vector.
   template <typename Use>
   void for_chunks(int64_t count, Rows rows, int64_t size, int64_t padded_size, const Use& use) const {
-    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
     for (int64_t first = 0; first < count; first += kChunk) {
       const int64_t in_chunk = min_of(kChunk, count - first);
       for (int64_t i = first + kAhead; i < min_of(first + kAhead + kChunk, count); ++i) {
-        for (int64_t d = 0; d < size; d += kLine) __builtin_prefetch(rows.first + i * rows.stride + d);
+        prefetch_row(rows.first + i * rows.stride, size);
       }
       const SourceRows<Element> own{rows.first + first * rows.stride, rows.stride};
       if (size % kStep == 0) {

@@ -16,6 +16,9 @@ class ForwardPass {
   using Acc = Accumulator<Element>;
   using RowProducts = FewRows<Element>;
   static constexpr int64_t kPanel = Products::kPanel;
+  static constexpr bool kPacksByParts = Products::kPackedTogether < kTile;
+  // A task that packs for itself asks for rows so far ahead: those of many heads lie a page or more apart, and nothing else does.
+  static constexpr int64_t kRowsAhead = 24;
 
   ForwardPass(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch)
       : problem_(problem),
@@ -71,6 +74,13 @@ class ForwardPass {
     Acc* keys;
     Acc* values;
     uint64_t not_finite;  // rows of values
+  };
+
+  // One tile of keys that the queries of a task see.
+  struct Step {
+    KeyRange keys;  // none left: count = 0
+    Coverage covered;
+    KvTile kv_tile;
   };
 
   // The query rows of a task and what has been accumulated for them.
@@ -136,7 +146,8 @@ class ForwardPass {
     if (tile * kTile < sequence.kv_length) {
       Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
       const int64_t index = place * plan_.kv_tiles + tile;
-      not_finite_[index] = pack_rows(sequence, kv_head, tile, packed_tile(index), workspace).not_finite;
+      const KeyRange keys{tile * kTile, min_of(kTile, sequence.kv_length - tile * kTile)};
+      not_finite_[index] = pack_rows(sequence, kv_head, keys, packed_tile(index), workspace).not_finite;
     }
     milestones_.count(head);
   }
@@ -145,18 +156,38 @@ class ForwardPass {
     return {packed_keys_ + index * plan_.key_tile_len, packed_values_ + index * plan_.value_tile_len, 0};
   }
 
-  KvTile pack_rows(const Sequence& sequence, int64_t kv_head, int64_t tile, KvTile to, Workspace workspace) const {
-    const int64_t first = tile * kTile, count = min_of(kTile, sequence.kv_length - first);
+  KvTile pack_rows(const Sequence& sequence, int64_t kv_head, KeyRange keys, KvTile to, Workspace workspace) const {
+    const int64_t first = keys.first;
     const Element* zeros = take_zeros(workspace);
     const auto rows = [&](const void* array, int64_t row_size) {
+      const auto row = kv_rows(array, sequence.batch, kv_head, first, row_size);
+      const auto with_next = [row, row_size, asks = !plan_.packs_first](int64_t i) {
+        if (asks) prefetch_row(row(i + kRowsAhead), row_size);
+        return row(i);
+      };
       return without_padding(
-          kv_rows(array, sequence.batch, kv_head, first, row_size),
-          [&sequence, first](int64_t i) { return sequence.is_key_padding(first + i); }, zeros);
+          with_next, [&sequence, first](int64_t i) { return sequence.is_key_padding(first + i); }, zeros);
     };
-    Products::pack_keys(plan_, problem_, count, rows(problem_.k, problem_.head_dim), to.keys);
+    Products::pack_keys(plan_, problem_, keys.count, rows(problem_.k, problem_.head_dim), to.keys);
     to.not_finite =
-        Products::pack_values(plan_, problem_, count, rows(problem_.v, problem_.head_dim_v), to.values, workspace);
+        Products::pack_values(plan_, problem_, keys.count, rows(problem_.v, problem_.head_dim_v), to.values, workspace);
     return to;
+  }
+
+  // The dot products of a step. Where the task packs for itself, the rows of the step are packed here, a few at a time: the next
+  // ones then come from memory while these are multiplied.
+  void multiply_keys(const Task& task, const Sequence& sequence, const Products& products, int64_t lanes,
+                     const Workspace& workspace, Step& step, Acc* scores) const {
+    if (plan_.packs_first || !kPacksByParts) {
+      if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, lanes, scores);
+      return;
+    }
+    for (int64_t at = 0; at < step.keys.count; at += Products::kPackedTogether) {
+      const KeyRange keys{step.keys.first + at, min_of(Products::kPackedTogether, step.keys.count - at)};
+      const KvTile to{step.kv_tile.keys + at * plan_.row_len, step.kv_tile.values + at * plan_.row_len_v, 0};
+      step.kv_tile.not_finite |= pack_rows(sequence, task.kv_head, keys, to, workspace).not_finite << at;
+      products.multiply_keys(keys.count, to.keys, lanes, scores + at * kPanel);
+    }
   }
 
   // A row in the place of padding.
@@ -175,12 +206,13 @@ class ForwardPass {
       return digit;
     };
     Task task{};
-    // Neighbours share the keys and values of a head.
-    task.split = next(plan_.num_splits);
+    // Neighbours share the packed keys and values of a head, or, where each task reads the rows, the pages that these lie in.
+    if (plan_.packs_first) task.split = next(plan_.num_splits);
     const int64_t head_block = next(plan_.head_blocks);
     const int64_t place = next(plan_.query_blocks);
     const int64_t query_block = plan_.last_queries_first ? plan_.query_blocks - 1 - place : place;
     task.kv_head = next(problem_.num_kv_heads);
+    if (!plan_.packs_first) task.split = next(plan_.num_splits);
     task.batch = index;
     task.first_head = task.kv_head * group_ + head_block * plan_.heads;
     task.num_heads = min_of(plan_.heads, (task.kv_head + 1) * group_ - task.first_head);
@@ -228,9 +260,9 @@ class ForwardPass {
       return;
     }
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
-    if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, panel.lanes, scores[0]);
+    multiply_keys(task, sequence, products, panel.lanes, workspace, step, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
-      const Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
+      Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
       tiles.scores = scores[i ^ 1];
       if constexpr (Products::kInterleaves) {
         const bool is_plain = step.covered == Coverage::kFull && step.kv_tile.not_finite == 0 && !has_score_rule_ &&
@@ -249,7 +281,7 @@ class ForwardPass {
         }
       }
       // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
-      if (next.keys.count > 0) products.multiply_keys(next.keys.count, next.kv_tile.keys, panel.lanes, scores[i]);
+      multiply_keys(task, sequence, products, panel.lanes, workspace, next, scores[i]);
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
     }
@@ -397,12 +429,6 @@ class ForwardPass {
     }
   }
 
-  // One tile of keys that the queries of a task see.
-  struct Step {
-    KeyRange keys;  // none left: count = 0
-    Coverage covered;
-    KvTile kv_tile;
-  };
   struct KeyBounds {
     int64_t first, end;
   };
@@ -420,7 +446,7 @@ class ForwardPass {
       const Coverage covered = coverage(problem_, sequence, panel.rows, keys);
       if (covered == Coverage::kNone) continue;
       if (!plan_.packs_first) {
-        return {keys, covered, pack_rows(sequence, task.kv_head, key / kTile, own_tile, workspace)};
+        return {keys, covered, kPacksByParts ? own_tile : pack_rows(sequence, task.kv_head, keys, own_tile, workspace)};
       }
       const int64_t index = task.place * plan_.kv_tiles + key / kTile;
       KvTile packed = packed_tile(index);

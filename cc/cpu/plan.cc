@@ -11,6 +11,9 @@ constexpr int64_t kWantedTasks = 128;
 // A split pays for a second pass over its results; with fewer keys than this it is not worth it.
 constexpr int64_t kLeastSplitLen = 512;
 
+// A page of memory holds rows of several heads. Where these follow each other on so many keys, pages are still mapped.
+constexpr int64_t kMostKeysByRows = 1024;
+
 // Packing writes and reads keys and values once more than each task doing it for itself.
 constexpr int64_t kLeastReadersOfPacked = 3;
 
@@ -45,12 +48,16 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   plan.head_blocks = ceil_div(group, plan.heads);
   plan.last_queries_first = problem.band_right != kUnbounded;
 
+  plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
+  plan.by_rows = !plan.packs_first && plan.queries * plan.heads <= kFewRows;
+
   const int64_t tasks = groups * plan.query_blocks * plan.head_blocks;
   plan.num_splits = 1;
   if (tasks > 0 && tasks < kWantedTasks / 2) {
     plan.num_splits =
         std::clamp<int64_t>(ceil_div(kWantedTasks, tasks), 1, std::max<int64_t>(1, problem.kv_len / kLeastSplitLen));
   }
+  if (plan.by_rows) plan.num_splits = std::max(plan.num_splits, ceil_div(problem.kv_len, kMostKeysByRows));
   plan.split_len = std::max(kTile, round_up(ceil_div(problem.kv_len, plan.num_splits), kTile));
   plan.num_splits = std::max<int64_t>(1, ceil_div(problem.kv_len, plan.split_len));
   plan.num_tasks = tasks * plan.num_splits;
@@ -58,8 +65,6 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   plan.row_len = round_up(problem.head_dim, kRowUnit);
   plan.row_len_v = round_up(problem.head_dim_v, kRowUnit);
   plan.kv_tiles = ceil_div(problem.kv_len, kTile);
-  plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
-  plan.by_rows = !plan.packs_first && plan.queries * plan.heads <= kFewRows;
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   // On the matrix unit a float32 takes three planes of 16 bits. One more line holds a bit for each row of keys.

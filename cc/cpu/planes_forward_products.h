@@ -79,6 +79,7 @@ class PlanesForwardProducts {
   // `softmax` as take_probabilities takes them. Returns whether both are done; otherwise neither need be.
   static constexpr bool kInterleaves = true;
   static constexpr int64_t kMostRunTiles = 0;
+  static constexpr int64_t kPackedTogether = kTile;
   using Softmax = SlicedSoftmax<(kPlanes < 3), kPanel>;
   bool multiply_keys_beside(Softmax& softmax, int64_t count, const float* keys, float* scores) {
     const BFloat16* operand = reinterpret_cast<const BFloat16*>(keys);

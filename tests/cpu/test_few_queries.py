@@ -1,4 +1,8 @@
-"""A handful of queries on many keys, as in decoding: the CPU kernel computes them by rows, on every instruction set."""
+"""Few queries on many keys, on every instruction set.
+
+A handful, as in decoding, is computed by rows; a task that shares keys and values with hardly any other packs them for
+itself.
+"""
 
 from collections.abc import Iterator
 
@@ -52,6 +56,7 @@ CASES = (
     BASE.but("lengths", q_lengths=(3, 1), kv_lengths=(0, 111), is_causal=True, lower_right=True),
     BASE.but("splits", kv_len=3000, batch=1, q_len=2),
     BASE.but("splits-lengths", kv_len=3000, kv_lengths=(3000, 700), sinks_form="bn"),
+    BASE.but("splits-heads", kv_len=2100, q_len=1, num_heads=32, num_kv_heads=16, batch=5),
     BASE.but("segments", segments="random"),
     BASE.but("interleaved", segments="interleaved", q_len=5),
     *(BASE.but(f"mask-{form}", mask_form=form) for form in ("bnts", "b11s", "ts")),
@@ -80,6 +85,21 @@ CASES = (
     BASE.but("everything", q_len=5, **EVERYTHING),
     BASE.but("everything-bf16", q_len=5, head_dim=40, dtype="bfloat16", **EVERYTHING),
 )
+TWENTY = BASE.but("twenty", q_len=20)
+PACKED_BY_TASKS = (
+    *(TWENTY.but(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16", "float64")),
+    *(TWENTY.but(f"{kv_len}-keys", kv_len=kv_len) for kv_len in (1, 11, 12, 13, 65, 77)),
+    *(
+        TWENTY.but(f"{form}-{dtype}", segments=form, dtype=dtype)
+        for form in ("random", "interleaved")
+        for dtype in ("float32", "bfloat16")
+    ),
+    TWENTY.but("lengths", q_lengths=(20, 7), kv_lengths=(111, 0), is_causal=True, lower_right=True),
+    TWENTY.but("uneven", head_dim=21, head_dim_v=40, q_len=33),
+    TWENTY.but("splits", kv_len=3000, batch=1),
+    TWENTY.but("dropout", dropout_rate=0.3),
+    TWENTY.but("everything", **EVERYTHING),
+)
 
 
 @pytest.fixture(params=_core.cpu_instruction_sets())
@@ -89,17 +109,20 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     assert _core.cpu_force_instruction_set("")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *PACKED_BY_TASKS], ids=str)
 def test_agrees_with_the_oracle(case: Case, instruction_set: str) -> None:
     verify(case, "cpu")
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("queries", [2, 20])
 def test_values_that_are_not_finite_reach_those_who_see_them(
-    special: float, instruction_set: str
+    queries: int, special: float, instruction_set: str
 ) -> None:
     """Of two heads of a group the mask hides the key from one, and of two batch entries the length from the other."""
-    case = BASE.but("not-finite", q_len=2, num_heads=4, mask_form="bnts", kv_lengths=(200, 150))
+    case = BASE.but(
+        "not-finite", q_len=queries, num_heads=4, mask_form="bnts", kv_lengths=(200, 150)
+    )
     operands = inputs.make(case)
     assert operands.mask is not None
     operands.mask[...] = True

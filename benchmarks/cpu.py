@@ -2,7 +2,7 @@
 
   python -m benchmarks.cpu                                  # what make bench-cpu runs: under five minutes on two cores
   python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
-  python -m benchmarks.cpu --decode                         # one to eight queries on many keys, forward alone
+  python -m benchmarks.cpu --decode                         # one to 32 queries on many keys, forward alone
 
 Every problem of the grid has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Everyone's
 results, ours and the rivals', are compared with float64 first, and who is wrong is not timed. jax.nn, many times
@@ -66,11 +66,14 @@ DECODING = (
     (8, 1, 1024, 32, 32, 128),
     (1, 4, 4096, 16, 16, 64),
     (1, 8, 4096, 16, 16, 128),
+    (1, 1, 16384, 32, 8, 128),
+    (1, 16, 16384, 8, 8, 128),
+    (1, 32, 4096, 8, 8, 64),
 )
 
 
 def decoding(dtypes: Sequence[str]) -> Iterator[Case]:
-    """A handful of queries on many keys."""
+    """Few queries on many keys."""
     for dtype in dtypes:
         for batch, q_len, kv_len, num_heads, num_kv_heads, head_dim in DECODING:
             yield Case(

@@ -200,7 +200,7 @@ DECODING_NAME = re.compile(
 
 
 def cpu_decode(page: Path) -> str:
-    """A handful of queries on many keys on a CPU, beside PyTorch."""
+    """Few queries on many keys on a CPU, beside PyTorch."""
     record = records.newest("cpu-decode")
     groups: dict[str, dict[str, float]] = {}
     for point in record.points:

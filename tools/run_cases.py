@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import jattn
+from jattn.backends import flash_backward_tiles
 from jattn.testing import cases
 from jattn.testing.run import verify
 
@@ -43,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tag", nargs="+", default=[], help="all cases with one of these tags")
     parser.add_argument("--backend", nargs="+", default=["flash", "mem_efficient"])
     parser.add_argument("--seconds", type=float, help="begin no case after this time")
+    parser.add_argument(
+        "--dq-order",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="how flash adds dq up (Config::dq_order), where it can",
+    )
     options = parser.parse_args(arguments)
     chosen = [cases.named(name) for name in options.case]
     chosen += [case for tag in options.tag for case in cases.tagged(tag)]
@@ -55,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 counts["left out for time"] += 1
                 continue
             try:
-                report = verify(case, backend)
+                with flash_backward_tiles.dq_order(options.dq_order):
+                    report = verify(case, backend)
             except jattn.NoBackendError as error:
                 outcome = "refused"
                 text = "; ".join(f"{reason.code} {reason.argument}" for reason in error.reasons)

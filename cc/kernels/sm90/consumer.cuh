@@ -79,19 +79,19 @@ struct Consumer {
     return control.headers[ring.index];
   }
 
-  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free. And sets what
-  // stands beside them.
+  // Reads the fragments of q that the first product takes from registers; if it takes all, shared memory is then free. And sets
+  // what stands beside them.
   __device__ __forceinline__ void load_queries(Queries& q) const {
     if constexpr (C.bias_in_product) make_ones(q + QueryWords<C>::kOfQ);
-    if constexpr (C.q_in_registers) {
+    if constexpr (QueryWords<C>::kSteps > 0) {
 #pragma unroll
-      for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
+      for (int step = 0; step < QueryWords<C>::kSteps; ++step) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(q[4 * step]), "=r"(q[4 * step + 1]), "=r"(q[4 * step + 2]), "=r"(q[4 * step + 3])
                      : "r"(fragment_address(q_address(), step))
                      : "memory");
       }
-      if constexpr (!S::kOutAliasesQ) {
+      if constexpr (C.q_in_registers && !S::kOutAliasesQ) {
         sync_warpgroup();
         release_q();
       }

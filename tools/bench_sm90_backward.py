@@ -52,7 +52,7 @@ STATISTICS_ROWS = 128
 FLAGS = "band lengths segments softcap scale_first bulk_reduce take_turns".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule "
-    "scale_first bulk_reduce take_turns dq_order"
+    "scale_first left_register_steps bulk_reduce take_turns dq_order"
 ).split()
 
 
@@ -111,6 +111,7 @@ class Variant:
     schedule: int = 0  # 2: blocks take item after item, by a counter
     take_turns: int = 0
     dq_order: int = 0  # 1: the first block stores dq, others add; 2: in the order of the key tiles
+    left_register_steps: int = 0  # of the scores' product, that take k from registers
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
     rotation: int = 0
@@ -128,6 +129,7 @@ class Variant:
             "stages": str(chosen.stages),
             "schedule": str(chosen.schedule),
             "dq_order": str(chosen.dq_order),
+            "left_register_steps": str(chosen.left_register_steps),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -150,6 +152,7 @@ class Variant:
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
                 bulk_reduce=0,
+                left_register_steps=0,
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
@@ -200,15 +203,17 @@ def variants() -> list[Variant]:
                     dq_order=order,
                     section_mib=sections,
                     rotation=rotation,
+                    left_register_steps=steps,
                 )
-                for base in (d64, d128, replace(d128, tile_q=80))
-                for tag, order, sections, rotation in (
-                    ("first", 1, mib, 0),
-                    ("first_sections", 1, 16.0, 0),
-                    ("first_rotated", 1, mib, 2),
-                    ("ordered", 2, 16.0, 0),
-                    ("ordered_wide", 2, 64.0, 0),
-                    ("ordered_wider", 2, 256.0, 0),
+                for base, most_steps in ((d64, 2), (d128, 4), (replace(d128, tile_q=80), 1))
+                for tag, order, sections, rotation, steps in (
+                    ("first", 1, mib, 0, 0),
+                    ("first_sections", 1, 16.0, 0, 0),
+                    ("first_rotated", 1, mib, 2, 0),
+                    ("first_keys", 1, mib, 0, most_steps),
+                    ("ordered", 2, 16.0, 0, 0),
+                    ("ordered_wide", 2, 64.0, 0, 0),
+                    ("ordered_wider", 2, 256.0, 0, 0),
                 )
             ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
@@ -259,6 +264,18 @@ def variants() -> list[Variant]:
         replace(taking, name="check_first64", dq_order=1, head_dim=64, tile_q=128, segments=1),
         replace(taking, name="check_first_80", dq_order=1, tile_q=80, band=0, rotation=3),
         replace(taking, name="check_first_segments", dq_order=1, segments=1, section_mib=0.2),
+        replace(taking, name="check_first_keys", dq_order=1, left_register_steps=4),
+        replace(
+            taking, name="check_first_80_keys", dq_order=1, tile_q=80, band=0, left_register_steps=1
+        ),
+        replace(
+            taking,
+            name="check_first64_keys",
+            dq_order=1,
+            head_dim=64,
+            tile_q=128,
+            left_register_steps=2,
+        ),
         replace(taking, name="check_ordered", dq_order=2, section_mib=0.2),
         replace(taking, name="check_ordered_items", dq_order=2, band=0, take_turns=0),
         replace(taking, name="check_ordered_f16", dq_order=2, element="f16"),

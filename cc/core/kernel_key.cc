@@ -66,7 +66,7 @@ constexpr Member kMembers[] = {
     {"in_series", &Config::in_series},
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
-    {"q_register_steps", &Config::q_register_steps, {0, 16, 1}},
+    {"left_register_steps", &Config::left_register_steps, {0, 16, 1}},
     {"integer_max", &Config::integer_max},
     {"bulk_reduce", &Config::bulk_reduce},
     {"partial_results", &Config::partial_results},

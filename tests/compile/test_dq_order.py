@@ -6,6 +6,7 @@ the blocks make of it, with items taken by a counter, is a model.
 
 import dataclasses
 import random
+import re
 import subprocess
 from pathlib import Path
 
@@ -358,3 +359,20 @@ def test_shared_memory_and_scratch_have_room_for_the_counters(tmp_path: Path) ->
         rows = spec.batch * spec.num_heads * spec.q_len
         assert plans[1].scratch_bytes - plans[0].scratch_bytes >= rows // 64 * 2 * 4
     assert counted == test_flash_backward_terms.shared_bytes(keys, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("plain", 1), ("plain 64", 2), ("causal", 4)])
+def test_k_is_partly_in_registers(name: str, steps: int, tmp_path: Path) -> None:
+    """As many steps of the scores' product as registers hold beside senders; not measured yet, so no plan has them."""
+    head_dims, changes = WITHOUT_FILTERS[name]
+    key = key_of_fused(test_flash_terms.problem(head_dims, **changes), 1)
+    assert toolchain.word(key, "left_register_steps") == "0"
+    toolchain.require_nvrtc()
+    counts = []
+    for in_registers in (0, steps):
+        varied = toolchain.vary(key, left_register_steps=in_registers)
+        code, log = _core.compile_kernel(varied)
+        assert resources.read_log(varied, log).faults == ()
+        text = toolchain.disassemble(code, tmp_path)
+        counts.append(len(re.findall(r"HGMMA\S* R\d+, R\d+", text)))
+    assert counts[1] - counts[0] == steps

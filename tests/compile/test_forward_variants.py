@@ -295,7 +295,7 @@ def test_q_is_partly_in_registers(
     """As many steps of the first product as registers hold; not measured yet, so no tile has them by itself."""
     toolchain.require_nvrtc()
     toolchain.require_cuobjdump(monkeypatch)
-    with flash_tiles.forward_tile_changes(tile_kv=tile_kv, q_register_steps=steps):
+    with flash_tiles.forward_tile_changes(tile_kv=tile_kv, left_register_steps=steps):
         key = flash_tiles.plan_forward(spec(head_dim, band=band)).kernels.split(";")[0]
     code, log = _core.compile_kernel(key)
     assert resources.read_log(key, log).faults == ()

@@ -36,6 +36,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(!C.documents || (takes_items(C) && C.segments && !C.lengths && !C.positions && !C.mask && !C.bias &&
                                  !C.alibi && !C.dropout));
   static_assert(!C.take_turns || (kFused && !kSplit));
+  static_assert(C.left_register_steps == 0 || (!kSplit && C.left_register_steps <= C.head_dim / kStepDepth));
   static_assert(!has_senders(C) || (takes_items(C) && C.bulk_reduce));
   static_assert(!orders_dq(C) || (!C.segments && !C.mask && !has_position_band(C)));
 

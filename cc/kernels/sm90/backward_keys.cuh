@@ -27,6 +27,7 @@ struct KeyConsumer {
   static constexpr int kScores = C.tile_q / 2;  // of a thread
   using Scores = float[kScores];
   using Fragments = unsigned[kScores / 2];
+  using Keys = unsigned[fragment_words(C.left_register_steps)];  // the first columns of k, as fragments
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
@@ -78,9 +79,15 @@ struct KeyConsumer {
     return ds_address(step) + warpgroup * C.tile_q * kChunkRowBytes;
   }
 
-  __device__ __forceinline__ void start_scores(Scores& s) const {
-    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim>(s, tiles + kLayout.k + first_row() * kChunkRowBytes,
-                                                                  q_address(ring.index));
+  __device__ __forceinline__ void load_keys(Keys& keys) const {
+#pragma unroll
+    for (int step = 0; step < C.left_register_steps; ++step) {
+      load_matrix(block_address<C.tile_kv>(tiles + kLayout.k, first_row() + warp_row(), step), keys + 4 * step);
+    }
+  }
+  __device__ __forceinline__ void start_scores(Scores& s, Keys& keys) const {
+    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, C.left_register_steps>(
+        s, keys, tiles + kLayout.k + first_row() * kChunkRowBytes, q_address(ring.index));
   }
   __device__ __forceinline__ void start_dp(Scores& dp) const {
     start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v>(
@@ -339,6 +346,8 @@ struct KeyConsumer {
   __device__ __forceinline__ void wait_dout() const { wait(&control.second_full[ring.index], ring.parity); }
 
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
+    Keys keys;
+    load_keys(keys);
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
     Target late_target = no_target();  // of the step before
@@ -348,7 +357,7 @@ struct KeyConsumer {
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
-      start_scores(s);
+      start_scores(s, keys);
       wait_dout();
       start_dp(dp);
       if (late_target != no_target()) turns().end();

@@ -5,12 +5,19 @@
 
 namespace jattn::sm90 {
 
-// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, all rows of a tile of kRowsB.
-template <Element kElement, int kRowsA, int kRowsB, int kDepth>
-__device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsigned a_address, unsigned b_address) {
+// Words of a thread for `steps` steps of a left operand in registers; an array has one at least.
+JATTN_HOST_DEVICE constexpr int fragment_words(int steps) { return steps > 0 ? 4 * steps : 1; }
+
+// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, all rows of a tile of kRowsB. The first kRegisterSteps steps
+// take a as fragments.
+template <Element kElement, int kRowsA, int kRowsB, int kDepth, int kRegisterSteps>
+__device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2],
+                                                  unsigned (&fragments)[fragment_words(kRegisterSteps)],
+                                                  unsigned a_address, unsigned b_address) {
   const unsigned long long a = descriptor(a_address, kUnusedLeading);
   const unsigned long long b = descriptor(b_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
+  if constexpr (kRegisterSteps > 0) pin_registers(fragments);
   begin_products();
 #pragma unroll
   for (int step = 0; step < kDepth / kStepDepth; ++step) {
@@ -18,14 +25,25 @@ __device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsign
     const int in_chunk = step % kStepsPerChunk * kStepDepth * 2;
     const int a_step = (chunk * kRowsA * kChunkRowBytes + in_chunk) / 16;
     const int b_step = (chunk * kRowsB * kChunkRowBytes + in_chunk) / 16;
-    if (step == 0) {
-      Wgmma<kRowsB>::template shared<kElement, false, 0, 0>(c, a + a_step, b + b_step);
+    if (step < kRegisterSteps) {
+      if (step == 0) {
+        Wgmma<kRowsB>::template registers<kElement, false, 0>(c, fragments, b);
+      } else {
+        Wgmma<kRowsB>::template registers<kElement, true, 0>(c, fragments + 4 * step, b + b_step);
+      }
+    } else if (step == 0) {
+      Wgmma<kRowsB>::template shared<kElement, false, 0, 0>(c, a, b);
     } else {
       Wgmma<kRowsB>::template shared<kElement, true, 0, 0>(c, a + a_step, b + b_step);
     }
   }
   commit_products();
   pin_registers(c);
+}
+template <Element kElement, int kRowsA, int kRowsB, int kDepth>
+__device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsigned a_address, unsigned b_address) {
+  unsigned none[fragment_words(0)];
+  start_row_product<kElement, kRowsA, kRowsB, kDepth, 0>(c, none, a_address, b_address);
 }
 
 // c += a b: a as fragments in registers (64 x kDepth), b all kDepth rows and kColumns columns of a tile.

@@ -58,7 +58,7 @@ __device__ __forceinline__ void wait_products() {
 // Words of q and of what stands beside it that a consumer holds in registers for the first product.
 template <Config C>
 struct QueryWords {
-  static constexpr int kSteps = C.q_in_registers ? C.head_dim / kStepDepth : C.q_register_steps;
+  static constexpr int kSteps = C.q_in_registers ? C.head_dim / kStepDepth : C.left_register_steps;
   static constexpr int kOfQ = 4 * kSteps;
   static constexpr int kOnes = C.bias_in_product ? kOnesWords : 0;  // behind those of q
   static constexpr int kCount = kOfQ + kOnes > 0 ? kOfQ + kOnes : 1;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
-  if constexpr (C.bias_in_product || C.q_register_steps > 0) pin_registers(words);
+  if constexpr (C.bias_in_product || C.left_register_steps > 0) pin_registers(words);
   begin_products();
 #pragma unroll
   for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
     const int in_chunk = step % kStepsPerChunk * kStepBytes;
     const int q_step = (chunk * C.tile_q * kChunkRowBytes + in_chunk) / 16;
     const int k_step = (chunk * C.tile_kv * kChunkRowBytes + in_chunk) / 16;
-    if (step < C.q_register_steps) {
+    if (step < C.left_register_steps) {
       if (step == 0) {
         Wgmma<C.tile_kv>::template registers<C.element, false, 0>(s, words, k);
       } else {

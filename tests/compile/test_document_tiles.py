@@ -46,13 +46,16 @@ inline float __int_as_float(int x) { float y; std::memcpy(&y, &x, 4); return y; 
 inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); return y; }
 """
 
-MAIN = """
+BACKWARD_WORK = """
 #include "params.cuh"
 namespace jattn {
 int dropout_threshold(const ProblemParams&, int);  // of device code that is not called here
 float kept_factor(const ProblemParams&, int);
 }  // namespace jattn
 #include "sm90/backward_work.cuh"
+"""
+
+MAIN = """
 #include "sm90/document_tiles.cuh"
 #include "sm90/work.cuh"
 
@@ -212,7 +215,9 @@ int main() {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_host_program(SHIM + MAIN, tmp_path_factory.mktemp("document_tiles"), "-w")
+    return build_host_program(
+        SHIM + BACKWARD_WORK + MAIN, tmp_path_factory.mktemp("document_tiles"), "-w"
+    )
 
 
 def answers(program: Path, problems: list[str]) -> list[tuple[list[int], list[int]]]:

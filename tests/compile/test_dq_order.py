@@ -15,7 +15,7 @@ import resources
 import test_flash_backward_terms
 import test_flash_terms
 import toolchain
-from test_document_tiles import SHIM
+from test_document_tiles import BACKWARD_WORK, SHIM
 
 from jattn import _core
 from jattn.backends import flash_backward_tiles as tiles
@@ -23,13 +23,6 @@ from jattn.masks import Band
 from jattn.spec import Spec
 
 MAIN = """
-#include "params.cuh"
-namespace jattn {
-int dropout_threshold(const ProblemParams&, int);  // of device code that is not called here
-float kept_factor(const ProblemParams&, int);
-}  // namespace jattn
-#include "sm90/backward_work.cuh"
-
 using namespace jattn;
 using namespace jattn::sm90;
 
@@ -124,7 +117,9 @@ Steps = list[list[tuple[int, int]]]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toolchain.build_host_program(SHIM + MAIN, tmp_path_factory.mktemp("dq_order"), "-w")
+    return toolchain.build_host_program(
+        SHIM + BACKWARD_WORK + MAIN, tmp_path_factory.mktemp("dq_order"), "-w"
+    )
 
 
 def steps_of(program: Path, problems: list[Problem]) -> list[Steps]:

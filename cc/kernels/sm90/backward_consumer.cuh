@@ -46,13 +46,6 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int st
   return block_address<kRows>(tile, row, step, lane());
 }
 
-__device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)

@@ -86,10 +86,7 @@ struct Consumer {
     if constexpr (QueryWords<C>::kSteps > 0) {
 #pragma unroll
       for (int step = 0; step < QueryWords<C>::kSteps; ++step) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(q[4 * step]), "=r"(q[4 * step + 1]), "=r"(q[4 * step + 2]), "=r"(q[4 * step + 3])
-                     : "r"(fragment_address(q_address(), step))
-                     : "memory");
+        load_matrix(fragment_address(q_address(), step), q + 4 * step);
       }
       if constexpr (C.q_in_registers && !S::kOutAliasesQ) {
         sync_warpgroup();

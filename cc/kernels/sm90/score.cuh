@@ -206,10 +206,7 @@ __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileC
 #pragma unroll
     for (int step = 0; step < C.tile_kv / 16; ++step) {
       unsigned words[4];  // rows 8 (i % 2), columns 8 (i / 2) of the block
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(fragment_address(step))
-                   : "memory");
+      load_matrix(fragment_address(step), words);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Stage::template add<true>(s[8 * step + 2 * i], Traits::low(words[i]), problem.scale);

@@ -55,6 +55,14 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// A 16 x 16 block of a tile as four words of a fragment, by a warp. address: of the row that this lane gives.
+__device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Words of q and of what stands beside it that a consumer holds in registers for the first product.
 template <Config C>
 struct QueryWords {

@@ -78,7 +78,6 @@ class Variant:
     in_series: int = 0
     scale_first: int = 0
     q_in_registers: int = 0
-    left_register_steps: int = 0  # of the first product, that take q from registers
     integer_max: int = 0
     take_turns: int = 0
     cap_series: int = 0
@@ -96,12 +95,11 @@ class Variant:
             "num_warps": str(4 * (1 + self.tile_q // 64)),
             "stages": str(self.stages),
             "schedule": "2",
-            "left_register_steps": str(self.left_register_steps),
         }
         values |= {flag: "true" if getattr(self, flag) else "false" for flag in FLAGS}
         order = (
             "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap "
-            "schedule in_series scale_first q_in_registers left_register_steps integer_max take_turns "
+            "schedule in_series scale_first q_in_registers integer_max take_turns "
             "cap_series"
         ).split()
         return {name: values[name] for name in order}
@@ -113,7 +111,6 @@ class Variant:
             shape,
             f"stages{self.stages}",
         ]
-        tags += [f"qsteps{self.left_register_steps}"] if self.left_register_steps else []
         tags += [flag for flag in FLAGS if getattr(self, flag)]
         return "_".join([*tags, *([self.compiler] if self.compiler != "nvcc" else [])])
 
@@ -145,10 +142,6 @@ def variants() -> list[Variant]:
         add("kept", head_dim=256, tile_kv=64)
         add("kept", head_dim=96, **series)
         add("kept", head_dim=192, tile_kv=96)
-        for keys, steps in ((64, 4), (64, 8), (80, 0), (80, 6)):
-            add(f"{keys}_steps{steps}", head_dim=256, tile_kv=keys, left_register_steps=steps)
-        for keys, steps in ((96, 4), (96, 8), (112, 0), (112, 8)):
-            add(f"{keys}_steps{steps}", head_dim=192, tile_kv=keys, left_register_steps=steps)
         add("kept", head_dim=192, head_dim_v=128, integer_max=1)
         if band:
             add("kept_2waves", **best, section_waves=2.0)
@@ -169,11 +162,6 @@ def variants() -> list[Variant]:
     found.append(replace(checked, name="check_segments64", segments=1, head_dim=64, tile_q=192))
     found.append(replace(checked, name="check_serial", tile_q=192, in_series=1, integer_max=1))
     found.append(replace(checked, name="check_qreg", q_in_registers=1, integer_max=1))
-    steps = replace(checked, name="check_steps256", head_dim=256, tile_kv=64, left_register_steps=8)
-    found.append(steps)
-    found.append(replace(steps, name="check_steps256_f16", element="f16", band=0))
-    found.append(replace(steps, name="check_steps192", head_dim=192, tile_kv=112))
-    found.append(replace(steps, name="check_steps256_80", tile_kv=80, left_register_steps=6))
     found.append(replace(checked, name="check_softcap", softcap=1))
     found.append(replace(checked, name="check_scale_first", scale_first=1))
     turns = replace(checked, take_turns=1)

@@ -52,7 +52,7 @@ STATISTICS_ROWS = 128
 FLAGS = "band lengths segments softcap scale_first bulk_reduce take_turns".split()
 ORDER = (
     "element head_dim head_dim_v tile_q tile_kv num_warps stages band lengths segments softcap schedule "
-    "scale_first left_register_steps bulk_reduce take_turns dq_order"
+    "scale_first key_register_steps bulk_reduce take_turns dq_order"
 ).split()
 
 
@@ -111,9 +111,10 @@ class Variant:
     schedule: int = 0  # 2: blocks take item after item, by a counter
     take_turns: int = 0
     dq_order: int = 0  # 1: the first block stores dq, others add; 2: in the order of the key tiles
-    left_register_steps: int = 0  # of the scores' product, that take k from registers
+    key_register_steps: int = 0  # of the scores' product, that take k from registers
     dq_warpgroup: int = 0  # 1: a third consumer warpgroup computes dq; head dims above 128
     section_mib: float = 0  # bytes of the tensors of one section; 0: one key/value head
+    blocks_of_head: int = 1 << 30  # at work together at most, which makes sections wider
     rotation: int = 0
 
     def config(self, **changes: Any) -> str:
@@ -129,7 +130,7 @@ class Variant:
             "stages": str(chosen.stages),
             "schedule": str(chosen.schedule),
             "dq_order": str(chosen.dq_order),
-            "left_register_steps": str(chosen.left_register_steps),
+            "key_register_steps": str(chosen.key_register_steps),
         }
         values |= {flag: "true" if getattr(chosen, flag) else "false" for flag in FLAGS}
         return ", ".join(f".{name} = {values[name]}" for name in ORDER)
@@ -152,7 +153,7 @@ class Variant:
                 tile_kv=self.dq_tile_kv,
                 stages=self.dq_stages,
                 bulk_reduce=0,
-                left_register_steps=0,
+                key_register_steps=0,
                 dq_warpgroup=0,
             )
             found["dq"] = Unit("sm90_backward_dq", config)
@@ -190,31 +191,50 @@ def variants() -> list[Variant]:
                 for base, bulk in ((d64, 0), (d64, 1), (d128, 1))
                 for tag, turns in (("items", 0), ("turns", 1))
             ),
-            replace(
-                d128, name=f"d128_{mask}_80", tile_q=80, bulk_reduce=1, schedule=2, take_turns=1
-            ),
             *(
                 replace(
                     base,
-                    name=f"d{base.head_dim}_{mask}_{base.tile_q}_{tag}",
+                    name=f"d{base.head_dim}_{mask}_{tag}",
                     bulk_reduce=1,
                     schedule=2,
                     take_turns=1,
                     dq_order=order,
-                    section_mib=sections,
+                    section_mib=16.0 if order == 2 else mib,
+                    blocks_of_head=8 if order == 2 and band else 1 << 30,
                     rotation=rotation,
-                    left_register_steps=steps,
+                    key_register_steps=steps,
                 )
-                for base, most_steps in ((d64, 2), (d128, 4), (replace(d128, tile_q=80), 1))
-                for tag, order, sections, rotation, steps in (
-                    ("first", 1, mib, 0, 0),
-                    ("first_sections", 1, 16.0, 0, 0),
-                    ("first_rotated", 1, mib, 2, 0),
-                    ("first_keys", 1, mib, 0, most_steps),
-                    ("ordered", 2, 16.0, 0, 0),
-                    ("ordered_wide", 2, 64.0, 0, 0),
-                    ("ordered_wider", 2, 256.0, 0, 0),
+                for base in (d64, d128)
+                for tag, order, rotation, steps in (
+                    ("first", 1, 128 // base.tile_q, 0),
+                    ("first_together", 1, 0, 0),
+                    ("first_keys", 1, 128 // base.tile_q, 3),
+                    ("ordered", 2, 0, 0),
+                    ("ordered_keys", 2, 0, 3),
                 )
+                if base.head_dim == 128 or not steps
+            ),
+            *(
+                replace(
+                    base,
+                    name=f"d{base.head_dim}_{mask}_softcap_{tag}",
+                    tile_q=64,
+                    softcap=1,
+                    bulk_reduce=tag != "red",
+                    schedule=2,
+                    take_turns=1,
+                    dq_order=order,
+                    rotation=2 if order else 0,
+                    key_register_steps=steps,
+                )
+                for base in (d64, d128)
+                for tag, order, steps in (
+                    ("red", 0, 0),
+                    ("bulk", 0, 0),
+                    ("first", 1, 0),
+                    ("first_keys", 1, 2),
+                )
+                if base.head_dim == (128 if steps else 64) or tag in ("bulk", "first")
             ),
             replace(d192, name=f"d192_{mask}_two", two_kernels=True),
             replace(d192, name=f"d192_{mask}_two80", two_kernels=True, dq_tile_kv=80),
@@ -256,33 +276,19 @@ def variants() -> list[Variant]:
         replace(taking, name="check_turns_bulk64", head_dim=64, tile_q=128),
         replace(taking, name="check_turns64", head_dim=64, tile_q=128, segments=1, bulk_reduce=0),
         replace(taking, name="check_turns_segments", segments=1, section_mib=0.2),
-        replace(taking, name="check_80", tile_q=80, section_mib=0.2),
-        replace(taking, name="check_80_items", tile_q=80, band=0, take_turns=0),
-        replace(taking, name="check_80_f16", tile_q=80, band=0, element="f16"),
-        replace(taking, name="check_80_scale", tile_q=80, scale_first=1),
         replace(taking, name="check_first", dq_order=1, section_mib=0.2),
         replace(taking, name="check_first64", dq_order=1, head_dim=64, tile_q=128, segments=1),
-        replace(taking, name="check_first_80", dq_order=1, tile_q=80, band=0, rotation=3),
+        replace(taking, name="check_first_full", dq_order=1, band=0, rotation=3),
         replace(taking, name="check_first_segments", dq_order=1, segments=1, section_mib=0.2),
-        replace(taking, name="check_first_keys", dq_order=1, left_register_steps=4),
-        replace(
-            taking, name="check_first_80_keys", dq_order=1, tile_q=80, band=0, left_register_steps=1
-        ),
-        replace(
-            taking,
-            name="check_first64_keys",
-            dq_order=1,
-            head_dim=64,
-            tile_q=128,
-            left_register_steps=2,
-        ),
+        replace(taking, name="check_first_keys", dq_order=1, key_register_steps=3),
+        replace(taking, name="check_first_softcap", dq_order=1, softcap=1),
         replace(taking, name="check_ordered", dq_order=2, section_mib=0.2),
         replace(taking, name="check_ordered_items", dq_order=2, band=0, take_turns=0),
         replace(taking, name="check_ordered_f16", dq_order=2, element="f16"),
         replace(taking, name="check_ordered_scale", dq_order=2, scale_first=1, lengths=0),
         replace(taking, name="check_ordered64", dq_order=2, head_dim=64, tile_q=128),
-        replace(taking, name="check_ordered_80", dq_order=2, tile_q=80, section_mib=0.2),
-        replace(taking, name="check_ordered_80_full", dq_order=2, tile_q=80, band=0),
+        replace(taking, name="check_ordered_keys", dq_order=2, key_register_steps=3),
+        replace(taking, name="check_ordered_full", dq_order=2, band=0),
         replace(checked, name="check_two", segments=1, two_kernels=True, dq_tile_kv=96),
         replace(checked, name="check_two64", two_kernels=True, head_dim=64, softcap=1),
         replace(wide, name="check_wide", segments=1),
@@ -351,8 +357,8 @@ STRUCTS = {
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
-        *("dq_accumulator", "rows_padded", "accumulator_width", "accumulator_rows"),
-        *("q_len", "num_heads", "head_dim_v", "next_item", "dq_turns"),
+        *("dq_accumulator", "rows_padded", "accumulator_width", "q_len"),
+        *("num_heads", "head_dim_v", "next_item", "dq_turns"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -409,7 +415,9 @@ def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
     heads = case.batch * case.kv_heads
     head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
     wanted = max(1, int(variant.section_mib * 2**20 / head_bytes))
-    wanted = max(wanted, -(-torch.cuda.get_device_properties(0).multi_processor_count // tiles))
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    waits = tiles > variant.blocks_of_head
+    wanted = max(wanted, num_sms // variant.blocks_of_head if waits else -(-num_sms // tiles))
     if wanted >= heads:
         return heads
 
@@ -436,7 +444,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     variant, case = loaded.variant, data.case
     width = variant.head_dim
     q_tiles = -(-case.q_len // variant.tile_q)
-    rows_padded = -(-q_tiles * variant.tile_q // STATISTICS_ROWS) * STATISTICS_ROWS
+    rows_padded = -(-case.q_len // STATISTICS_ROWS) * STATISTICS_ROWS
     flat_heads = case.batch * case.heads
     results = {
         name: torch.full_like(x, math.nan)
@@ -509,7 +517,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "rows_padded": rows_padded,
             "next_item": next_item.data_ptr(),
             "accumulator_width": width,
-            "accumulator_rows": q_tiles * variant.tile_q,
             "q_len": case.q_len,
             "num_heads": case.heads,
             "head_dim_v": case.width_v,

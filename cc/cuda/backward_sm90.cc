@@ -75,11 +75,6 @@ struct DsParts {
   }
 };
 
-// Query rows of a head that the fused kernel adds up: whole tiles. Without that kernel, the rows that there are.
-int64_t accumulator_rows(const Problem& problem, const Kernels& kernels) {
-  return kernels.fused == nullptr ? problem.q_len : round_up(problem.q_len, kernels.fused->config().tile_q);
-}
-
 // The parts of the scratch buffer. Without a buffer the addresses mean nothing, but `bytes` does.
 struct Scratch {
   int64_t rows_padded = 0;
@@ -108,7 +103,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     scratch.bytes += round_up(bytes, kScratchAlignment);
     return part;
   };
-  scratch.rows_padded = round_up(accumulator_rows(problem, kernels), sm90::kStatisticsRows);
+  scratch.rows_padded = round_up(problem.q_len, sm90::kStatisticsRows);
   const int64_t rows = problem.batch * problem.num_heads * scratch.rows_padded;
   scratch.lse_log2 = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
   scratch.delta = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
@@ -158,8 +153,8 @@ int64_t full_sections(int64_t wanted, int64_t heads) {
 
 // Key/value heads of one section. Where tiles differ in work, as many as keep what their blocks read within a quarter of the
 // L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which in a causal
-// problem is twice the mean. Where blocks of one head wait for each other, as many as have only eight of them at work together.
-// Elsewhere one. tiles: items of a key/value head.
+// problem is twice the mean. Blocks of a head that wait for each other are of unequal length there: then as many heads as have
+// only eight at work together. Elsewhere one. tiles: items of a key/value head.
 int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   if (!config.band && !config.lengths && !config.segments && !config.mask && !sm90::orders_dq(config)) return 1;
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
@@ -167,8 +162,9 @@ int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
   const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
   constexpr int64_t kWaitingBlocks = 8;
-  const int64_t together = sm90::orders_dq(config) ? std::min(tiles, kWaitingBlocks) : tiles;
-  return full_sections(std::max(by_bytes, ceil_div(sm_count, together)), problem.batch * problem.num_kv_heads);
+  const bool waits = sm90::orders_dq(config) && config.band;
+  const int64_t at_work = waits ? sm_count / std::min(tiles, kWaitingBlocks) : ceil_div(sm_count, tiles);
+  return full_sections(std::max(by_bytes, at_work), problem.batch * problem.num_kv_heads);
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -191,7 +187,6 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .dq_turns = scratch.dq_turns,
       .rows_padded = scratch.rows_padded,
       .accumulator_width = kernels.fused != nullptr ? kernels.fused->config().head_dim : 0,
-      .accumulator_rows = static_cast<int32_t>(accumulator_rows(problem, kernels)),
       .q_len = static_cast<int32_t>(problem.q_len),
       .num_heads = static_cast<int32_t>(problem.num_heads),
       .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
@@ -304,6 +299,8 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   const int sm_count = device_facts(plan.device_ordinal).sm_count;
   params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config, params.tiles, sm_count));
+  // Blocks of a head begin at the queries of their own keys: at one tile, all would wait for the first part of its dq.
+  params.rotation = sm90::has_senders(config) && !sm90::orders_dq(config) ? config.tile_kv / config.tile_q : 0;
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                .num_threads = sm90::backward_threads(config),

@@ -44,11 +44,9 @@ struct Config {
   bool in_series = false;       // forward: a warpgroup has one product in flight, not two
   bool scale_first = false;     // scale scores before the row maximum: for scale <= 0 (softcap implies it)
   bool q_in_registers = false;  // q as a register operand of the first product
-  int left_register_steps =
-      0;  // steps of 16 columns of the first product that take its left operand (forward q, backward k)
-          // from registers, the others from shared memory
-  bool integer_max = false;  // row maximum by three-input integer instructions
-  bool bulk_reduce = false;  // dq is added up by bulk reductions from shared memory, not by threads from registers
+  bool integer_max = false;     // row maximum by three-input integer instructions
+  int key_register_steps = 0;   // backward: steps of 16 columns of the scores' product that take k from registers
+  bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
   bool partial_results =
       false;                // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
   int key_splits = 1;       // forward_combine: the parts

@@ -43,13 +43,10 @@ _STATISTICS_ROWS = 128
 _LARGEST_UNSPLIT_HEAD_DIM = 128
 # Above this one there are no registers for a third.
 _LARGEST_FUSED_HEAD_DIM = 192
-# A band that shows a query this many keys gains by tiles of 80 queries more than its edges cost.
-_NARROWEST_BAND_OF_EIGHTY_QUERIES = 8192
 # Whether blocks stay, take item after item, and their warpgroups take turns at the products; None: by the problem.
 _TAKES_ITEMS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("items", default=None)
-# How warps of their own add dq up, where a kernel has them (``Config::dq_order``); 0: consumers do. Not measured yet,
-# so nobody's choice.
-_DQ_ORDER: contextvars.ContextVar[int] = contextvars.ContextVar("dq_order", default=0)
+# How dq is added up (``Config::dq_order``), where a kernel can; None: by the problem.
+_DQ_ORDER: contextvars.ContextVar[int | None] = contextvars.ContextVar("dq_order", default=None)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
 
@@ -79,6 +76,7 @@ class Tile:
     stores_ds: bool = False
     takes_items: bool = False
     dq_order: int = 0
+    key_register_steps: int = 0
     dq_warpgroup: bool = False
     documents: bool = False
 
@@ -101,7 +99,7 @@ def resident_blocks(there: bool) -> Iterator[None]:
 def dq_order(order: int) -> Iterator[None]:
     """Has dq added up as ``Config::dq_order`` says, where a kernel can, in calls traced by this thread.
 
-    For measurements. Deterministic calls take order 2 instead of a kernel of its own for dq.
+    For measurements. Deterministic calls get dq from a kernel of its own unless ``order`` is 2, which is their choice.
     """
     token = _DQ_ORDER.set(order)
     try:
@@ -203,16 +201,6 @@ def _is_crowded(spec: Spec, *, staged_bias: bool) -> bool:
     return spec.softcap > 0 or _has_costly_terms(spec, staged_bias=staged_bias)
 
 
-def _is_capped_band(spec: Spec) -> bool:
-    """Whether a softcap and a band by index are all that acts on scores.
-
-    Bulk reductions and items then gain 8 %; without a band nothing, and beside most else registers spill.
-    """
-    others = spec.positions or spec.segments or spec.q_lengths or spec.kv_lengths
-    terms = _has_step_terms(spec) or spec.mask is not None
-    return spec.softcap > 0 and not (spec.band.unbounded or others or terms)
-
-
 def can_store_ds(spec: Spec) -> bool:
     """Whether the kernel that owns keys can store the gradients of the scores, of which dbias is made.
 
@@ -254,21 +242,6 @@ def _lists_documents(spec: Spec, tile: Tile) -> bool:
     return tile.takes_items and spec.segments and plain and spec.kv_len > tile.tile_kv
 
 
-def _suits_eighty_queries(spec: Spec) -> bool:
-    """Whether a step has 80 queries instead of 64: what it costs besides its products then comes a fifth less often.
-
-    Measured with turns: 4 to 5 % of a long pass, if the last tile is not much emptier. The edges of a band cost
-    tiles of 80 as much up to 4096 keys. With the terms left out registers spill; dropout is slower.
-    """
-    terms = (spec.bias, spec.mask, spec.dropout)
-    if any(x is not None for x in terms) or spec.segments or spec.softcap > 0:
-        return False
-    fills = round_up(spec.q_len, 80) <= 1.03 * round_up(spec.q_len, 64)
-    seen = min(spec.kv_len, spec.band.left + spec.band.right + 1)
-    wide = spec.band.unbounded or seen >= _NARROWEST_BAND_OF_EIGHTY_QUERIES
-    return fills and wide
-
-
 def _has_room_for_results(tile: Tile) -> bool:
     """Whether dk and dv can leave by the places of ds and of the staging of dq, while the next keys come in.
 
@@ -297,23 +270,31 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     tile = Tile(
         head_dim, head_dim_v, tile_q=64, tile_kv=128, staged_bias=staged, stores_ds=stores_ds
     )
-    capped = spec.softcap > 0 and not (head_dim == 128 and _is_capped_band(spec))
+    capped = spec.softcap > 0 and (_has_step_terms(spec) or spec.mask is not None)  # registers
     if capped or head_dim != head_dim_v:
         return tile
     if head_dim == 64:
         if _is_crowded(spec, staged_bias=staged):
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
-        # Two tiles of a bias are worth more than the room for bulk reductions. Without a band they pay off only where
-        # warpgroups take turns, with a band only where they do not.
-        with_bulk = fused and not staged and spec.band.unbounded == _takes_items(spec)
+        # Two tiles of a bias are worth more than the room for bulk reductions, which pay off where warps of their own
+        # send them, else with a band.
+        with_bulk = fused and not staged and (_takes_items(spec) or not spec.band.unbounded)
         return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
     direct_bias = spec.bias is not None and spec.bias[2] > 1 and not staged
     if direct_bias or (spec.alibi_slopes is not None and spec.positions):
         return tile  # registers
     bulk = dataclasses.replace(tile, bulk_reduce=fused)
-    if bulk.bulk_reduce and _suits_eighty_queries(spec):
-        return dataclasses.replace(bulk, tile_q=80)
     return bulk if keys_shared_bytes(bulk, spec, fused=fused) <= MAX_SHARED_BYTES else tile
+
+
+def _register_steps(spec: Spec, head_dim: int) -> int:
+    """Steps of the scores' product whose k stays in registers, beside warps that add dq up: what does not spill."""
+    if head_dim == 64 or spec.alibi_slopes is not None or spec.positions or _is_row_bias(spec):
+        return 0
+    lengths = spec.segments or spec.q_lengths or spec.kv_lengths
+    if spec.softcap > 0:
+        return 0 if spec.segments else 2
+    return 0 if spec.bias is not None and lengths else 3
 
 
 def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
@@ -322,14 +303,23 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
     They send what bulk reductions stage. In an order, which tile comes before another must follow from their numbers:
     nothing may filter tiles.
     """
-    filters = spec.segments or spec.mask is not None or (spec.positions and not spec.band.unbounded)
-    if order == 0 or not tile.takes_items or (order == 2 and filters):
+    # What filters tiles, and positions, take registers of the warp that looks for tiles.
+    filters = spec.segments or spec.mask is not None or spec.positions
+    terms = _has_step_terms(spec)
+    crowded = tile.head_dim == 128 and (
+        (spec.segments and (terms or spec.positions)) or (spec.positions and terms)
+    )
+    if (
+        order == 0
+        or not (tile.takes_items and tile.bulk_reduce)
+        or crowded
+        or (order == 2 and filters)
+    ):
         return tile
-    found = dataclasses.replace(tile, dq_order=order)
-    if order == 2 and tile.tile_q == 128 and not tile.staged_bias:
-        found = dataclasses.replace(found, bulk_reduce=True)
-    fits = keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES
-    return found if found.bulk_reduce and fits else tile
+    found = dataclasses.replace(
+        tile, dq_order=order, key_register_steps=_register_steps(spec, tile.head_dim)
+    )
+    return found if keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES else tile
 
 
 def _pick_keys(
@@ -345,8 +335,9 @@ def _pick_keys(
         takes_items = not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
         keys = dataclasses.replace(keys, takes_items=takes_items)
         keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
-        order = _DQ_ORDER.get()
-        keys = _with_senders(keys, spec, order if order == 2 or not deterministic else 0)
+        forced = _DQ_ORDER.get()
+        order = (2 if deterministic else 1) if forced is None else forced
+        keys = _with_senders(keys, spec, order)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
     return keys_tile(spec, fused=fused and not deterministic, stores_ds=stores_ds), False
@@ -420,6 +411,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         schedule=2 if tile.takes_items else None,
         take_turns=tile.takes_items,
         dq_order=tile.dq_order or None,
+        key_register_steps=tile.key_register_steps or None,
         documents=tile.documents,
     )
 
@@ -453,8 +445,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         spec, fused=want_q and want_keys, stores_ds=stores_ds, deterministic=deterministic
     )
 
-    added_rows = round_up(spec.q_len, keys.tile_q if fused else 1)
-    rows = spec.batch * spec.num_heads * round_up(added_rows, _STATISTICS_ROWS)
+    rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT
     head_dim_v = _head_dim_tile(spec.head_dim_v)
     kernels = [compose_key("backward_prepare", KEY_ARCH, element=element, head_dim_v=head_dim_v)]

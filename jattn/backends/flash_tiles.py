@@ -49,7 +49,7 @@ class Tile:
 
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
-      in_series, q_in_registers, left_register_steps, integer_max, staged_bias, row_bias, take_turns,
+      in_series, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
         cap_series, documents, bias_in_product: see ``Config``.
     """
 
@@ -60,7 +60,6 @@ class Tile:
     stages: int = 2
     in_series: bool = False
     q_in_registers: bool = False
-    left_register_steps: int = 0
     integer_max: bool = False
     staged_bias: bool = False
     row_bias: bool = False
@@ -389,7 +388,6 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         schedule=_SCHEDULE_BY_COUNTER,
         in_series=tile.in_series,
         q_in_registers=tile.q_in_registers,
-        left_register_steps=tile.left_register_steps or None,
         integer_max=tile.integer_max,
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         partial_results=partial,

@@ -361,11 +361,11 @@ def test_k_is_partly_in_registers(name: str, steps: int, tmp_path: Path) -> None
     """As many steps of the scores' product as registers hold beside senders; not measured yet, so no plan has them."""
     head_dims, changes = WITHOUT_FILTERS[name]
     key = key_of_fused(test_flash_terms.problem(head_dims, **changes), 1)
-    assert toolchain.word(key, "left_register_steps") == "0"
+    assert toolchain.word(key, "key_register_steps") == "0"
     toolchain.require_nvrtc()
     counts = []
     for in_registers in (0, steps):
-        varied = toolchain.vary(key, left_register_steps=in_registers)
+        varied = toolchain.vary(key, key_register_steps=in_registers)
         code, log = _core.compile_kernel(varied)
         assert resources.read_log(varied, log).faults == ()
         text = toolchain.disassemble(code, tmp_path)

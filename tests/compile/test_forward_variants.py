@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -278,34 +277,3 @@ def test_turns_stay_away_from_tiles_in_series() -> None:
     assert in_series.in_series
     assert not in_series.take_turns
     assert wide.take_turns
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "tile_kv", "steps"), [(256, 64, 8), (256, 80, 6), (192, 96, 8), (192, 112, 8)]
-)
-@pytest.mark.parametrize("band", [Band(), CAUSAL], ids=["full", "causal"])
-def test_q_is_partly_in_registers(
-    head_dim: int,
-    tile_kv: int,
-    steps: int,
-    band: Band,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As many steps of the first product as registers hold; not measured yet, so no tile has them by itself."""
-    toolchain.require_nvrtc()
-    toolchain.require_cuobjdump(monkeypatch)
-    with flash_tiles.forward_tile_changes(tile_kv=tile_kv, left_register_steps=steps):
-        key = flash_tiles.plan_forward(spec(head_dim, band=band)).kernels.split(";")[0]
-    code, log = _core.compile_kernel(key)
-    assert resources.read_log(key, log).faults == ()
-    cubin = tmp_path / "forward.cubin"
-    cubin.write_bytes(code)
-    products = [
-        instruction.text
-        for instruction in sm90_listing.main_loop(sm90_listing.listing(cubin)).body
-        if f"HGMMA.64x{tile_kv}x16" in instruction.text
-    ]
-    assert len(products) == head_dim // 16
-    from_registers = [bool(re.search(r"HGMMA\S* R\d+, R\d+", text)) for text in products]
-    assert from_registers == [True] * steps + [False] * (len(products) - steps)

@@ -3,6 +3,7 @@
 import pytest
 
 import jattn
+from jattn.backends import flash_backward_tiles
 from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
@@ -122,25 +123,29 @@ CASES = PLAIN + BIASES + MASKS + TERMS + DROPOUT + ALL
 STRICT = [case for case in CASES if case.head_dim <= 192]
 
 
-# Steps of 80 queries, of which the last tile has 70: with a band from 8192 keys on.
+# k partly in registers, beside warps that add dq up; what leaves fewer registers keeps it in shared memory.
 FAR = WIDE.but("far", q_len=150, kv_len=8200, is_causal=True, lower_right=True)
-EIGHTY_QUERIES = [
-    WIDE.but("eighty", q_len=311, dtype="float16"),
-    WIDE.but("eighty-96", q_len=150, head_dim=96, head_dim_v=104),
-    WIDE.but("eighty-lengths", q_len=311, q_lengths=(150, 311), kv_lengths=(264, 77), scale=-0.1),
-    WIDE.but("eighty-alibi", q_len=311, alibi_form="n", q_lengths=(311, 81)),
-    FAR.but("causal"),
-    FAR.but("causal-lengths", q_lengths=(150, 85), kv_lengths=(8200, 77), dtype="float16"),
-    FAR.but("causal-alibi", alibi_form="n", scale=-0.1),
-    FAR.but("causal-positions", positions="shifted", lower_right=False),
-    FAR.but("rows-without-keys", q_len=700, kv_lengths=(300, 8200)),
+KEYS_IN_REGISTERS = [
+    (WIDE.but("keys", q_len=311, dtype="float16"), 3),
+    (WIDE.but("keys-96", q_len=150, head_dim=96, head_dim_v=104), 3),
+    (WIDE.but("keys-causal", q_len=311, is_causal=True, scale=-0.1), 3),
+    (WIDE.but("keys-lengths", q_lengths=(150, 200), kv_lengths=(264, 77), scale=-0.1), 3),
+    (WIDE.but("keys-segments", segments="random", is_causal=True), 3),
+    (FAR.but("causal"), 3),
+    (FAR.but("causal-lengths", q_lengths=(150, 85), kv_lengths=(8200, 77), dtype="float16"), 3),
+    (FAR.but("rows-without-keys", q_len=700, kv_lengths=(300, 8200)), 3),
+    (WIDE.but("softcap", softcap=5.0, q_len=311, is_causal=True), 2),
+    (WIDE.but("softcap-far", softcap=30.0, q_lengths=(150, 200)), 2),
+    (WIDE.but("alibi", q_len=311, alibi_form="n", q_lengths=(311, 81)), 0),
+    (FAR.but("causal-positions", positions="shifted", lower_right=False), 0),
 ]
 
 
-@pytest.mark.parametrize("case", EIGHTY_QUERIES, ids=str)
+@pytest.mark.parametrize(("case", "steps"), KEYS_IN_REGISTERS, ids=str)
 @pytest.mark.backends("flash")
-def test_eighty_queries(case: Case) -> None:
-    verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*tile_q=80")
+def test_keys_in_registers(case: Case, steps: int) -> None:
+    has_steps = f" key_register_steps={steps}" if steps else "(?! key_register)"
+    verify(case, "flash", kernel=rf"family=sm90_backward [^;\"]*dq_order=1{has_steps}")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -150,5 +155,5 @@ def test_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("case", STRICT, ids=str)
 def test_gradients_by_two_kernels(case: Case) -> None:
-    with jattn.deterministic("strict"):
-        verify(case, "flash")
+    with flash_backward_tiles.dq_order(0), jattn.deterministic("strict"):
+        verify(case, "flash", kernel=r"family=sm90_backward_dq ")

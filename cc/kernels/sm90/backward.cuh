@@ -5,7 +5,7 @@
 //   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to 192,
 //                                       above 128 with a warpgroup of its own for dq (num_warps 16)
 //   sm90_backward_dkv  backward_dkv<C>  dk and dv only: the deterministic form, together with sm90_backward_dq
-// Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64, 80 or 128. Definition: core/problem.h.
+// Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 #pragma once
 
 #include "sm90/backward_keys.cuh"
@@ -21,8 +21,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr bool kSplit = splits_gradients(C);
   static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
-  static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 80 || C.tile_q == 128));
-  static_assert(!transposes_dq(C) || (kFused && !kSplit && C.head_dim == 128 && !C.stores_ds && !C.staged_bias));
+  static_assert(C.tile_kv == (kSplit ? 64 : 128) && (C.tile_q == 64 || C.tile_q == 128));
   static_assert(has_dq_warpgroup(C) == (kSplit && kFused) && (!kSplit || C.tile_q == kWarpgroupRows));
   static_assert(!C.in_series && !C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
   static_assert(!C.staged_bias || C.bias_element != Element::kF32);
@@ -36,7 +35,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(!C.documents || (takes_items(C) && C.segments && !C.lengths && !C.positions && !C.mask && !C.bias &&
                                  !C.alibi && !C.dropout));
   static_assert(!C.take_turns || (kFused && !kSplit));
-  static_assert(C.left_register_steps == 0 || (!kSplit && C.left_register_steps <= C.head_dim / kStepDepth));
+  static_assert(C.key_register_steps == 0 || (!kSplit && C.key_register_steps <= C.head_dim / kStepDepth));
   static_assert(!has_senders(C) || (takes_items(C) && C.bulk_reduce));
   static_assert(!orders_dq(C) || (!C.segments && !C.mask && !has_position_band(C)));
 

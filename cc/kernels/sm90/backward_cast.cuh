@@ -4,8 +4,7 @@
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
 // one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
-// dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it. Where dq is
-// transposed (transposes_dq()), part 4 w + i holds columns 64 w + 16 i on of all rows, as the rows of what is described above.
+// dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -14,7 +13,6 @@ namespace jattn::sm90 {
 
 template <Config C>
 __device__ __forceinline__ void backward_cast(const CastParams& params) {
-  constexpr bool kTransposed = transposes_dq(C);
   constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned tile = shared_address(shared);
@@ -35,7 +33,7 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
     x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (is_there) x[i] = __ldcs(reinterpret_cast<const float4*>(source + part * kPartFloats + i * 128 + lane() * 4));
   }
-  const int row = part % 4 * 16 + (kTransposed || C.tile_q == 128 ? 64 * half : 0);
+  const int row = part % 4 * 16 + (C.tile_q == 128 ? 64 * half : 0);
   const int first_column = C.tile_q == 128 ? 0 : kColumns * half;
   bool inside[2];
 #pragma unroll
@@ -47,19 +45,7 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
     for (int i = 0; i < 4; ++i) {
       const float4 value = x[2 * step + i / 2];
       const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
-      if constexpr (kTransposed) {
-        const int query = step * 16 + i / 2 * 8 + lane() % 4 * 2;
-        words[i] = ElementTraits<C.element>::pack(query < length - first ? low * params.scale : 0.0f,
-                                                  query + 1 < length - first ? high * params.scale : 0.0f);
-      } else {
-        words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
-      }
-    }
-    if constexpr (kTransposed) {
-      const int query = step * 16 + lane() / 16 * 8 + lane() % 8, column16 = part % 4 * 2 + lane() / 8 % 2;
-      const unsigned address = tile + (half * C.tile_q + query) * kChunkRowBytes + (column16 ^ query % 8) * 16;
-      store_matrix_transposed(address, words[0], words[1], words[2], words[3]);
-      continue;
+      words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
     }
     store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2], words[3]);
   }

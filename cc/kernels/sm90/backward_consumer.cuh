@@ -80,12 +80,6 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     own_positions = control.own_positions;
     positions = control.positions[stage];
   }
-  if (Stage::caps_by_series(s, flags, params.problem)) {
-    transposed_weights<C>(s, p, lse_address, drops, [&](float product, float lse) {
-      return Stage::weights_by_series(product, lse, params.problem);
-    });
-    return;
-  }
   KeptSlopes<C, kCount> slopes;
   if constexpr (Stage::kMakesExponents) {
     if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
@@ -110,15 +104,13 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     }
     weights_of_exponents<C>(s, p, slopes, drops);
   } else {
-    const float inverse = Stage::softcap_inverse(params.problem);
-    transposed_weights<C>(s, p, lse_address, drops,
-                          [&](float score, float lse) { return Stage::weights(score, lse, params.problem, inverse); });
+    transposed_weights<C>(s, p, lse_address, drops, params.problem);
   }
 }
 
 // Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows. A row
-// whose factor is 0 becomes 0 whatever was summed. kAnew: addresses are computed here; else they may be kept from earlier.
-template <Element kElement, int kRows, int kColumns, bool kAnew = false>
+// whose factor is 0 becomes 0 whatever was summed.
+template <Element kElement, int kRows, int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
                                                unsigned tile, int first_row) {
 #pragma unroll
@@ -131,14 +123,7 @@ __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns 
       const float high = f == 0.0f ? 0.0f : gradient[8 * step + 2 * i + 1] * f;
       words[i] = ElementTraits<kElement>::pack(low, high);
     }
-    unsigned address;
-    if constexpr (kAnew) {
-      const int thread = ptx::thread_index_anew() % kWarpgroupThreads;
-      address = block_address<kRows>(tile, first_row + thread / 32 * 16, step, thread % 32);
-    } else {
-      address = block_address<kRows>(tile, first_row + warp_row(), step);
-    }
-    store_matrix(address, words[0], words[1], words[2], words[3]);
+    store_matrix(block_address<kRows>(tile, first_row + warp_row(), step), words[0], words[1], words[2], words[3]);
   }
 }
 

@@ -1,10 +1,9 @@
 // Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
 //
 // Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
-// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups; with 80 queries a step, for which ds does not fit
-// the registers, dk reads it there, too. dq is computed a step late: by then the other warpgroup has written its part, and
-// neither waits for the other while half a step apart, one with its products and one with its scores. Two buffers of ds are
-// enough for that. The rules of consumer.cuh for accumulators apply.
+// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. dq is computed a step late: by then the other
+// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and one with
+// its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -22,12 +21,10 @@ struct KeyConsumer {
   static constexpr int kPartColumns = dq_part_columns(C);
   static constexpr int kPartFloats = 16 * kPartColumns;
   static constexpr unsigned kSlots = kLayout.staging_slots;
-  // ds is stored [queries][keys of a warpgroup], and dk reads it there: as fragments beside p it would not fit the registers.
-  static constexpr bool kTransposedDq = transposes_dq(C);
   static constexpr int kScores = C.tile_q / 2;  // of a thread
   using Scores = float[kScores];
   using Fragments = unsigned[kScores / 2];
-  using Keys = unsigned[fragment_words(C.left_register_steps)];  // the first columns of k, as fragments
+  using Keys = unsigned[fragment_words(C.key_register_steps)];  // the first columns of k, as fragments
   using Dk = float[C.head_dim / 2];
   using Dv = float[C.head_dim_v / 2];
   using Dq = float[kFused ? kPartColumns / 2 : 1];
@@ -39,19 +36,10 @@ struct KeyConsumer {
   RingPosition<C.stages> ring;
   RingPosition<kLayout.bias_slots> bias_ring;
   unsigned step = 0;  // tiles visited; its lowest bit is the buffer of ds, the next one the parity of its barriers
-  // Where a warp's part of dq goes: its first number, or, of one register instead of two, the row of the accumulator.
-  // Where other warps send it, whether there is one.
-  using Target = Conditional<has_senders(C), bool, Conditional<kTransposedDq, int, float*>>;
-  __device__ __forceinline__ static constexpr Target no_target() {
-    if constexpr (has_senders(C)) {
-      return false;
-    } else if constexpr (kTransposedDq) {
-      return -1;
-    } else {
-      return nullptr;
-    }
-  }
-  Target staged = no_target();  // of the part in staging memory
+  // Where a warp's part of dq goes; where other warps send it, whether there is one.
+  using Target = Conditional<has_senders(C), bool, float*>;
+  static constexpr Target kNoTarget = {};
+  Target staged = kNoTarget;  // of the part in staging memory
   unsigned staging_slot = 0;
   BackwardItem finished;  // the item, once its tiles and record are let go
 
@@ -74,19 +62,14 @@ struct KeyConsumer {
     return tiles + kLayout.ds + (of_step & 1) * kDsBytes;
   }
 
-  // Of this warpgroup's keys, where ds is stored [queries][keys].
-  __device__ __forceinline__ unsigned own_ds_address() const {
-    return ds_address(step) + warpgroup * C.tile_q * kChunkRowBytes;
-  }
-
   __device__ __forceinline__ void load_keys(Keys& keys) const {
 #pragma unroll
-    for (int step = 0; step < C.left_register_steps; ++step) {
+    for (int step = 0; step < C.key_register_steps; ++step) {
       load_matrix(block_address<C.tile_kv>(tiles + kLayout.k, first_row() + warp_row(), step), keys + 4 * step);
     }
   }
   __device__ __forceinline__ void start_scores(Scores& s, Keys& keys) const {
-    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, C.left_register_steps>(
+    start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim, C.key_register_steps>(
         s, keys, tiles + kLayout.k + first_row() * kChunkRowBytes, q_address(ring.index));
   }
   __device__ __forceinline__ void start_dp(Scores& dp) const {
@@ -97,21 +80,12 @@ struct KeyConsumer {
     start_fragment_product<C.element, C.tile_q, C.head_dim_v>(dv, p, dout_address(ring.index));
   }
   __device__ __forceinline__ void start_dk(Dk& dk, Fragments& ds) const {
-    if constexpr (kTransposedDq) {
-      start_column_product<C.element, C.tile_q, C.head_dim, true>(dk, own_ds_address(), q_address(ring.index));
-    } else {
-      start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
-    }
+    start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address(ring.index));
   }
 
   // This warpgroup's half of dq: 64 of 128 queries, or half of the columns.
   __device__ __forceinline__ void start_dq(Dq& dq, unsigned of_step) const {
     constexpr int kKeyChunk = C.tile_kv * kChunkRowBytes;
-    if constexpr (kTransposedDq) {
-      start_transposed_product<C.element, C.tile_kv, C.tile_q>(dq, tiles + kLayout.k + warpgroup * kKeyChunk,
-                                                               ds_address(of_step));
-      return;
-    }
     constexpr int kColumnOffset = C.tile_q == 128 ? 0 : kPartColumns < kChunkColumns ? kPartColumns * 2 : kKeyChunk;
     const unsigned k = tiles + kLayout.k + warpgroup * kColumnOffset;
     start_column_product<C.element, C.tile_kv, kPartColumns>(
@@ -168,19 +142,11 @@ struct KeyConsumer {
     }
   }
 
-  // ds of this warpgroup's keys: packed, and for dq written to shared memory, as a tile [keys][queries] unless dq is transposed.
-  __device__ __forceinline__ void finish_gradients(Fragments& p, Fragments& ds, const Scores& weights,
-                                                   const Scores& dp) {
+  // ds of this warpgroup's keys: packed, and for dq written to shared memory, as a tile [keys][queries].
+  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
-    if constexpr (kTransposedDq && !C.softcap && !C.dropout) {
-      pack_with_gradients<C, kScores>(p, ds, weights, dp, delta);
-    } else {
-      transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
-    }
-    if constexpr (kTransposedDq) {
-      wait(ds_empty(step), ~step >> 1 & 1);
-      store_transposed(own_ds_address(), ds);
-    } else if constexpr (kFused) {
+    transposed_gradients<C, kScores>(ds, weights, dp, delta, dropout_factor());
+    if constexpr (kFused) {
       wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
@@ -198,8 +164,7 @@ struct KeyConsumer {
   // Behind finish_gradients().
   __device__ __forceinline__ void give_gradients() const {
     if constexpr (kFused) release_by_warp(ds_full(step));
-    // For the copy, or for dk; there the begin of a turn has brought the warps together.
-    if constexpr (C.stores_ds || (kTransposedDq && !C.take_turns)) sync_warpgroup(warpgroup);
+    if constexpr (C.stores_ds) sync_warpgroup(warpgroup);  // for the copy
   }
 
   // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
@@ -243,22 +208,12 @@ struct KeyConsumer {
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
   __device__ __forceinline__ Target dq_target(int stage) const {
     if constexpr (!kFused) {
-      return no_target();
+      return kNoTarget;
     } else if constexpr (has_senders(C)) {
       return true;
-    } else if constexpr (kTransposedDq) {
-      return int(control.headers[stage].accumulator_row);
     } else {
       const int part = warpgroup_thread() / 32 + warpgroup * (kWarpgroupThreads / 32);
       return params.dq_accumulator + control.headers[stage].accumulator_row * C.head_dim + part * kPartFloats;
-    }
-  }
-  __device__ __forceinline__ float* address_of(Target target) const {
-    if constexpr (kTransposedDq) {
-      const int part = ptx::thread_index_anew() / 32 - kWarpgroupThreads / 32;
-      return params.dq_accumulator + int64_t(target) * C.head_dim + part * kPartFloats;
-    } else {
-      return target;
     }
   }
 
@@ -292,7 +247,7 @@ struct KeyConsumer {
       }
       staged = target;
     } else if constexpr (kFused) {
-      float* const first = address_of(target) + lane() * 4;
+      float* const first = target + lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
         asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * 128), "f"(dq[4 * i]),
@@ -310,11 +265,11 @@ struct KeyConsumer {
       staged = false;
     } else if constexpr (kFused && C.bulk_reduce) {
       __syncwarp();
-      if (lane() == 0 && staged != no_target()) {
-        add_floats(address_of(staged), staging_address(), kPartFloats * 4);
+      if (lane() == 0 && staged != kNoTarget) {
+        add_floats(staged, staging_address(), kPartFloats * 4);
         commit_stores();
       }
-      staged = no_target();
+      staged = kNoTarget;
     }
   }
 
@@ -350,7 +305,7 @@ struct KeyConsumer {
     load_keys(keys);
     Drops<C, kScores> drops;
     decide_drops(drops, ring);
-    Target late_target = no_target();  // of the step before
+    Target late_target = kNoTarget;  // of the step before
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
@@ -360,7 +315,7 @@ struct KeyConsumer {
       start_scores(s, keys);
       wait_dout();
       start_dp(dp);
-      if (late_target != no_target()) turns().end();
+      if (late_target != kNoTarget) turns().end();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
       wait_products<1>();
@@ -368,7 +323,7 @@ struct KeyConsumer {
       finish_scores(s, p, flags, drops, fetched);
       wait_products<0>();
       pin_registers(dp);
-      finish_gradients(p, ds, s, dp);
+      finish_gradients(ds, s, dp);
       turns().begin();
       start_dv(dv, p);
       give_gradients();
@@ -395,7 +350,7 @@ struct KeyConsumer {
       wait_products<1>();
       if constexpr (kFused) {
         pin_registers(dq);
-        if (target != no_target()) {
+        if (target != kNoTarget) {
           release_by_warp(ds_empty(step - 1));
           add_dq(dq, target);
         }
@@ -430,10 +385,6 @@ struct KeyConsumer {
   static constexpr bool kDkBySlot = takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
   static_assert(!takes_items(C) || (kDkOffset <= 2 * kDsBytes && (!kDkBySlot || C.bulk_reduce)));
   static constexpr int kDkRows = kDkBySlot ? kWarpgroupRows : C.tile_kv;
-  // Where ds is stored by warpgroups, a chunk of its dv goes to its part of each buffer: the other one may be an item ahead.
-  static constexpr bool kDvByParts = takes_items(C) && kTransposedDq;
-  static constexpr int kDvRows = kDvByParts ? kDsBytes / kChunkRowBytes : C.tile_kv;
-  static_assert(!kDvByParts || (C.tile_q >= kWarpgroupRows && num_chunks(C.head_dim_v) == 2));
 
   // A warpgroup's part of the slot that the last dq does not need.
   __device__ __forceinline__ unsigned dk_slot() const {
@@ -468,14 +419,10 @@ struct KeyConsumer {
     }
     if constexpr (kDkBySlot && kSlots == 1) finish_reductions(step - 1);
     sync_consumers();  // both have read the places for the last time
-    const unsigned dv_tile =
-        tiles + (takes_items(C) ? kLayout.ds : kLayout.v) + (kDvByParts ? warpgroup * C.tile_q * kChunkRowBytes : 0);
-    const int dv_row = kDvByParts ? 0 : first_row();
+    const unsigned dv_tile = tiles + (takes_items(C) ? kLayout.ds : kLayout.v);
     const unsigned dk_tile = kDkBySlot ? dk_slot() : tiles + (takes_items(C) ? kLayout.ds + kDkOffset : kLayout.k);
     const int dk_row = kDkBySlot ? 0 : first_row();
-    // Registers are short: no address is kept across the loop.
-    constexpr bool kAnew = kTransposedDq && (C.band || C.scale_first);
-    stage_gradient<C.element, kDvRows, C.head_dim_v, kAnew>(dv, dv_factor, dv_tile, dv_row);
+    stage_gradient<C.element, C.tile_kv, C.head_dim_v>(dv, dv_factor, dv_tile, first_row());
     if constexpr (kDkBySlot) {
       // The reductions of this warpgroup that read the slot; with two slots they left before the last dq.
       if constexpr (has_senders(C)) {
@@ -485,7 +432,7 @@ struct KeyConsumer {
         sync_warpgroup(warpgroup);
       }
     }
-    stage_gradient<C.element, kDkRows, C.head_dim, kAnew>(dk, dk_factor, dk_tile, dk_row);
+    stage_gradient<C.element, kDkRows, C.head_dim>(dk, dk_factor, dk_tile, dk_row);
     fence_async_proxy();
     start_reduction(step - 1);
     sync_warpgroup(warpgroup);
@@ -493,7 +440,7 @@ struct KeyConsumer {
       const int rows = item.kv_length - first;
       if (rows < kWarpgroupRows) {  // keys of another item follow; a box would overwrite them
         if (params.wants_dv)
-          write_rows<kDvRows, C.head_dim_v>(params.rows_dv, params.problem.head_dim_v, item, dv_tile, dv_row);
+          write_rows<C.tile_kv, C.head_dim_v>(params.rows_dv, params.problem.head_dim_v, item, dv_tile, first_row());
         if (params.wants_dk)
           write_rows<kDkRows, C.head_dim>(params.rows_dk, params.problem.head_dim, item, dk_tile, dk_row);
         return;
@@ -501,7 +448,7 @@ struct KeyConsumer {
     }
     if (warpgroup_thread() == 0 && first < params.problem.kv_len) {
       if (params.wants_dv) {
-        copy_gradient<kDvRows, C.head_dim_v>(&params.dv, dv_tile, dv_row, first, item.head, item.batch);
+        copy_gradient<C.tile_kv, C.head_dim_v>(&params.dv, dv_tile, first_row(), first, item.head, item.batch);
       }
       if (params.wants_dk) {
         copy_gradient<kDkRows, C.head_dim>(&params.dk, dk_tile, dk_row, first, item.head, item.batch);

@@ -83,7 +83,6 @@ struct PrepareParams {
   int32_t* dq_turns;      // likewise
   int64_t rows_padded;
   int32_t accumulator_width;  // columns of dq_accumulator
-  int32_t accumulator_rows;   // of a head, those of its tiles; at most rows_padded
   int32_t q_len, num_heads, head_dim_v;
 };
 

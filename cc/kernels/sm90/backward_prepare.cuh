@@ -55,9 +55,9 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   const int64_t padded = int64_t(flat_head) * params.rows_padded;
 
   if (params.dq_accumulator) {
-    const int first_row = block * kStatisticsRows;
-    const int floats = min(kStatisticsRows, params.accumulator_rows - first_row) * params.accumulator_width;
-    float4* target = reinterpret_cast<float4*>(params.dq_accumulator + (padded + first_row) * params.accumulator_width);
+    const int floats = kStatisticsRows * params.accumulator_width;
+    float4* target = reinterpret_cast<float4*>(params.dq_accumulator) +
+                     (padded + block * kStatisticsRows) * (params.accumulator_width / 4);
     for (int i = threadIdx.x; i < floats / 4; i += kThreads) target[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 

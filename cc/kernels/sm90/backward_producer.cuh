@@ -276,10 +276,7 @@ struct KeyProducer {
       if constexpr (!kEmptyRows) return false;
       if (step.tile < 0) return false;
       const int64_t head = int64_t(item.batch) * problem.num_heads + step.head;
-      const int64_t first = head * params.rows_padded + step.tile * C.tile_q;
-      const bool any = params.row_flags[first / kStatisticsRows] != 0;
-      if constexpr (kStatisticsRows % C.tile_q == 0) return any;
-      return any || params.row_flags[(first + C.tile_q - 1) / kStatisticsRows] != 0;
+      return params.row_flags[(head * params.rows_padded + step.tile * C.tile_q) / kStatisticsRows] != 0;
     };
 
     if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, first_head, place.tile);

@@ -64,42 +64,19 @@ __device__ __forceinline__ void start_fragment_product(float (&c)[kColumns / 2],
   pin_registers(a);
 }
 
-// c = a^T b over kDepth rows, or added to c: 64 columns of a from a_address on, kColumns columns of b from b_address on.
-template <Element kElement, int kDepth, int kColumns, bool kAccumulate = false>
+// c = a^T b over kDepth rows: 64 columns of a from a_address on, kColumns columns of b from b_address on.
+template <Element kElement, int kDepth, int kColumns>
 __device__ __forceinline__ void start_column_product(float (&c)[kColumns / 2], unsigned a_address, unsigned b_address) {
   const unsigned long long a = descriptor(a_address, kDepth * kChunkRowBytes);
   const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes);
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
-  if constexpr (kAccumulate) pin_registers(c);
   begin_products();
 #pragma unroll
   for (int step = 0; step < kDepth / kStepDepth; ++step) {
     if (step == 0) {
-      Wgmma<kColumns>::template shared<kElement, kAccumulate, 1, 1>(c, a, b);
+      Wgmma<kColumns>::template shared<kElement, false, 1, 1>(c, a, b);
     } else {
       Wgmma<kColumns>::template shared<kElement, true, 1, 1>(c, a + step * kStep, b + step * kStep);
-    }
-  }
-  commit_products();
-  pin_registers(c);
-}
-
-// c = a^T b^T over kDepth rows of a, columns of b: 64 columns of a from a_address on, all kRowsB rows of b.
-template <Element kElement, int kDepth, int kRowsB>
-__device__ __forceinline__ void start_transposed_product(float (&c)[kRowsB / 2], unsigned a_address,
-                                                         unsigned b_address) {
-  const unsigned long long a = descriptor(a_address, kUnusedLeading);
-  const unsigned long long b = descriptor(b_address, kUnusedLeading);
-  constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
-  begin_products();
-#pragma unroll
-  for (int step = 0; step < kDepth / kStepDepth; ++step) {
-    const int a_step = step * kStepDepth * kChunkRowBytes / 16;
-    const int b_step = (step / kStepsPerChunk * kRowsB * kChunkRowBytes + step % kStepsPerChunk * kStepDepth * 2) / 16;
-    if (step == 0) {
-      Wgmma<kRowsB>::template shared<kElement, false, 1, 0>(c, a, b);
-    } else {
-      Wgmma<kRowsB>::template shared<kElement, true, 1, 0>(c, a + a_step, b + b_step);
     }
   }
   commit_products();

@@ -214,13 +214,6 @@ struct QueryConsumer {
       own_positions = control.own_positions;
       positions = control.positions[k_ring.index];
     }
-    if (Stage::caps_by_series(s, header.flags, params.problem)) {
-#pragma unroll
-      for (int i = 0; i < C.tile_kv / 2; ++i) {
-        s[i] = marked<C>(Stage::weights_by_series(s[i], lse_log2[i / 2 % 2], params.problem).with_slope, drops[i]);
-      }
-      return;
-    }
     KeptSlopes<C, C.tile_kv / 2> slopes;
     FetchedBias<C, C.tile_kv / 2> fetched;  // of no use here: rows are queries
     if constexpr (Stage::kMakesExponents) {
@@ -244,13 +237,13 @@ struct QueryConsumer {
         mask_by_words<C>(s, header.flags, row_in_tile(), control.mask_words[k_ring.index], params.mask.words_row);
       }
     }
-    const float inverse = Stage::softcap_inverse(params.problem);
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) {
       if constexpr (Stage::kMakesExponents) {
         s[i] = marked<C>(exp2_fast(s[i]) * slopes[i], drops[i]);
       } else {
-        s[i] = marked<C>(Stage::weights(s[i], lse_log2[i / 2 % 2], params.problem, inverse).with_slope, drops[i]);
+        const auto weights = Stage::weights(s[i], lse_log2[i / 2 % 2], params.problem);
+        s[i] = marked<C>(weights.p * weights.slope, drops[i]);
       }
     }
   }

@@ -15,18 +15,22 @@ template <Config C>
 inline constexpr int kMaskFlags = kLimitsAbove | kLimitsBelow | kComparesSegments |
                                   (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
 
-// The place where anything acts on scores, and its derivative. kActive false leaves scores raw: the exponent multiplies
-// them by a positive scale. kActive true turns raw products into finished scores in log2 units.
+// The place where anything acts on scores, and its derivative.
 template <Config C>
 struct BackwardScoreStage {
   static constexpr bool kMakesExponents = has_score_terms(C);  // by make_exponents(), and this is not used
-  static constexpr bool kActive = (C.softcap || C.scale_first) && !kMakesExponents;
 
-  // By whole warps. Below the cap, where nearly all scores are, tanh takes no special operations, of which the exponentials
-  // need all there are: two more for each score kept the softcap at 0.79 of plain (head dim 128).
+  // Raw products become what the exponent of weights() multiplies: with a softcap the tanh. By whole warps. Below the cap, where
+  // nearly all scores are, tanh takes no special operations, of which the exponentials need all there are: two more for each
+  // score kept the softcap at 0.79 of plain (head dim 128).
   template <int kCount>
   __device__ __forceinline__ static void finish_products(float (&s)[kCount], const ProblemParams& problem) {
-    if constexpr (kActive && C.softcap) {
+    if constexpr (C.softcap) {
+      if (caps_by_series(s, problem)) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[i] = tanh_by_short_series(s[i] * problem.softcap_in);
+        return;
+      }
       float largest = 0.0f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -35,49 +39,40 @@ struct BackwardScoreStage {
       }
       if (__any_sync(~0u, largest > 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] = problem.softcap_log2 * tanh_accurate<false>(s[i]);
+        for (int i = 0; i < kCount; ++i) s[i] = tanh_accurate<false>(s[i]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] = problem.softcap_log2 * tanh_below_one(s[i]);
+        for (int i = 0; i < kCount; ++i) s[i] = tanh_below_one(s[i]);
       }
-    } else if constexpr (kActive) {
+    } else if constexpr (C.scale_first) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] *= problem.scale_log2;
     }
   }
 
-  // p, and p times the derivative of the score by the scaled product. A masked score is -inf and gives 0 for both.
+  // p, and the derivative of the score by the scaled product, which is not negative. A masked score is -inf and gives 0 for p
+  // and, with a softcap, for both: saturation comes with the instruction.
   struct Weights {
-    float p, with_slope;
+    float p, slope;
   };
-  __device__ __forceinline__ static Weights weights(float score, float lse_log2, const ProblemParams& problem,
-                                                    float softcap_inverse) {
-    const float p = exp2_fast(kActive ? score - lse_log2 : fmaf(score, problem.scale_log2, -lse_log2));
-    if constexpr (!C.softcap) return {p, p};
-    const float t = score * softcap_inverse;
-    return {p, p == 0.0f ? 0.0f : p * fmaf(-t, t, 1.0f)};
+  __device__ __forceinline__ static Weights weights(float score, float lse_log2, const ProblemParams& problem) {
+    if constexpr (C.softcap) {
+      const float p = exp2_fast(fmaf(score, problem.softcap_log2, -lse_log2));
+      return {p, __saturatef(fmaf(-score, score, 1.0f))};
+    } else {
+      const float p = exp2_fast(C.scale_first ? score - lse_log2 : fmaf(score, problem.scale_log2, -lse_log2));
+      return {p, 1.0f};
+    }
   }
 
-  __device__ __forceinline__ static float softcap_inverse(const ProblemParams& problem) {
-    if constexpr (C.softcap) return reciprocal_fast(problem.softcap_log2);
-    return 0.0f;
-  }
-
-  // The same from a raw product by the short series of the softcap, if it holds for all of the warp and nothing is masked. Beside
-  // a warpgroup for dq 12 bytes of registers would spill.
-  static constexpr bool kCapsBySeries = C.softcap && !kMakesExponents && !has_dq_warpgroup(C);
+ private:
+  // Whether the short series of the softcap holds for all of the warp. Beside a warpgroup for dq 12 bytes of registers would
+  // spill.
   template <int kCount>
-  __device__ __forceinline__ static bool caps_by_series(const float (&s)[kCount], int flags,
-                                                        const ProblemParams& problem) {
-    if constexpr (!kCapsBySeries) return false;
+  __device__ __forceinline__ static bool caps_by_series(const float (&s)[kCount], const ProblemParams& problem) {
+    if constexpr (has_dq_warpgroup(C)) return false;
     const float limit = float(kShortCapSeriesLimit) * reciprocal_fast(problem.softcap_in);
-    return !(flags & kMaskFlags<C>) && __all_sync(~0u, squares_below(s, limit));
-  }
-  __device__ __forceinline__ static Weights weights_by_series(float product, float lse_log2,
-                                                              const ProblemParams& problem) {
-    const float t = tanh_by_short_series(product * problem.softcap_in);
-    const float p = exp2_fast(fmaf(t, problem.softcap_log2, -lse_log2));
-    return {p, p * fmaf(-t, t, 1.0f)};
+    return __all_sync(~0u, squares_below(s, limit));
   }
 };
 
@@ -208,10 +203,11 @@ __device__ __forceinline__ unsigned pack_kept(float low, float high) {
 }
 
 // Transposed scores become probabilities, packed as the operand of dv = p dout, and weights: probabilities times slope.
-// lse_address: that of this thread's first column. weights: of a score and the lse of its query.
-template <Config C, int kCount, class WeightsOf>
+// lse_address: that of this thread's first column.
+template <Config C, int kCount>
 __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned (&p)[kCount / 2], unsigned lse_address,
-                                                   const Drops<C, kCount>& drops, WeightsOf weights) {
+                                                   const Drops<C, kCount>& drops, const ProblemParams& problem) {
+  using Stage = BackwardScoreStage<C>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const float2 lse = load_pair(lse_address + 32 * i);
@@ -220,11 +216,13 @@ __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned 
       const int index = 4 * i + 2 * r;
       float& low = s[index];
       float& high = s[index + 1];
-      const auto first = weights(low, lse.x);
-      const auto second = weights(high, lse.y);
-      p[2 * i + r] = pack_kept<C>(marked<C>(first.p, drops[index]), marked<C>(second.p, drops[index + 1]));
-      low = marked<C>(first.with_slope, drops[index]);
-      high = marked<C>(second.with_slope, drops[index + 1]);
+      const auto first = Stage::weights(low, lse.x, problem);
+      const auto second = Stage::weights(high, lse.y, problem);
+      low = marked<C>(first.p, drops[index]);
+      high = marked<C>(second.p, drops[index + 1]);
+      p[2 * i + r] = pack_kept<C>(low, high);
+      low *= first.slope;
+      high *= second.slope;
     }
   }
 }
@@ -275,37 +273,6 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
       const int low = 4 * i + 2 * r;
       ds[2 * i + r] = ElementTraits<C.element>::pack(score_gradient<C>(weights[low], dp[low], delta.x, factor),
                                                      score_gradient<C>(weights[low + 1], dp[low + 1], delta.y, factor));
-    }
-  }
-}
-
-// The same, and p: both packed eight pairs at a time, so that the words take the registers of what they are made of. Weights
-// must be p itself. What was packed into p before is not read, and the compiler leaves it out.
-template <Config C, int kCount>
-__device__ __forceinline__ void pack_with_gradients(unsigned (&p)[kCount / 2], unsigned (&ds)[kCount / 2],
-                                                    const float (&weights)[kCount], const float (&dp)[kCount],
-                                                    unsigned delta_address) {
-  static_assert(!C.softcap && !C.dropout && kCount % 8 == 0);
-  using Traits = ElementTraits<C.element>;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 8) {
-    float weight[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      weight[j] = weights[i + j];
-      asm volatile("" : "+f"(weight[j]));
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j += 4) {
-      const float2 delta = load_pair(delta_address + 8 * (i + j));
-#pragma unroll
-      for (int r = 0; r < 4; r += 2) {
-        unsigned& word = ds[(i + j + r) / 2];
-        p[(i + j + r) / 2] = Traits::pack(weight[j + r], weight[j + r + 1]);
-        word =
-            Traits::pack(weight[j + r] * (dp[i + j + r] - delta.x), weight[j + r + 1] * (dp[i + j + r + 1] - delta.y));
-        asm volatile("" : "+r"(p[(i + j + r) / 2]), "+r"(word));
-      }
     }
   }
 }

@@ -34,16 +34,14 @@ JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return conf
 JATTN_HOST_DEVICE constexpr bool has_senders(const Config& config) { return config.dq_order != 0; }
 JATTN_HOST_DEVICE constexpr bool orders_dq(const Config& config) { return config.dq_order == 2; }
 
-// Tiles of 80 queries, no multiple of the 64 rows of a product: dq is computed transposed, dq^T = k^T ds^T.
-JATTN_HOST_DEVICE constexpr bool transposes_dq(const Config& config) { return config.tile_q == 80; }
-
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
 // positions or from item to item, does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
   const bool spares =
       config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64) && !has_dq_warpgroup(config);
   const bool is_narrow = config.head_dim == 64 && config.head_dim_v == 64;
-  return config.segments && ((config.positions && spares) || (takes_items(config) && is_narrow));
+  const bool sends = has_senders(config) && (config.segments || (is_narrow && config.band && config.lengths));
+  return (config.segments && ((config.positions && spares) || (takes_items(config) && is_narrow))) || sends;
 }
 JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {
   return has_wide_producer(config) ? 232 : 240;
@@ -194,9 +192,8 @@ JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) { return dbias_layout(config).bytes; }
 
 // How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A warp
-// holds 16 rows and dq_part_columns() columns; transposed, 16 columns of dq and all its rows.
+// holds 16 rows and dq_part_columns() columns.
 JATTN_HOST_DEVICE constexpr int dq_part_columns(const Config& config) {
-  if (transposes_dq(config)) return config.tile_q;
   return config.tile_q == 128 ? config.head_dim : config.head_dim / 2;
 }
 

@@ -193,7 +193,6 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
       first[r] = float(origin.column - origin.row - 8 * r + (kTransposed ? offset : -offset));
     }
   }
-  const float softcap_inverse = C.softcap ? reciprocal_fast(problem.softcap_log2) : 0.0f;
   const BiasSource<C, kTransposed> source{problem, terms.bias, origin, bias_tile};
   float bias[8];
 #pragma unroll
@@ -228,10 +227,9 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
             rest = fmaf(ahead ? fetched[4 * i + 2 * r + c] : bias[4 * half + 2 * r + c], kLog2E, rest);
           }
           if constexpr (C.softcap) {
-            const float capped = problem.softcap_log2 * tanh_accurate<false>(x * problem.softcap_in);
-            const float t = capped * softcap_inverse;
+            const float t = tanh_accurate<false>(x * problem.softcap_in);
             kept[c] = fmaf(-t, t, 1.0f);
-            x = capped + rest;
+            x = fmaf(t, problem.softcap_log2, rest);
           } else {
             x = fmaf(x, problem.scale_log2, rest);
           }

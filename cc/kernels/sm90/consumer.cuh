@@ -79,16 +79,16 @@ struct Consumer {
     return control.headers[ring.index];
   }
 
-  // Reads the fragments of q that the first product takes from registers; if it takes all, shared memory is then free. And sets
-  // what stands beside them.
+  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free. And sets what
+  // stands beside them.
   __device__ __forceinline__ void load_queries(Queries& q) const {
     if constexpr (C.bias_in_product) make_ones(q + QueryWords<C>::kOfQ);
-    if constexpr (QueryWords<C>::kSteps > 0) {
+    if constexpr (C.q_in_registers) {
 #pragma unroll
-      for (int step = 0; step < QueryWords<C>::kSteps; ++step) {
+      for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
         load_matrix(fragment_address(q_address(), step), q + 4 * step);
       }
-      if constexpr (C.q_in_registers && !S::kOutAliasesQ) {
+      if constexpr (!S::kOutAliasesQ) {
         sync_warpgroup();
         release_q();
       }

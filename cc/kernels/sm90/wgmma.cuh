@@ -66,14 +66,13 @@ __device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
 // Words of q and of what stands beside it that a consumer holds in registers for the first product.
 template <Config C>
 struct QueryWords {
-  static constexpr int kSteps = C.q_in_registers ? C.head_dim / kStepDepth : C.left_register_steps;
-  static constexpr int kOfQ = 4 * kSteps;
+  static constexpr int kOfQ = C.q_in_registers ? C.head_dim / 4 : 0;
   static constexpr int kOnes = C.bias_in_product ? kOnesWords : 0;  // behind those of q
   static constexpr int kCount = kOfQ + kOnes > 0 ? kOfQ + kOnes : 1;
 };
 
-// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major; the first steps may have q as
-// fragments in registers. bias_address: of the tile of bias_step.cuh, where there is one.
+// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major. bias_address: of the tile of
+// bias_step.cuh, where there is one.
 template <Config C>
 __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned q_address,
                                              unsigned (&words)[QueryWords<C>::kCount], unsigned k_address,
@@ -82,7 +81,7 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
-  if constexpr (C.bias_in_product || C.left_register_steps > 0) pin_registers(words);
+  if constexpr (C.bias_in_product) pin_registers(words);
   begin_products();
 #pragma unroll
   for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
@@ -90,13 +89,7 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
     const int in_chunk = step % kStepsPerChunk * kStepBytes;
     const int q_step = (chunk * C.tile_q * kChunkRowBytes + in_chunk) / 16;
     const int k_step = (chunk * C.tile_kv * kChunkRowBytes + in_chunk) / 16;
-    if (step < C.left_register_steps) {
-      if (step == 0) {
-        Wgmma<C.tile_kv>::template registers<C.element, false, 0>(s, words, k);
-      } else {
-        Wgmma<C.tile_kv>::template registers<C.element, true, 0>(s, words + 4 * step, k + k_step);
-      }
-    } else if (step == 0) {
+    if (step == 0) {
       Wgmma<C.tile_kv>::template shared<C.element, false, 0, 0>(s, q, k);
     } else {
       Wgmma<C.tile_kv>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);

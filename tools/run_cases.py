@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dq-order",
         type=int,
         choices=(0, 1, 2),
-        default=0,
-        help="how flash adds dq up (Config::dq_order), where it can",
+        help="how flash adds dq up (Config::dq_order), where it can; else as its plans say",
     )
     options = parser.parse_args(arguments)
     chosen = [cases.named(name) for name in options.case]

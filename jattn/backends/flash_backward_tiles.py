@@ -62,6 +62,7 @@ class Tile:
       takes_items: blocks stay and take items by a counter, and warpgroups take turns (``Config::schedule`` 2,
         ``Config::take_turns``).
       dq_order: how dq is added up (``Config::dq_order``); 2: the same bits every time.
+      key_register_steps: see ``Config``.
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
       documents: tiles of keys begin with runs of segment ids (``Config::documents``).
     """
@@ -85,8 +86,8 @@ class Tile:
 def resident_blocks(there: bool) -> Iterator[None]:
     """Has blocks stay and take item after item, or one block for each item, in calls traced by this thread.
 
-    For measurements. Kernels of head dims above 128, those that store gradients of scores and the deterministic ones
-    have a block for each item in any case.
+    For measurements. Kernels of head dims above 128, those that store gradients of scores and those that make dk and
+    dv alone have a block for each item in any case.
     """
     token = _TAKES_ITEMS.set(there)
     try:
@@ -96,10 +97,11 @@ def resident_blocks(there: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dq_order(order: int) -> Iterator[None]:
+def dq_order(order: int | None) -> Iterator[None]:
     """Has dq added up as ``Config::dq_order`` says, where a kernel can, in calls traced by this thread.
 
     For measurements. Deterministic calls get dq from a kernel of its own unless ``order`` is 2, which is their choice.
+    None: by the problem.
     """
     token = _DQ_ORDER.set(order)
     try:
@@ -289,12 +291,10 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
 
 def _register_steps(spec: Spec, head_dim: int) -> int:
     """Steps of the scores' product whose k stays in registers, beside warps that add dq up: what does not spill."""
-    if head_dim == 64 or spec.alibi_slopes is not None or spec.positions or _is_row_bias(spec):
+    crowded = _has_step_terms(spec) or spec.positions or (spec.softcap > 0 and spec.segments)
+    if head_dim == 64 or crowded:
         return 0
-    lengths = spec.segments or spec.q_lengths or spec.kv_lengths
-    if spec.softcap > 0:
-        return 0 if spec.segments else 2
-    return 0 if spec.bias is not None and lengths else 3
+    return 2 if spec.softcap > 0 else 3
 
 
 def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
@@ -303,22 +303,15 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
     They send what bulk reductions stage. In an order, which tile comes before another must follow from their numbers:
     nothing may filter tiles.
     """
-    # What filters tiles, and positions, take registers of the warp that looks for tiles.
-    filters = spec.segments or spec.mask is not None or spec.positions
     terms = _has_step_terms(spec)
-    crowded = tile.head_dim == 128 and (
-        (spec.segments and (terms or spec.positions)) or (spec.positions and terms)
-    )
-    if (
-        order == 0
-        or not (tile.takes_items and tile.bulk_reduce)
-        or crowded
-        or (order == 2 and filters)
-    ):
+    # The warp that looks up segments or positions has few registers beside consumers that need theirs.
+    spills = (spec.segments and (terms or spec.positions)) or (spec.positions and terms)
+    filters = spec.segments or spec.mask is not None or spec.positions
+    can_send = tile.takes_items and tile.bulk_reduce and not (tile.head_dim == 128 and spills)
+    if order == 0 or not can_send or (order == 2 and filters):
         return tile
-    found = dataclasses.replace(
-        tile, dq_order=order, key_register_steps=_register_steps(spec, tile.head_dim)
-    )
+    steps = _register_steps(spec, tile.head_dim)
+    found = dataclasses.replace(tile, dq_order=order, key_register_steps=steps)
     return found if keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES else tile
 
 

@@ -37,7 +37,6 @@ class Form:
 
     Attributes:
       chunks: of 64 queries in a tile. Where a tile has two, each warpgroup makes dq of one of them.
-      transposed: tiles have 80 queries; ds is stored [queries][keys of a warpgroup], and dk reads it there.
       slots: places to stage dq for reductions; 0 if threads add it up themselves.
       senders: warps of their own add up what is staged.
       dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
@@ -47,7 +46,6 @@ class Form:
     """
 
     chunks: int = 1
-    transposed: bool = False
     slots: int = 2
     senders: bool = False
     dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
@@ -207,11 +205,10 @@ class Program:
     def wait_copies(self, pending: int, name: str) -> None:
         self.wait_number(("copied", self.me), self.sent - pending, name)
 
-    # What a warp writes, in pieces of 1 KiB of the staging memory of its warpgroup: parts of dq of 4 or 5 KiB one
+    # What a warp writes, in pieces of 1 KiB of the staging memory of its warpgroup: parts of dq of 4 KiB one
     # behind the other, rows of dk across them, 2 KiB of each chunk of 64 columns.
     def staged_dq(self, warp: int) -> list[Place]:
-        count = 5 if self.form.transposed else 4
-        pieces = range(warp % WARPS * count, (warp % WARPS + 1) * count)
+        pieces = range(warp % WARPS * 4, (warp % WARPS + 1) * 4)
         return [("staging", self.slot, warp // WARPS, piece) for piece in pieces]
 
     def staged_dk(self, warp: int) -> list[Place]:
@@ -220,17 +217,11 @@ class Program:
         slot = (self.step if self.form.senders else self.slot + 1) % self.form.slots
         return [("staging", slot, warp // WARPS, piece) for piece in pieces]
 
-    # Parts of a chunk of ds: each warp writes its keys, rows of it; or, transposed, its columns of all rows, of which
-    # those of a result take 64 of 80.
+    # Parts of a chunk of ds: each warp writes its keys, rows of it.
     def stored_ds(self, buffer: int, warp: int) -> list[Place]:
-        if self.form.transposed:
-            return [("ds", buffer, 0, warp, rows) for rows in range(5)]
         return [("ds", buffer, chunk, warp) for chunk in range(self.form.chunks)]
 
     def rows_in_ds(self, buffer: int, chunk: int, warp: int) -> list[Place]:
-        if self.form.transposed:
-            first = warp // WARPS * WARPS
-            return [("ds", buffer, 0, first + giver, warp % WARPS) for giver in range(WARPS)]
         return [("ds", buffer, chunk, warp)]
 
     def stage_dq(self) -> None:
@@ -307,7 +298,6 @@ class Program:
         return [(place, self.written[place]) for place in places]
 
     def visit(self, count: int, record: int) -> None:
-        form = self.form
         self.visited += 1
         k, v = (("k",), self.visited), (("v",), self.visited)
         for i in range(count):
@@ -327,16 +317,11 @@ class Program:
             self.begin_turn()
             self.start(self.tile("d"))
             self.signal("ds full", self.step % 2)
-            if form.transposed and not form.turns:  # a turn's begin brings them together, too
-                self.sync_warpgroup("sync before dk")
             self.start_late_dq(k, is_used=i > 0)
             self.wait_products(1)
             self.free("d")
             self.read_tile("q")
-            own = range(WARPS * self.warpgroup, WARPS * (self.warpgroup + 1))
-            self.start(
-                self.tile("q"), *(self.read_ds(self.step % 2, own) if form.transposed else [])
-            )
+            self.start(self.tile("q"))
             self.wait_products(1)
             if i > 0:
                 self.signal("ds empty", (self.step - 1) % 2)
@@ -438,15 +423,12 @@ FORMS = {
     "128": Form(),
     "128-one-slot": Form(slots=1, empty_rows=True),
     "128-three-stages": Form(stages=3, ahead=3),
-    "128-80": Form(slots=1, transposed=True),
-    "128-80-without-turns": Form(slots=1, transposed=True, turns=False),
-    "128-80-empty-rows": Form(slots=1, transposed=True, empty_rows=True),
     "64": HEAD_DIM_64,
     "64-red": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True),
     "64-narrow": Form(dv=((0, 0),), dk=((1, 0),)),
     "128-without-turns": Form(turns=False),
     "128-senders": Form(senders=True),
-    "128-80-senders": Form(slots=1, transposed=True, senders=True),
+    "128-one-slot-senders": Form(slots=1, senders=True),
     "64-senders": dataclasses.replace(HEAD_DIM_64, slots=1, senders=True, empty_rows=True),
     "128-senders-without-turns": Form(turns=False, senders=True),
 }
@@ -502,11 +484,9 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128", "sync behind staging read", "staging is read late"),
         ("128", "place of staging", "staging is read late"),
         ("128-one-slot", "place of staging", "staging is read late"),
-        ("128-80", "place of staging", "staging is read late"),
-        ("128-80", "sync of consumers", "ds is read late"),
-        ("128-80", "sync before results are stored", "staging is read early"),
-        ("128-80", "sync behind staging read", "staging is read late"),
-        ("128-80", "results read", "staging is read late"),
+        ("128-one-slot", "sync before results are stored", "staging is read early"),
+        ("128-one-slot", "sync behind staging read", "staging is read late"),
+        ("128-one-slot", "results read", "staging is read late"),
         ("128", "results read", "staging is read late"),
         ("64-red", "results read", "ds is read late"),
         ("64-red", "results read at the end", "ds is read late"),
@@ -520,11 +500,11 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128-senders", "place of staging", "staging is read late"),
         ("128-senders", "staging read", "staging is read late"),
         ("128-senders", "staged full", "staging is read early"),
-        ("128-80-senders", "place of staging", "staging is read late"),
-        ("128-80-senders", "staging read", "staging is read late"),
-        ("128-80-senders", "results read", "staging is read late"),
-        ("128-80-senders", "turn full", "turn is read early"),
-        ("128-80-senders", "turn empty", "turn is read late"),
+        ("128-one-slot-senders", "place of staging", "staging is read late"),
+        ("128-one-slot-senders", "staging read", "staging is read late"),
+        ("128-one-slot-senders", "results read", "staging is read late"),
+        ("128-one-slot-senders", "turn full", "turn is read early"),
+        ("128-one-slot-senders", "turn empty", "turn is read late"),
         ("64-senders", "place of staging", "staging is read late"),
         ("128", END_IN_FIRST_STEP, "turns of 1 left over"),
     ],
@@ -541,7 +521,6 @@ def test_what_is_left_out_is_found(name: str, without: str, fault: str) -> None:
             (name, "sync behind results read", "ds is read late")
             for name in ("64", "64-red", "64-narrow")
         ),
-        ("128-80-without-turns", "sync before dk", "ds is read early"),
     ],
 )
 def test_nothing_relies_on_products_that_meet(name: str, without: str, fault: str) -> None:

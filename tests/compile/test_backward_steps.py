@@ -24,14 +24,12 @@ class Form:
 
     Attributes:
       fused: with dq; the split form then has a warpgroup for it.
-      transposed: tiles have 80 queries; dk reads ds of its warpgroup in shared memory.
       empty_rows: tiles of queries hold rows to be cleared, before they are announced.
       bias_first: tiles of a bias are waited for before such tiles are announced, as was once so.
     """
 
     split: bool = False
     fused: bool = True
-    transposed: bool = False
     dropout: bool = False
     bias_slots: int = 0
     stores_ds: bool = False
@@ -151,7 +149,7 @@ class Program:
             self.meet(me)
             if form.fused:
                 self.signal("ds full", step % 2)
-            if form.stores_ds or form.transposed:
+            if form.stores_ds:
                 self.meet(me)
             if form.stores_ds and warp == 0:
                 self.read_tile("q", step)
@@ -160,8 +158,6 @@ class Program:
                 if warp == 0:
                     self.free("d", step)
                 self.read_tile("q", step)
-            for giver in range(WARPS) if form.transposed else ():
-                self.read("ds", step % 2, WARPS * warpgroup + giver, version=step // 2 + 1)
             self.meet(me)
             self.decide_drops(step + 1)
             if form.fused and step > 0:
@@ -250,7 +246,6 @@ def programs(form: Form, stages: int, count: int, without: str = "") -> list[lis
 STORED = Form(dropout=True, bias_slots=1, stores_ds=True, empty_rows=True)
 FORMS = {
     "plain": Form(empty_rows=True),
-    "transposed": Form(transposed=True, empty_rows=True),
     "dropout-bias": Form(dropout=True, bias_slots=1, empty_rows=True),
     "dropout-bias-stored": STORED,
     "dropout-bias-stored-in-two": dataclasses.replace(STORED, bias_slots=2),

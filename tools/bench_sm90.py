@@ -25,6 +25,7 @@ from typing import Any
 
 from sm90_bench import (
     LOG2E,
+    NO_LAST_SECTION,
     PROBLEM_MEMBERS,
     Case,
     Data,
@@ -49,7 +50,7 @@ from sm90_bench import (
 
 OWN_MEMBERS = (
     *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "first_rows", "section_heads"),
-    *("cap_series", "short_cap_series"),
+    *("last_section", "cap_series", "short_cap_series"),
 )
 
 FLAGS = (
@@ -313,6 +314,7 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "items": items,
             "first_rows": first_rows(variant, case),
             "section_heads": section_heads(variant, case, num_sms),
+            "last_section": NO_LAST_SECTION,
             "cap_series": cap_series(loaded.series[0], case),
             "short_cap_series": cap_series(loaded.series[1], case),
         }

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sm90_bench import (
+    NO_LAST_SECTION,
     PROBLEM_MEMBERS,
     Case,
     Data,
@@ -351,7 +352,7 @@ int main() {{
 STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
-        *("dq_accumulator", "rows_padded", "tiles", "section_heads", "rotation"),
+        *("dq_accumulator", "rows_padded", "tiles", "section_heads", "last_section", "rotation"),
         *("wants_dk", "wants_dv", "items", "next_item", "dq_turns"),
         *PROBLEM_MEMBERS,
     ),
@@ -490,6 +491,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "rows_padded": rows_padded,
             "tiles": tiles,
             "section_heads": heads_of_section,
+            "last_section": NO_LAST_SECTION,
             "rotation": variant.rotation,
             "dq_turns": turns.data_ptr() if turns is not None else None,
             "wants_dk": True,

@@ -23,6 +23,7 @@ import numpy as np
 
 LOG2E = 1.4426950408889634
 UNBOUNDED = 2**29
+NO_LAST_SECTION = 2**31 - 1  # kNoLastSection of cc/kernels/params.cuh
 
 INDICES = "q_lengths kv_lengths q_segments kv_segments q_ranges kv_ranges".split()
 EXTENTS = "batch q_len kv_len num_heads num_kv_heads group_size head_dim head_dim_v".split()

@@ -9,6 +9,7 @@
 #include "cuda/document_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
+#include "cuda/sections.h"
 #include "cuda/tile_map.h"
 #include "kernels/passes/shape.cuh"
 #include "kernels/sm90/backward_params.cuh"
@@ -151,12 +152,19 @@ int64_t full_sections(int64_t wanted, int64_t heads) {
   return best;
 }
 
-// Key/value heads of one section. Where tiles differ in work, as many as keep what their blocks read within a quarter of the
-// L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which in a causal
-// problem is twice the mean. Blocks of a head that wait for each other are of unequal length there: then as many heads as have
-// only eight at work together. Elsewhere one. tiles: items of a key/value head.
-int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
-  if (!config.band && !config.lengths && !config.segments && !config.mask && !sm90::orders_dq(config)) return 1;
+// Key/value heads of one section. Where tiles differ in work and blocks take items, at head dims to 64 as many as make a wave of items, of which
+// the last section has three: docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a
+// quarter of the L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which
+// in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal length there: then as many
+// heads as have only eight at work together. Elsewhere one. tiles: items of a key/value head.
+Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
+  const bool uneven = config.band || config.lengths || config.segments || config.mask;
+  if (!uneven && !sm90::orders_dq(config)) return {1};
+  const int64_t heads = problem.batch * problem.num_kv_heads;
+  if (config.head_dim <= 64 && sm90::takes_items(config) && !sm90::orders_dq(config)) {
+    const auto waves = [&](int64_t count) { return std::max<int64_t>(1, (count * sm_count + tiles / 2) / tiles); };
+    return sections_with_last(waves(1), waves(3), heads);
+  }
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
@@ -164,7 +172,7 @@ int64_t kv_heads_of_section(const Problem& problem, const Config& config, int64_
   constexpr int64_t kWaitingBlocks = 8;
   const bool waits = sm90::orders_dq(config) && config.band;
   const int64_t at_work = waits ? sm_count / std::min(tiles, kWaitingBlocks) : ceil_div(sm_count, tiles);
-  return full_sections(std::max(by_bytes, at_work), problem.batch * problem.num_kv_heads);
+  return {static_cast<int32_t>(full_sections(std::max(by_bytes, at_work), heads))};
 }
 
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -298,7 +306,9 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   const int sm_count = device_facts(plan.device_ordinal).sm_count;
-  params.section_heads = static_cast<int32_t>(kv_heads_of_section(problem, config, params.tiles, sm_count));
+  const Sections sections = sections_of(problem, config, params.tiles, sm_count);
+  params.section_heads = sections.heads;
+  params.last_section = sections.last;
   // Blocks of a head begin at the queries of their own keys: at one tile, all would wait for the first part of its dq.
   params.rotation = sm90::has_senders(config) && !sm90::orders_dq(config) ? config.tile_kv / config.tile_q : 0;
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
@@ -358,8 +368,9 @@ void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Pla
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   const int64_t group = problem.group_size();
   const int sm_count = device_facts(plan.device_ordinal).sm_count;
-  params.section_heads =
-      static_cast<int32_t>(kv_heads_of_section(problem, config, params.tiles * group, sm_count) * group);
+  const Sections sections = sections_of(problem, config, params.tiles * group, sm_count);
+  params.section_heads = static_cast<int32_t>(sections.heads * group);
+  params.last_section = sections.last;
   add_tiles(problem, plan, config, false, scratch.query_ranges, scratch.query_mask, params, stream);
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * params.tiles},

@@ -10,6 +10,7 @@
 #include "cuda/document_tiles.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
+#include "cuda/sections.h"
 #include "cuda/tile_map.h"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shape.cuh"
@@ -44,29 +45,32 @@ sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
 }
 
-// Waves of items whose heads are handed out together. Measured on H200, causal, TFLOP/s with half a wave, one, two, four:
-// head_dim 128, 2048 keys 529, 538, 544, 548, 8192 keys 632, 661, 666, 669, 16384 keys 682, 682, 687, 690; head_dim 64, 2048
-// keys 423, 418, 429, 427, 8192 keys 519, 513, 525, 525, 16384 keys 535, 547, 543, 542; head_dim 256, 1024 keys 463, 473, 463,
-// 457, 8192 keys 632, 703, 705, 699.
-int64_t waves_of_section(const Problem& problem, const Config& config) {
-  if (config.head_dim_v <= 64) return problem.kv_len <= 8192 ? 2 : 1;
-  return config.head_dim_v <= 128 ? 4 : 1;
+// Quarters of a wave of items whose heads are handed out together, but for the last ones. Few heads share L2 better, many
+// waste less of it on tiles that all of them visit at once: docs/kernels/log.md, "Sections".
+int64_t quarter_waves_of_section(const Problem& problem, const Config& config) {
+  if (config.head_dim_v <= 64) return 2;
+  if (config.head_dim_v <= 128) return problem.kv_len <= 2048 ? 1 : 16;
+  return problem.kv_len <= 1024 ? 2 : 4;
 }
 
-// Query heads whose tiles are handed out together. Where tiles differ in work, as many as make some waves of items:
-// then the long items of all run at once and share keys and values in L2. Else the tiles of one key/value head follow
-// each other.
-int32_t heads_of_section(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
-  const int64_t group = problem.group_size();
+// Query heads whose tiles are handed out together (attn/schedule.cuh). Where tiles differ in work, the last section is the
+// larger one: there are short items then for blocks that are done early. Its keys and values fill half of L2 at most. Else
+// the tiles of one key/value head follow each other.
+Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
+  const int64_t group = problem.group_size(), heads = problem.batch * problem.num_heads;
   if (shares_bias_over_batch(problem, config)) {
     // Batch entries that read the same tiles of the bias at the same time: as many as make one wave.
-    return static_cast<int32_t>(std::clamp<int64_t>(num_sms / tiles, 1, problem.batch));
+    return {static_cast<int32_t>(std::clamp<int64_t>(num_sms / tiles, 1, problem.batch))};
   }
-  if (!config.band && !config.lengths && !config.segments && !config.mask) return static_cast<int32_t>(group);
+  if (!config.band && !config.lengths && !config.segments && !config.mask) return {static_cast<int32_t>(group)};
+  constexpr int64_t kLastSectionBytes = int64_t{24} << 20;
+  constexpr int64_t kLastSectionWaves = 4;
   const int64_t items = tiles * group;  // of one key/value head
-  const int64_t slots = waves_of_section(problem, config) * num_sms;
-  const int64_t kv_heads = std::max<int64_t>(1, (slots + items / 2) / items);
-  return static_cast<int32_t>(std::min(problem.batch * problem.num_heads, kv_heads * group));
+  const int64_t bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
+  const auto kv_heads = [&](int64_t slots) { return std::max<int64_t>(1, (slots + items / 2) / items); };
+  const int64_t section = kv_heads(quarter_waves_of_section(problem, config) * num_sms / 4);
+  const int64_t last = std::min(kLastSectionBytes / std::max<int64_t>(1, bytes), kv_heads(kLastSectionWaves * num_sms));
+  return sections_with_last(section * group, last * group, heads);
 }
 
 // Parts of the keys of each item, 1 if a block sees them all.
@@ -222,7 +226,9 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   params.items = static_cast<int32_t>(items);
   params.first_rows = static_cast<int32_t>(sm90::rows_of_first_tile(config, problem.q_len));
-  params.section_heads = heads_of_section(problem, config, params.tiles, num_sms);
+  const Sections sections = sections_of(problem, config, params.tiles, num_sms);
+  params.section_heads = sections.heads;
+  params.last_section = sections.last;
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),

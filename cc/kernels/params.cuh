@@ -8,6 +8,10 @@
 
 namespace jattn {
 
+// A number of the last section (attn/schedule.cuh) that none reaches: every section has as many heads as it should, if so
+// many are left.
+inline constexpr int32_t kNoLastSection = 0x7fffffff;
+
 // An array that broadcasts against (B, N, T, S): the stride of a broadcast axis is 0.
 struct BroadcastArray {
   const void* data;

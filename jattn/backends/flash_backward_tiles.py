@@ -114,6 +114,10 @@ def _has_step_terms(spec: Spec) -> bool:
     return any(x is not None for x in (spec.bias, spec.alibi_slopes, spec.dropout))
 
 
+def _has_scores_terms(spec: Spec) -> bool:
+    return any(x is not None for x in (spec.bias, spec.alibi_slopes, spec.mask))
+
+
 def _is_row_bias(spec: Spec) -> bool:
     return spec.bias is not None and spec.bias[2] == 1
 
@@ -229,12 +233,25 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
 
 
 def _takes_items(spec: Spec) -> bool:
-    """Whether blocks take item after item, as measured: with a dense mask no faster, with dropout slower."""
+    """Whether blocks take item after item, as measured: with a dense mask at small head dims no faster."""
     forced = _TAKES_ITEMS.get()
     if forced is not None:
         return forced
-    crowded = _is_row_bias(spec) and spec.head_dim <= 64  # 24 bytes of registers spill with a band
-    return spec.dropout is None and spec.mask is None and not crowded
+    small = spec.head_dim <= 64
+    if spec.mask is not None and small:
+        return False
+    # Found by compiling: there are no registers for what an item needs.
+    beside_dropout = (
+        _has_scores_terms(spec)
+        or spec.segments
+        or spec.positions
+        or ((spec.q_lengths or spec.kv_lengths) and small)
+    )
+    return not (
+        (_is_row_bias(spec) and small)
+        or (spec.mask is not None and spec.segments)
+        or (spec.dropout is not None and beside_dropout)
+    )
 
 
 def _lists_documents(spec: Spec, tile: Tile) -> bool:
@@ -291,8 +308,8 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
 
 def _register_steps(spec: Spec, head_dim: int) -> int:
     """Steps of the scores' product whose k stays in registers, beside warps that add dq up: what does not spill."""
-    crowded = _has_step_terms(spec) or spec.positions or (spec.softcap > 0 and spec.segments)
-    if head_dim == 64 or crowded:
+    terms = _has_step_terms(spec) or spec.positions or spec.mask is not None
+    if head_dim == 64 or terms or (spec.softcap > 0 and spec.segments):
         return 0
     return 2 if spec.softcap > 0 else 3
 
@@ -329,7 +346,8 @@ def _pick_keys(
         keys = dataclasses.replace(keys, takes_items=takes_items)
         keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
         forced = _DQ_ORDER.get()
-        order = (2 if deterministic else 1) if forced is None else forced
+        any_order = 1 if spec.dropout is None else 0  # as measured
+        order = (2 if deterministic else any_order) if forced is None else forced
         keys = _with_senders(keys, spec, order)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
@@ -402,7 +420,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
         schedule=2 if tile.takes_items else None,
-        take_turns=tile.takes_items,
+        take_turns=tile.takes_items and spec.dropout is None,
         dq_order=tile.dq_order or None,
         key_register_steps=tile.key_register_steps or None,
         documents=tile.documents,

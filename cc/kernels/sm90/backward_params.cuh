@@ -28,6 +28,7 @@ struct BackwardParams {
   int64_t rows_padded;    // a multiple of kStatisticsRows
   int32_t tiles;          // tiles of one head along the axis that a block owns
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  int32_t last_section;   // the section that has all heads that are left
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
   bool wants_dk, wants_dv;
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias

@@ -202,14 +202,16 @@ __device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, 
   const int first_head = C.stores_ds ? params.first_kv_head : 0;
   if constexpr (C.bias) {
     if (params.batch_fastest) {
-      const WorkItem turned = work_item<kHeaviest>(number, batch, heads, params.tiles, 1, params.section_heads);
+      const WorkItem turned =
+          work_item<kHeaviest>(number, batch, heads, params.tiles, 1, params.section_heads, params.last_section);
       return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
     }
-    WorkItem place = work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads);
+    WorkItem place =
+        work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
     place.head += first_head;
     return place;
   }
-  return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads);
+  return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
 }
 
 // An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them.

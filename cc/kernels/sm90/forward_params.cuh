@@ -62,6 +62,7 @@ struct ForwardParams {
   int32_t items;          // B * N * tiles
   int32_t first_rows;     // queries of the first tile, at most tile_q; read if cuts_first_tile()
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
+  int32_t last_section;   // the section that has all heads that are left
   TensorMap bias;         // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1), likewise; read if Config::staged_bias
   int32_t bias_heads, bias_batch;  // extents of those axes
   PackedMask mask;                 // of queries as rows; read if Config::mask

@@ -412,20 +412,32 @@ struct Producer {
     return id < 0 ? -2 : id;
   }
 
-  __device__ __forceinline__ void load_v(const ItemRecord& record, int kv_tile, bool has_padding) {
+  // A tile of v to be copied, maybe when the producer is at another item.
+  struct LateV {
+    int tile;       // -1: none
+    int first_key;  // its row
+    bool has_padding;
+  };
+
+  __device__ __forceinline__ void load_late_v(const ItemRecord& record, LateV& v) {
+    if (v.tile >= 0) load_v(record, v);
+    v.tile = -1;
+  }
+
+  __device__ __forceinline__ void load_v(const ItemRecord& record, const LateV& v) {
     Barrier* full = &control.v_full[v_ring.index];
-    Barrier* target = has_padding ? &control.v_landed : full;
+    Barrier* target = v.has_padding ? &control.v_landed : full;
     const unsigned v_tile = tiles + S::kVOffset + v_ring.index * S::kVBytes;
     wait_as_warp(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
-      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, first_key(kv_tile),
+      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, v.first_key,
                                          record.head / params.problem.group_size, record.batch);
     }
-    if (has_padding) {
+    if (v.has_padding) {
       wait_as_warp(&control.v_landed, landed_parity);
       landed_parity ^= 1;
-      clear_padding(record, kv_tile, v_tile);
+      clear_padding(record, v.tile, v_tile);
       fence_async_proxy();
       __syncwarp();
       if (leads()) arrive(full);
@@ -453,8 +465,13 @@ struct Producer {
     }
   }
 
+  // Whether the next item is looked up, and its first k copied, before the place of the last v of this one is free.
+  // Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %, 64 -1.4 and 0 %; full: 128 0
+  // and 0 %, 192 -2.8 and -0.5 %.
+  static constexpr bool kLooksAhead = C.band && C.head_dim_v > 64;
+
   // Order of the copies: k runs one tile ahead of v, because the product with v(i) is started after the product with
-  // k(i + 1). q of the next item waits for the last product of this one, so k comes before it.
+  // k(i + 1). q of the next item waits for the last product of this one, so k comes before it, and the last v.
   __device__ __forceinline__ void run() {
     int all_items = params.items;
     if constexpr (C.documents) {
@@ -462,6 +479,7 @@ struct Producer {
       if (by_documents) all_items = params.next_item[kDocumentTiles] * params.problem.num_heads;
     }
     ItemQueue<C> queue(params, all_items);
+    LateV late{-1, 0, false};
     for (;;) {
       // A round without an item tells the consumers that the items published so far are all for now.
       const bool repeating = repeats();
@@ -474,18 +492,18 @@ struct Producer {
       int next = tile < 0 ? -1 : visit.before(tile);
       if (next < 0 && !ends) prefetch(queue);
       if (tile >= 0) load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
+      load_late_v(control.items[(items - 1) % kItemSlots], late);
       load_q(record, repeating ? kComputedAgain : queue.item);
-      while (tile >= 0) {
-        int after = -1;
-        if (next >= 0) {
-          after = visit.before(next);
-          if (after < 0) prefetch(queue);
-          load_k(record, next, visit.flags(next) | (after < 0 ? kLastTile : 0));
-        }
-        load_v(record, tile, visit.has_padding(tile));
+      while (next >= 0) {
+        const int after = visit.before(next);
+        if (after < 0) prefetch(queue);
+        load_k(record, next, visit.flags(next) | (after < 0 ? kLastTile : 0));
+        load_v(record, {tile, first_key(tile), visit.has_padding(tile)});
         tile = next;
         next = after;
       }
+      late = {tile, first_key(tile), tile >= 0 && visit.has_padding(tile)};
+      if constexpr (!kLooksAhead) load_late_v(record, late);
       if (record.status == kItemsEnd) {
         list_repeats();
         if (!repeats()) return;

@@ -88,12 +88,14 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   if constexpr (C.partial_results) item /= params.key_splits;
   WorkItem place;
   if (C.bias && params.batch_fastest) {
-    place = work_item<Heaviest::kLast>(item, problem.batch, problem.num_heads, params.tiles, 1, params.section_heads);
+    place = work_item<Heaviest::kLast>(item, problem.batch, problem.num_heads, params.tiles, 1, params.section_heads,
+                                       params.last_section);
     const int head = place.batch;
     place.batch = place.head;
     place.head = head;
   } else {
-    place = work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads);
+    place = work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads,
+                                       params.last_section);
   }
   ItemRecord record;
   record.status = kItemRuns;

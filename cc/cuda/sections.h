@@ -1,0 +1,22 @@
+// Which heads are handed out together: kernels/attn/schedule.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/params.cuh"
+
+namespace jattn::cuda {
+
+struct Sections {
+  int32_t heads;                  // of every section but the last
+  int32_t last = kNoLastSection;  // number of the one that has all heads that are left
+};
+
+// Sections of `section` heads, and one of `last` to `last + section - 1` at the end.
+inline Sections sections_with_last(int64_t section, int64_t last, int64_t heads) {
+  return {static_cast<int32_t>(std::min(section, std::max<int64_t>(heads, 1))),
+          static_cast<int32_t>(std::max<int64_t>(0, heads - std::max<int64_t>(last, 1)) / section)};
+}
+
+}  // namespace jattn::cuda

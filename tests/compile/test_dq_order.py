@@ -284,16 +284,23 @@ WITHOUT_FILTERS: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
 FILTERS: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
     "segments": ((128, 128), {"segments": True} | CAUSAL_BAND),
     "positions": ((128, 128), {"positions": True} | CAUSAL_BAND),
+    "mask": ((128, 128), test_flash_backward_terms.TERMS["mask"]),
+}
+# Beside dropout consumers add dq up, but in an order warps of their own do.
+DROPOUT: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
+    f"dropout {width}": ((width, width), test_flash_backward_terms.TERMS["dropout"] | CAUSAL_BAND)
+    for width in (64, 128)
 }
 
 
 @pytest.mark.parametrize(
     ("name", "order"),
     [(name, order) for name in WITHOUT_FILTERS for order in (1, 2)]
-    + [(name, 1) for name in FILTERS],
+    + [(name, 1) for name in FILTERS]
+    + [(name, 2) for name in DROPOUT],
 )
 def test_registers_suffice_and_each_part_is_one_copy(name: str, order: int, tmp_path: Path) -> None:
-    head_dims, changes = (WITHOUT_FILTERS | FILTERS)[name]
+    head_dims, changes = (WITHOUT_FILTERS | FILTERS | DROPOUT)[name]
     key = key_of_fused(test_flash_terms.problem(head_dims, **changes), order)
     assert {f"dq_order={order}", "bulk_reduce=1", "schedule=2"} <= set(key.split())
     toolchain.require_nvrtc()
@@ -305,9 +312,9 @@ def test_registers_suffice_and_each_part_is_one_copy(name: str, order: int, tmp_
     assert " RED." not in text
 
 
-@pytest.mark.parametrize("name", WITHOUT_FILTERS)
+@pytest.mark.parametrize("name", WITHOUT_FILTERS | DROPOUT)
 def test_in_order_a_deterministic_call_needs_no_kernel_for_dq(name: str) -> None:
-    head_dims, changes = (WITHOUT_FILTERS)[name]
+    head_dims, changes = (WITHOUT_FILTERS | DROPOUT)[name]
     spec = test_flash_terms.problem(head_dims, **changes)
     assert key_of_fused(spec, 2, deterministic=True) == key_of_fused(spec, 2)
     for order in (0, 1):
@@ -325,25 +332,42 @@ def test_where_tiles_are_filtered_no_order_follows_from_their_numbers(name: str)
     assert planned(spec, 2, deterministic=True) == planned(spec, 0, deterministic=True)
 
 
-@pytest.mark.parametrize("name", WITHOUT_FILTERS | FILTERS)
+@pytest.mark.parametrize("name", WITHOUT_FILTERS | FILTERS | DROPOUT)
 def test_warps_add_dq_up_by_themselves(name: str) -> None:
     """In any order, or, deterministic, in that of the key tiles; where that cannot be, two kernels."""
-    head_dims, changes = (WITHOUT_FILTERS | FILTERS)[name]
+    head_dims, changes = (WITHOUT_FILTERS | FILTERS | DROPOUT)[name]
     spec = test_flash_terms.problem(head_dims, **changes)
     plans = [
         tiles.plan_backward(spec, wants=(True, True, True, False), deterministic=strict).kernels
         for strict in (False, True)
     ]
-    assert "dq_order=1" in plans[0]
-    assert ("dq_order=2" if name in WITHOUT_FILTERS else "sm90_backward_dq") in plans[1]
+    assert ("dq_order=1" in plans[0]) == (name not in DROPOUT)
+    assert ("sm90_backward_dq" if name in FILTERS else "dq_order=2") in plans[1]
 
 
-@pytest.mark.parametrize("term", ["mask", "dropout"])
-def test_where_no_block_takes_items_consumers_add_dq_up(term: str) -> None:
-    terms = test_flash_backward_terms.TERMS[term]
-    for head_dims in ((64, 64), (128, 128)):
-        spec = test_flash_terms.problem(head_dims, **terms)
-        assert "dq_order=0" in key_of_fused(spec, 1).split()
+WITHOUT_ITEMS: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
+    "mask 64": ((64, 64), test_flash_backward_terms.TERMS["mask"]),
+    "mask and segments": ((128, 128), test_flash_backward_terms.TERMS["mask"] | {"segments": True}),
+    "dropout and lengths 64": (
+        (64, 64),
+        test_flash_backward_terms.TERMS["dropout"] | {"kv_lengths": True},
+    ),
+    "dropout and segments": (
+        (128, 128),
+        test_flash_backward_terms.TERMS["dropout"] | {"segments": True},
+    ),
+    "dropout and slopes": (
+        (128, 128),
+        test_flash_backward_terms.TERMS["dropout"] | {"alibi_slopes": (1, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ITEMS)
+def test_where_no_block_takes_items_consumers_add_dq_up(name: str) -> None:
+    head_dims, changes = WITHOUT_ITEMS[name]
+    key = key_of_fused(test_flash_terms.problem(head_dims, **changes), 1)
+    assert {"dq_order=0", "schedule=0"} <= set(_core.canonical_kernel_key(key).split())
 
 
 def test_shared_memory_and_scratch_have_room_for_the_counters(tmp_path: Path) -> None:

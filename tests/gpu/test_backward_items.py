@@ -17,7 +17,7 @@ from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
 # Of the key of the backward kernel; forward kernels may take turns, too.
-TAKEN = r"family=sm90_backward [^;\"]*take_turns=1"
+TAKEN = r"family=sm90_backward [^;\"]*schedule=2"
 CASES = [
     BASE.but("full"),
     BASE.but("causal", is_causal=True, dtype="float16"),
@@ -73,13 +73,12 @@ def test_lists_of_documents(case: Case) -> None:
 
 
 # Where warps of their own send dq off (Config::dq_order): what bulk reductions stage; in order, unfiltered tiles alone.
-TAKING = [case for case in CASES if case.mask_form is None and not case.dropout_rate]
-IN_ORDER = [case for case in TAKING if case.segments is None]
+IN_ORDER = [case for case in CASES if case.segments is None and case.mask_form is None]
 
 
 @pytest.mark.parametrize(
     ("case", "order"),
-    [(case, 1) for case in (*TAKING, *LISTED)] + [(case, 2) for case in IN_ORDER],
+    [(case, 1) for case in (*CASES, *LISTED)] + [(case, 2) for case in IN_ORDER],
     ids=str,
 )
 @pytest.mark.backends("flash")

@@ -392,7 +392,8 @@ struct Producer {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
-                                       first_key(kv_tile), record.head / params.problem.group_size, record.batch);
+                                       first_key(kv_tile, kv_begin), record.head / params.problem.group_size,
+                                       record.batch);
     }
     if constexpr (S::kBiasBytes > 0 || C.mask) load_beside_k(record, kv_tile, flags, full);
     store_columns(columns, record, kv_tile, flags);
@@ -401,7 +402,7 @@ struct Producer {
   }
 
   // Row of the tile's first key.
-  __device__ __forceinline__ int first_key(int kv_tile) const {
+  __device__ __forceinline__ static int first_key(int kv_tile, int kv_begin) {
     return kv_tile * C.tile_kv + (C.documents ? kv_begin : 0);
   }
 
@@ -413,25 +414,20 @@ struct Producer {
   }
 
   // A tile of v to be copied, maybe when the producer is at another item.
-  struct LateV {
-    int tile;       // -1: none
-    int first_key;  // its row
+  struct VTile {
+    int tile;      // -1: none
+    int kv_begin;  // of its item
     bool has_padding;
   };
 
-  __device__ __forceinline__ void load_late_v(const ItemRecord& record, LateV& v) {
-    if (v.tile >= 0) load_v(record, v);
-    v.tile = -1;
-  }
-
-  __device__ __forceinline__ void load_v(const ItemRecord& record, const LateV& v) {
+  __device__ __forceinline__ void load_v(const ItemRecord& record, const VTile& v) {
     Barrier* full = &control.v_full[v_ring.index];
     Barrier* target = v.has_padding ? &control.v_landed : full;
     const unsigned v_tile = tiles + S::kVOffset + v_ring.index * S::kVBytes;
     wait_as_warp(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);
-      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, v.first_key,
+      load_tile<C.tile_kv, C.head_dim_v>(v_tile, &params.v, target, first_key(v.tile, v.kv_begin),
                                          record.head / params.problem.group_size, record.batch);
     }
     if (v.has_padding) {
@@ -467,8 +463,8 @@ struct Producer {
 
   // Whether the next item is looked up, and its first k copied, before the place of the last v of this one is free.
   // Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %, 64 -1.4 and 0 %; full: 128 0
-  // and 0 %, 192 -2.8 and -0.5 %.
-  static constexpr bool kLooksAhead = C.band && C.head_dim_v > 64;
+  // and 0 %, 192 -2.8 and -0.5 %. Beside terms not measured; with dropout and a row of a bias 24 bytes more spill.
+  static constexpr bool kLooksAhead = C.band && C.head_dim_v > 64 && !has_control_extras(C);
 
   // Order of the copies: k runs one tile ahead of v, because the product with v(i) is started after the product with
   // k(i + 1). q of the next item waits for the last product of this one, so k comes before it, and the last v.
@@ -479,7 +475,7 @@ struct Producer {
       if (by_documents) all_items = params.next_item[kDocumentTiles] * params.problem.num_heads;
     }
     ItemQueue<C> queue(params, all_items);
-    LateV late{-1, 0, false};
+    VTile late{-1, 0, false};
     for (;;) {
       // A round without an item tells the consumers that the items published so far are all for now.
       const bool repeating = repeats();
@@ -492,18 +488,20 @@ struct Producer {
       int next = tile < 0 ? -1 : visit.before(tile);
       if (next < 0 && !ends) prefetch(queue);
       if (tile >= 0) load_k(record, tile, visit.flags(tile) | (next < 0 ? kLastTile : 0));
-      load_late_v(control.items[(items - 1) % kItemSlots], late);
+      if (kLooksAhead && late.tile >= 0) load_v(control.items[(items - 1) % kItemSlots], late);
       load_q(record, repeating ? kComputedAgain : queue.item);
-      while (next >= 0) {
-        const int after = visit.before(next);
-        if (after < 0) prefetch(queue);
-        load_k(record, next, visit.flags(next) | (after < 0 ? kLastTile : 0));
-        load_v(record, {tile, first_key(tile), visit.has_padding(tile)});
+      while (tile >= 0 && (!kLooksAhead || next >= 0)) {
+        int after = -1;
+        if (next >= 0) {
+          after = visit.before(next);
+          if (after < 0) prefetch(queue);
+          load_k(record, next, visit.flags(next) | (after < 0 ? kLastTile : 0));
+        }
+        load_v(record, {tile, kv_begin, visit.has_padding(tile)});
         tile = next;
         next = after;
       }
-      late = {tile, first_key(tile), tile >= 0 && visit.has_padding(tile)};
-      if constexpr (!kLooksAhead) load_late_v(record, late);
+      if constexpr (kLooksAhead) late = {tile, kv_begin, tile >= 0 && visit.has_padding(tile)};
       if (record.status == kItemsEnd) {
         list_repeats();
         if (!repeats()) return;

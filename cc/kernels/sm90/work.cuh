@@ -86,16 +86,17 @@ template <Config C>
 __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, int item) {
   const ProblemParams& problem = params.problem;
   if constexpr (C.partial_results) item /= params.key_splits;
+  const int last_section = C.band || C.lengths || C.segments || C.mask ? params.last_section : kNoLastSection;
   WorkItem place;
   if (C.bias && params.batch_fastest) {
     place = work_item<Heaviest::kLast>(item, problem.batch, problem.num_heads, params.tiles, 1, params.section_heads,
-                                       params.last_section);
+                                       last_section);
     const int head = place.batch;
     place.batch = place.head;
     place.head = head;
   } else {
     place = work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads,
-                                       params.last_section);
+                                       last_section);
   }
   ItemRecord record;
   record.status = kItemRuns;

@@ -1,0 +1,57 @@
+"""Which item is which tile of which head (cc/kernels/attn/schedule.cuh), with the sections that the host picks."""
+
+import itertools
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_document_tiles import SHIM
+from toolchain import KERNELS, build_host_program
+
+MAIN = """
+#include "attn/schedule.cuh"
+#include "cuda/sections.h"
+
+// Arguments: heads, batch, tiles, section, last. Prints the first and the last section, then each item's head and tile.
+int main(int, char** arguments) {
+  int x[5];
+  for (int i = 0; i < 5; ++i) x[i] = std::stoi(arguments[i + 1]);
+  const auto [heads, batch, tiles, section, last] = x;
+  const auto sections = jattn::cuda::sections_with_last(section, last, int64_t(heads) * batch);
+  std::cout << sections.heads << " " << sections.last << "\\n";
+  for (int item = 0; item < heads * batch * tiles; ++item) {
+    const jattn::WorkItem place = jattn::work_item<jattn::Heaviest::kLast>(item, heads, batch, tiles, 1, sections.heads,
+                                                                            sections.last);
+    std::cout << place.batch * heads + place.head << " " << place.tile << "\\n";
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sections")
+    return build_host_program(SHIM + MAIN, folder, f"-I{KERNELS.parent}")
+
+
+@pytest.mark.parametrize("section", [1, 3, 4, 40])
+@pytest.mark.parametrize("last", [0, 1, 5, 100])
+@pytest.mark.parametrize(("heads", "batch", "tiles"), [(1, 1, 7), (4, 3, 5), (16, 2, 1)])
+def test_every_tile_has_one_item_and_the_last_section_is_the_larger(
+    heads: int, batch: int, tiles: int, section: int, last: int, program: Path
+) -> None:
+    numbers = [str(x) for x in (heads, batch, tiles, section, last)]
+    done = subprocess.run([program, *numbers], check=True, capture_output=True, text=True)
+    (size, end), *items = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert sorted(items) == list(itertools.product(range(heads * batch), range(tiles)))
+    assert size == min(section, heads * batch)
+    # Sections follow each other, and each begins with the last tiles of its heads, which see most keys.
+    bounds = [size * i for i in range(end + 1)] + [heads * batch]
+    assert min(max(last, 1), heads * batch) <= bounds[-1] - bounds[-2] < max(last, 1) + size
+    expected = [
+        (head, tile)
+        for first, beyond in itertools.pairwise(bounds)
+        for tile in reversed(range(tiles))
+        for head in range(first, beyond)
+    ]
+    assert items == expected

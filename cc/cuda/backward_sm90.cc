@@ -152,11 +152,11 @@ int64_t full_sections(int64_t wanted, int64_t heads) {
   return best;
 }
 
-// Key/value heads of one section. Where tiles differ in work and blocks take items, at head dims to 64 as many as make a wave of items, of which
-// the last section has three: docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a
-// quarter of the L2 cache, but at least one item for every multiprocessor: a section ends no sooner than its heaviest item, which
-// in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal length there: then as many
-// heads as have only eight at work together. Elsewhere one. tiles: items of a key/value head.
+// Key/value heads of one section. Where tiles differ in work and blocks take items, at head dims to 64 as many as make a wave
+// of items, and three waves in the last section: docs/kernels/log-backward.md, "Sections". Else as many as keep what their
+// blocks read within a quarter of the L2 cache, but at least one item for every multiprocessor: a section ends no sooner than
+// its heaviest item, which in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal
+// length there: then as many heads as have only eight at work together. Elsewhere one. tiles: items of a key/value head.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   const bool uneven = config.band || config.lengths || config.segments || config.mask;
   if (!uneven && !sm90::orders_dq(config)) return {1};

@@ -29,8 +29,17 @@ class Item:
     leaves: tuple[int, ...]
 
 
-def producer(items: list[Item], warpgroups: int, stages: int) -> list[Step]:
-    """k one tile ahead of v; q of an item behind its first k."""
+def producer(
+    items: list[Item],
+    warpgroups: int,
+    stages: int,
+    looks_ahead: bool = False,
+    q_first: bool = False,
+) -> list[Step]:
+    """k one tile ahead of v; q of an item behind its first k.
+
+    looks_ahead: the last v of an item behind the first k of the next; q_first: and behind its q.
+    """
     steps: list[Step] = []
 
     def load(kind: str, tile: int, places: int = stages) -> None:
@@ -40,16 +49,22 @@ def producer(items: list[Item], warpgroups: int, stages: int) -> list[Step]:
         steps.append(step_of(f"{kind} full", -1, stage))
 
     first = 0
-    for number, item in enumerate(items):
+    late: list[int] = []
+    for number, item in enumerate([*items, Item(0, (), ())]):
         if item.tiles:
             load("k", first)
-        load("q", number, 1)
+        rest = [("q", number, 1), *(("v", tile, stages) for tile in late)]
+        for what in rest if q_first else reversed(rest):
+            load(*what)
+        late = []
         for tile in range(first, first + item.tiles):
             if tile + 1 < first + item.tiles:
                 load("k", tile + 1)
-            load("v", tile)
+            if looks_ahead and tile + 1 == first + item.tiles:
+                late = [tile]
+            else:
+                load("v", tile)
         first += item.tiles
-    load("q", len(items), 1)
     return steps
 
 
@@ -161,9 +176,11 @@ def all_programs(
     softmax_last: bool = False,
     q_is_late: bool = False,
     turns_of_skipped_tiles: bool = True,
+    looks_ahead: bool = False,
+    q_first: bool = False,
 ) -> list[list[Step]]:
     """The producer and the consumers."""
-    programs = [producer(items, warpgroups, stages)]
+    programs = [producer(items, warpgroups, stages, looks_ahead, q_first)]
     for w in range(warpgroups):
         consumer = Consumer(w, warpgroups, stages, softmax_last, q_is_late, turns_of_skipped_tiles)
         programs.append(consumer.work(items))
@@ -173,12 +190,17 @@ def all_programs(
 @pytest.mark.parametrize("warpgroups", [2, 3])
 @pytest.mark.parametrize("softmax_last", [False, True])
 @pytest.mark.parametrize("q_is_late", [False, True])
-def test_every_order_ends(warpgroups: int, softmax_last: bool, q_is_late: bool) -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_every_order_ends(
+    warpgroups: int, softmax_last: bool, q_is_late: bool, looks_ahead: bool
+) -> None:
     draw = random.Random(warpgroups)
     for _ in range(15):
         items = draw_items(draw, warpgroups)
         for stages in (2, 3):
-            programs = all_programs(items, warpgroups, stages, softmax_last, q_is_late)
+            programs = all_programs(
+                items, warpgroups, stages, softmax_last, q_is_late, looks_ahead=looks_ahead
+            )
             assert faults(programs) == set(), (items, stages)
 
 
@@ -186,3 +208,12 @@ def test_the_model_sees_a_missing_turn() -> None:
     items = [Item(3, (1, 0), (0, 0)), Item(2, (0, 0), (0, 0))]
     assert faults(all_programs(items, 2, 2)) == set()
     assert faults(all_programs(items, 2, 2, turns_of_skipped_tiles=False)) != set()
+
+
+@pytest.mark.parametrize("q_is_late", [False, True])
+def test_the_last_v_comes_before_the_next_q(q_is_late: bool) -> None:
+    """A warpgroup that skips its only tile frees q behind v, and one that frees q at the end needs v for it."""
+    items = [Item(1, (0, 0), (0, 0)), Item(1, (1, 0), (0, 0)), Item(1, (0, 0), (0, 0))]
+    assert faults(all_programs(items, 2, 2, q_is_late=q_is_late, looks_ahead=True)) == set()
+    stops = faults(all_programs(items, 2, 2, q_is_late=q_is_late, looks_ahead=True, q_first=True))
+    assert any(fault.startswith("stops at") for fault in stops)

@@ -35,17 +35,11 @@ constexpr int kBlockVectors = 4;
 constexpr int kBlockVectors = 2;
 #endif
 
+// The product is summed up by itself before it is added: a chain through all tiles of a long row would lose more to rounding.
 template <bool kAccumulate, int kRows, int kVectors, typename T>
 inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTile<T> left, RightTile<T> right,
                                                           ResultTile<T> result) {
-  Vec<T> sum[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) {
-      sum[r][c] = kAccumulate ? load(result.data + r * result.stride + c * kWidth<T>) : Vec<T>{};
-    }
-  }
+  Vec<T> sum[kRows][kVectors] = {};
   const T* left_column = left.data;
   const T* right_row = right.data;
   for (int64_t i = 0; i < inner; ++i, left_column += left.inner_stride, right_row += right.stride) {
@@ -62,7 +56,10 @@ inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTil
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) store(result.data + r * result.stride + c * kWidth<T>, sum[r][c]);
+    for (int c = 0; c < kVectors; ++c) {
+      T* const to = result.data + r * result.stride + c * kWidth<T>;
+      store(to, kAccumulate ? load(to) + sum[r][c] : sum[r][c]);
+    }
   }
 }
 

@@ -162,8 +162,7 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   if (!uneven && !sm90::orders_dq(config)) return {1};
   const int64_t heads = problem.batch * problem.num_kv_heads;
   if (config.head_dim <= 64 && sm90::takes_items(config) && !sm90::orders_dq(config)) {
-    const auto waves = [&](int64_t count) { return std::max<int64_t>(1, (count * sm_count + tiles / 2) / tiles); };
-    return sections_with_last(waves(1), waves(3), heads);
+    return sections_with_last(heads_of_items(sm_count, tiles), heads_of_items(int64_t{3} * sm_count, tiles), heads);
   }
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
   const int64_t rows = problem.q_len * problem.group_size() + problem.kv_len;

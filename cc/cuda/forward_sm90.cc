@@ -54,8 +54,8 @@ int64_t quarter_waves_of_section(const Problem& problem, const Config& config) {
 }
 
 // Query heads whose tiles are handed out together (attn/schedule.cuh). Where tiles differ in work, the last section is the
-// larger one: there are short items then for blocks that are done early. Its keys and values fill half of L2 at most. Else
-// the tiles of one key/value head follow each other.
+// larger one: there are short items then for blocks that are done early. It has at least the heads whose keys and values fill
+// half of L2, or make four waves of items. Else the tiles of one key/value head follow each other.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
   const int64_t group = problem.group_size(), heads = problem.batch * problem.num_heads;
   if (shares_bias_over_batch(problem, config)) {
@@ -67,9 +67,9 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   constexpr int64_t kLastSectionWaves = 4;
   const int64_t items = tiles * group;  // of one key/value head
   const int64_t bytes = problem.kv_len * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
-  const auto kv_heads = [&](int64_t slots) { return std::max<int64_t>(1, (slots + items / 2) / items); };
-  const int64_t section = kv_heads(quarter_waves_of_section(problem, config) * num_sms / 4);
-  const int64_t last = std::min(kLastSectionBytes / std::max<int64_t>(1, bytes), kv_heads(kLastSectionWaves * num_sms));
+  const int64_t section = heads_of_items(quarter_waves_of_section(problem, config) * num_sms / 4, items);
+  const int64_t last =
+      std::min(kLastSectionBytes / std::max<int64_t>(1, bytes), heads_of_items(kLastSectionWaves * num_sms, items));
   return sections_with_last(section * group, last * group, heads);
 }
 

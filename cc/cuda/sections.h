@@ -13,6 +13,11 @@ struct Sections {
   int32_t last = kNoLastSection;  // number of the one that has all heads that are left
 };
 
+// Heads that make about so many items, where each has `items_of_head`; at least one.
+inline int64_t heads_of_items(int64_t items, int64_t items_of_head) {
+  return std::max<int64_t>(1, (items + items_of_head / 2) / items_of_head);
+}
+
 // Sections of `section` heads, and one of `last` to `last + section - 1` at the end.
 inline Sections sections_with_last(int64_t section, int64_t last, int64_t heads) {
   return {static_cast<int32_t>(std::min(section, std::max<int64_t>(heads, 1))),

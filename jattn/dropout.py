@@ -2,12 +2,15 @@
 
   seed, offset     two uint32 words each, 64 bits little-endian; ``seed_from_key`` makes a seed out of a JAX key
   keys[b, n]       words 0 and 1 of Philox(counter = (b, n, offset 0, offset 1), key = seed)
-  words            Philox(counter = (row group, column group, 0, 0), key = keys[b, n])
-                   row group = t / 16 * 4 + t % 8 / 2    column group = j / 16 * 4 + j % 8 / 2
-  r, h; e, w       t % 2, t / 8 % 2 of the query; j % 2, j / 8 % 2 of the key
-  W(r, w)          words[2 * r + w]
-  byte(x; h, e)    x >> 8 * (2 * h + e) & 255
-  bits of (t, j)   (byte(W(r, w); h, e) & 127) * 256 + byte(W(r, 0) ^ W(r, 1); 1 - h, e), 15 bits
+  words            Philox(counter = (0, row group, 0, column group), key = keys[b, n])
+                   row group = t / 32 * 4 + t % 8 / 2    column group = j / 32 * 4 + j % 8 / 2
+  r, h, g; e, w, f t % 2, t / 8 % 2, t / 16 % 2 of the query; j % 2, j / 8 % 2, j / 16 % 2 of the key
+  x(h, w)          byte 2 * h + e of words[2 * r + w], from the least significant
+  M(y)             of a byte with halves (high, low): that with halves (high ^ low, high)
+  S                x(0, 0) ^ x(0, 1) ^ x(1, 0) ^ x(1, 1)
+  own              x(h, w) ^ (S if f else 0) ^ (M(S) if g else 0)
+  lower            x(0, 1) ^ x(1, 1) ^ M(x(1, 0) ^ x(1, 1))
+  bits of (t, j)   (own & 127) * 256 + lower, 15 bits
   threshold        min(round(32768 * rate), 32640)
   the pair is dropped if its bits < threshold; a kept weight is multiplied by 32768 / (32768 - threshold)
 
@@ -104,48 +107,68 @@ def kept_factor(rate: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return _LEVELS / (_LEVELS - threshold(rate).astype(dtype))
 
 
-def _bits_of_words(word: jax.Array, both: jax.Array, h: jax.Array, e: jax.Array) -> jax.Array:
-    """The bits of a pair of the word W(r, w), where ``both`` is W(r, 0) ^ W(r, 1)."""
-    own = word >> (16 * h + 8 * e) & 127
-    shared = both >> (16 * (1 - h) + 8 * e) & 255
-    return own << 8 | shared
+def _rotate_halves(word: jax.Array) -> jax.Array:
+    return word << 16 | word >> 16
+
+
+def _times_generator(word: jax.Array) -> jax.Array:
+    """M of each byte: a product in GF(4), with coordinates of four bits, by an element other than 0 and 1."""
+    return word >> 4 & 0x0F0F0F0F | (word ^ word << 4) & jnp.uint32(0xF0F0F0F0)
+
+
+def _expand(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns S and M(S) in both halves, and the lower bits in the upper half, by key parity, of words 2 r, 2 r + 1."""
+    both = left ^ right
+    moved = _times_generator(both)
+    return (
+        both ^ _rotate_halves(both),
+        moved ^ _rotate_halves(moved),
+        right ^ _rotate_halves(right) ^ moved,
+    )
+
+
+def _bits_of_word(own: jax.Array, lower: jax.Array, h: jax.Array, e: jax.Array) -> jax.Array:
+    return (own >> (16 * h + 8 * e) & 127) << 8 | lower >> (16 + 8 * e) & 255
 
 
 def bits_of_block(
     keys: jax.Array, first_row: ArrayLike, first_column: ArrayLike, num_rows: int, num_columns: int
 ) -> jax.Array:
-    """Returns the bits of the pairs of a block of rows and columns, one Philox call for sixteen pairs.
+    """Returns the bits of the pairs of a block of rows and columns, one Philox call for 64 pairs.
 
     Args:
       keys: (..., 2) uint32.
-      first_row, first_column: multiples of 16, traced or not.
+      first_row, first_column: multiples of 32, traced or not.
       num_rows, num_columns: of any size.
 
     Returns:
       uint32 (..., num_rows, num_columns) below 32768.
     """
-    row_tiles, column_tiles = -(-num_rows // 16), -(-num_columns // 16)
-    row_groups = jnp.asarray(first_row, jnp.uint32) // 4 + jnp.arange(
+    row_tiles, column_tiles = -(-num_rows // 32), -(-num_columns // 32)
+    row_groups = jnp.asarray(first_row, jnp.uint32) // 8 + jnp.arange(
         4 * row_tiles, dtype=jnp.uint32
     )
-    column_groups = jnp.asarray(first_column, jnp.uint32) // 4 + jnp.arange(
+    column_groups = jnp.asarray(first_column, jnp.uint32) // 8 + jnp.arange(
         4 * column_tiles, dtype=jnp.uint32
     )
     zero = jnp.uint32(0)
     lead = keys.shape[:-1]
     words = philox(
-        (row_groups[:, None], column_groups[None, :], zero, zero),
+        (zero, row_groups[:, None], zero, column_groups[None, :]),
         (keys[..., 0, None, None], keys[..., 1, None, None]),
     )
-    # Row = 16 a + 8 h + 2 i + r and column = 16 c + 8 w + 2 q + e.
-    split = jnp.stack(words, axis=-1).reshape(*lead, row_tiles, 4, column_tiles, 4, 2, 1, 2, 1)
-    both = split[..., :1, :] ^ split[..., 1:, :]
-    h = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
-    e = jnp.arange(2, dtype=jnp.uint32)
-    bits = _bits_of_words(split, both, h, e)  # ..., a, i, c, q, r, h, w, e
-    order = (0, 5, 1, 4, 2, 6, 3, 7)  # ..., a, h, i, r, c, w, q, e
+    # Row = 32 a + 16 g + 8 h + 2 i + r, column = 32 c + 16 f + 8 w + 2 q + e; axes ..., a, i, c, q, r, g, h, f, w, e.
+    split = jnp.stack(words, axis=-1).reshape(*lead, row_tiles, 4, column_tiles, 4, 2, 2)
+    sums, moved_sums, lower = (
+        x[..., None, None, None, None, None] for x in _expand(split[..., 0], split[..., 1])
+    )
+    bit = jnp.arange(2, dtype=jnp.uint32)
+    g, h, f, e = bit[:, None, None, None, None], bit[:, None, None, None], bit[:, None, None], bit
+    own = split[..., None, None, None, :, None] ^ f * sums ^ g * moved_sums
+    bits = _bits_of_word(own, lower, h, e)
+    order = (0, 5, 6, 1, 4, 2, 7, 8, 3, 9)  # ..., a, g, h, i, r, c, f, w, q, e
     bits = bits.transpose(*range(len(lead)), *(len(lead) + axis for axis in order))
-    bits = bits.reshape(*lead, 16 * row_tiles, 16 * column_tiles)
+    bits = bits.reshape(*lead, 32 * row_tiles, 32 * column_tiles)
     return bits[..., :num_rows, :num_columns]
 
 
@@ -162,13 +185,15 @@ def bits_at(keys: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
     t, j = rows.astype(jnp.uint32), columns.astype(jnp.uint32)
     zero = jnp.uint32(0)
     w0, w1, w2, w3 = philox(
-        ((t >> 4) * 4 + (t & 7) // 2, (j >> 4) * 4 + (j & 7) // 2, zero, zero),
+        (zero, (t >> 5) * 4 + (t & 7) // 2, zero, (j >> 5) * 4 + (j & 7) // 2),
         (keys[..., 0], keys[..., 1]),
     )
     left = jnp.where((t & 1) != 0, w2, w0)
     right = jnp.where((t & 1) != 0, w3, w1)
-    word = jnp.where((j & 8) != 0, right, left)
-    return _bits_of_words(word, left ^ right, t >> 3 & 1, j & 1)
+    sums, moved_sums, lower = _expand(left, right)
+    own = jnp.where((j & 8) != 0, right, left)
+    own = own ^ jnp.where((j & 16) != 0, sums, zero) ^ jnp.where((t & 16) != 0, moved_sums, zero)
+    return _bits_of_word(own, lower, t >> 3 & 1, j & 1)
 
 
 def words_of(name: str, value: ArrayLike) -> jax.Array:

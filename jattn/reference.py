@@ -81,7 +81,7 @@ def pairs(
     Args:
       spec: the whole problem.
       tile: its operands; masks, segment ids and positions cut to the tile.
-      first_row, first_column: where the tile lies in the scores; multiples of 16.
+      first_row, first_column: where the tile lies in the scores; multiples of 32.
       num_rows, num_columns: its size.
     """
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)

@@ -38,7 +38,7 @@ struct PhiloxRound {
   static constexpr int kInstructions = 4;
   static __device__ void step(uint32_t (&x)[4], uint32_t k) {
     PhiloxWords words{{x[0], x[1], x[2], x[3]}};
-    philox_round(words, {k, k + 1}, 0);
+    philox_round(words, {k, k + 1});
     for (int i = 0; i < 4; ++i) x[i] = words.word[i];
   }
 };

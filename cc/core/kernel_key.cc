@@ -77,6 +77,7 @@ constexpr Member kMembers[] = {
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
     {"bias_in_product", &Config::bias_in_product},
+    {"drops_beside", &Config::drops_beside},
 };
 
 struct AnyValue {

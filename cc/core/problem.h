@@ -22,13 +22,15 @@
 //
 // Dropout: z is 0 for a dropped pair and 1 / (1 - r) for a kept one, else 1. With r = threshold / 32768,
 // threshold = min(round(32768 * dropout_rate), 32640):
-//   words = Philox4x32-10(counter = (row group, column group, 0, 0), key = dropout_keys[...])
-//   row group = t / 16 * 4 + t % 8 / 2    column group = j / 16 * 4 + j % 8 / 2
-//   r = t % 2, h = t / 8 % 2 of the query;  e = j % 2, w = j / 8 % 2 of the key
-//   W(r, w) = words[2 * r + w],  byte(x; h, e) = x >> 8 * (2 * h + e) & 255
-//   bits of the pair = (byte(W(r, w); h, e) & 127) * 256 + byte(W(r, 0) ^ W(r, 1); 1 - h, e)
-//   the pair is dropped if bits < threshold
-// so one call serves the sixteen pairs {t, t + 1, t + 8, t + 9} x {j, j + 1, j + 8, j + 9}. The key is
+//   words = Philox4x32-10(counter = (0, row group, 0, column group), key = dropout_keys[...])
+//   row group = t / 32 * 4 + t % 8 / 2    column group = j / 32 * 4 + j % 8 / 2
+//   r = t % 2, h = t / 8 % 2, g = t / 16 % 2 of the query;  e = j % 2, w = j / 8 % 2, f = j / 16 % 2 of the key
+//   x(h, w) = words[2 * r + w] >> 8 * (2 * h + e) & 255
+//   M(y), of a byte with halves (high, low): that with halves (high ^ low, high)
+//   S = x(0, 0) ^ x(0, 1) ^ x(1, 0) ^ x(1, 1)
+//   own = x(h, w) ^ (f ? S : 0) ^ (g ? M(S) : 0)    lower = x(0, 1) ^ x(1, 1) ^ M(x(1, 0) ^ x(1, 1))
+//   bits of the pair = (own & 127) * 256 + lower;   the pair is dropped if bits < threshold
+// so one call serves 64 pairs of 8 queries and 8 keys in a block of 32 x 32. The key is
 // dropout_keys[b,n], t and j are indices; with dropout_rows the key is that of row q_segments[b,t] of the table, and t
 // and j are q_positions[b,t] and kv_positions[b,j] (packed sequences).
 #pragma once

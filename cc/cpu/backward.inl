@@ -235,7 +235,7 @@ class BackwardPass {
     Acc *s, *dp;  // become P, and dS including the scale
     Acc *bias, *slope, *visible;
     Acc* column_sums;  // [group][kTile], where a task owns one tile of keys
-    uint16_t* dropout_bits;
+    int8_t* kept;      // by dropout: all ones or 0
   };
 
   struct TileRange {
@@ -294,7 +294,7 @@ class BackwardPass {
     const Sequence sequence(problem_, task.batch);
     const Dropout dropout(problem_, sequence);
     Workspace workspace(kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<uint16_t>(kTile * kTile) +
+                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<int8_t>(kTile * kTile) +
                         zeros_bytes() + FewRows<Element>::workspace_bytes(plan_));
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     const Tiles tiles{take_tile(),
@@ -303,7 +303,7 @@ class BackwardPass {
                       take_tile(),
                       take_tile(),
                       workspace.take<Acc>(group_ * kTile),
-                      workspace.take<uint16_t>(kTile * kTile)};
+                      workspace.take<int8_t>(kTile * kTile)};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
     const Element* zeros = take_zeros(workspace);
 
@@ -455,7 +455,7 @@ class BackwardPass {
     add_waiting(step, waiting, take_turn);
 
     if (has_score_rule(problem_)) add_score_rule(sequence, key_tile, step, tiles);
-    if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.dropout_bits);
+    if (dropout.is_active()) dropout.draw_for_rows(rows, keys, tiles.kept);
 
     constexpr Acc kMinusInfinity = -static_cast<Acc>(__builtin_inf());
     bool has_empty_row = false;
@@ -557,7 +557,6 @@ class BackwardPass {
   template <bool kHasScoreRule, bool kDrops>
   void differentiate_softmax(int64_t queries, RowValues row_values, const Acc* visible, const Dropout& dropout,
                              const Tiles& tiles) const {
-    const int32_t threshold = dropout.threshold;
     const Acc factor = 1 / dropout.kept_share<Acc>();
     for (int64_t row = 0; row < queries; ++row) {
       const Acc lse = row_values.lse[row], delta = row_values.delta[row];
@@ -566,9 +565,9 @@ class BackwardPass {
         if (!kHasScoreRule) s = rounded(s * scale_);
         Vec<Acc> p = exp2<Acc>((s - lse) * static_cast<Acc>(kLog2E)), kept_p = p;
         if constexpr (kDrops) {
-          const Vec<Bits<Acc>> bits = widen_bits<Acc>(tiles.dropout_bits + i);
-          kept_p = where_kept<Acc>(bits, threshold, p * factor);
-          dp = where_kept<Acc>(bits, threshold, dp * factor);
+          const int8_t* const kept = tiles.kept + i;
+          kept_p = where_kept<Acc>(kept, p * factor);
+          dp = where_kept<Acc>(kept, dp * factor);
         }
         Vec<Acc> ds = p * (dp - delta);
         if (!kHasScoreRule) ds *= scale_;

@@ -97,7 +97,7 @@ class ForwardPass {
   // [key][query lane] each, except by_query, which is [query][key].
   struct Tiles {
     Acc *scores, *visible, *bias, *by_query;
-    uint32_t* dropout_bits;  // [key / 2][query lane]
+    int8_t* kept;  // by dropout: all ones or 0
   };
 
   template <typename T>
@@ -231,14 +231,14 @@ class ForwardPass {
       return;
     }
     Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
-                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint32_t>(kTile / 2 * kPanel) +
+                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<int8_t>(kTile * kPanel) +
                         2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
                         2 * Workspace::bytes<Acc>(plan_.value_tile_len) +
                         Workspace::bytes<Acc>(kPanel * plan_.row_len_v) + 2 * zeros_bytes());
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
-    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile(), workspace.take<uint32_t>(kTile / 2 * kPanel)};
+    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile(), workspace.take<int8_t>(kTile * kPanel)};
     const auto take_kv_tile = [&] {
       Acc* keys = workspace.take<Acc>(plan_.key_tile_len);
       return KvTile{keys, workspace.take<Acc>(plan_.value_tile_len), 0};
@@ -315,7 +315,7 @@ class ForwardPass {
   void attend_by_rows(const Task& task, const Sequence& sequence) {
     Workspace workspace(RowProducts::workspace_bytes(plan_) + zeros_bytes() +
                         Workspace::bytes<Acc>(kFewRows * plan_.row_len_v) + Workspace::bytes<Acc>(kFewRows * kTile) +
-                        2 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<uint16_t>(kTile * kTile));
+                        2 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<int8_t>(kTile * kTile));
     RowProducts products(problem_, plan_, workspace);
     Panel panel{};
     start_panel(task, sequence, workspace.take<Acc>(kFewRows * plan_.row_len_v), kFewRows, panel);
@@ -324,7 +324,7 @@ class ForwardPass {
     Acc* const scores = workspace.take<Acc>(kFewRows * kTile);
     Acc* const visible = workspace.take<Acc>(kTile * kTile);
     Acc* const bias = workspace.take<Acc>(kTile * kTile);
-    uint16_t* const dropout_bits = workspace.take<uint16_t>(kTile * kTile);
+    int8_t* const kept = workspace.take<int8_t>(kTile * kTile);
     const auto rows_of = [&](const void* array, int64_t first, int64_t row_size) {
       const auto row = kv_rows(array, task.batch, task.kv_head, first, row_size);
       return typename RowProducts::Rows{row(0), row(1) - row(0)};
@@ -338,13 +338,12 @@ class ForwardPass {
       products.multiply_keys(keys.count, rows_of(problem_.k, keys.first, problem_.head_dim), scores);
       if (has_score_rule_) add_score_rule_by_rows(sequence, keys, panel, bias, scores);
       if (covered == Coverage::kPartial) find_visible(problem_, sequence, panel.rows, keys, visible);
-      if (dropout.is_active()) dropout.draw_for_rows(panel.rows, keys, dropout_bits);
+      if (dropout.is_active()) dropout.draw_for_rows(panel.rows, keys, kept);
       for (int64_t row = 0; row < panel.rows.count; ++row) {
         Acc* const scores_of_row = scores + row * kTile;
         hide_of_row(keys.count, covered == Coverage::kPartial ? visible + row * kTile : nullptr, scores_of_row);
         const auto drop = [&](int64_t key, Vec<Acc>& p) {
-          if (!dropout.is_active()) return;
-          p = where_kept<Acc>(widen_bits<Acc>(dropout_bits + row * kTile + key), dropout.threshold, p);
+          if (dropout.is_active()) p = where_kept<Acc>(kept + row * kTile + key, p);
         };
         const Acc rescale = update_softmax_of_row(kTile, log2_unit(), scores_of_row, row, panel.softmax, drop);
         if (rescale == 1) continue;
@@ -520,11 +519,11 @@ class ForwardPass {
     constexpr std::true_type kStores;
     bool rescales;
     if (dropout.is_active()) {
-      dropout.draw_for_lanes<kPanel>(panel.rows, keys, tiles.dropout_bits);
+      dropout.draw_for_lanes<kPanel>(panel.rows, keys, tiles.kept);
       rescales = update(kStores, [&](int64_t key, int64_t lane, Vec<Acc>& even, Vec<Acc>& odd) {
-        const Vec<Bits<Acc>> bits = widen_bits<Acc>(tiles.dropout_bits + key / 2 * kPanel + lane);
-        even = where_kept<Acc>(bits & 0xffff, dropout.threshold, even);
-        odd = where_kept<Acc>((bits >> 16) & 0xffff, dropout.threshold, odd);
+        const int8_t* const kept = tiles.kept + key * kPanel + lane;
+        even = where_kept<Acc>(kept, even);
+        odd = where_kept<Acc>(kept + kPanel, odd);
       });
     } else if (not_finite != 0) {
       rescales = update(kStores, drop_nothing);

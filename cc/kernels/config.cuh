@@ -59,7 +59,8 @@ struct Config {
   bool documents =
       false;  // sm_90: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
   bool bias_in_product =
-      false;  // forward: the row of the bias is one more step of the first product (sm90/bias_step.cuh)
+      false;                  // forward: the row of the bias is one more step of the first product (sm90/bias_step.cuh)
+  bool drops_beside = false;  // forward: warps beside the producer call Philox for dropout (sm90/drops.cuh)
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

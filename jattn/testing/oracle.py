@@ -151,20 +151,29 @@ def dropout_factors(case: Case, operands: Operands) -> Array:
             b, n = zero, zero
         first = philox((b, n, offset[:1], offset[1:]), (seed[:1], seed[1:]))
         key = (first[0], first[1])
-    words = philox((t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2, zero, zero), key)
-    of_query, half_of_query, half_of_key = ((x % 2).astype(np.int64) for x in (t, t // 8, j // 8))
-    left, right = np.choose(2 * of_query, words), np.choose(2 * of_query + 1, words)
-    own = _byte(np.choose(half_of_key, (left, right)), half_of_query, j)
-    shared = _byte(left ^ right, 1 - half_of_query, j)
-    bits = own % 128 * 256 + shared
+    words = philox((zero, t // 32 * 4 + t % 8 // 2, zero, j // 32 * 4 + j % 8 // 2), key)
+    parity = (t % 2).astype(np.int64)
+    left, right = np.choose(2 * parity, words), np.choose(2 * parity + 1, words)
+    # By the eighth of the query, then of the key.
+    x = [[_byte(word, h, j) for word in (left, right)] for h in (0, 1)]
+    total = x[0][0] ^ x[0][1] ^ x[1][0] ^ x[1][1]
+    own = np.choose((2 * (t // 8 % 2) + j // 8 % 2).astype(np.int64), (*x[0], *x[1]))
+    own = own ^ j // 16 % 2 * total ^ t // 16 % 2 * _times_generator(total)
+    lower = x[0][1] ^ x[1][1] ^ _times_generator(x[1][0] ^ x[1][1])
+    bits = own % 128 * 256 + lower
     threshold = min(round(32768 * float(np.float32(case.dropout_rate))), 32640)
     return np.broadcast_to(np.where(bits < threshold, 0.0, 32768 / (32768 - threshold)), shape)
 
 
-def _byte(word: Array, half: Array, column: Array) -> Array:
+def _byte(word: Array, half: int, column: Array) -> Array:
     """Byte 2 * half + column % 2 of a word, the least significant one being byte 0."""
-    place = 2 * half.astype(np.uint64) + column % 2
-    return word // 256**place % 256
+    return word // 256 ** (2 * half + column % 2) % 256
+
+
+def _times_generator(byte: Array) -> Array:
+    """The byte with halves (high, low) becomes that with halves (high ^ low, high)."""
+    high, low = byte // 16, byte % 16
+    return (high ^ low) * 16 + high
 
 
 def solve(case: Case, operands: Operands) -> Solution:

@@ -18,36 +18,37 @@ PROGRAM = """
 #include "attn/dropout.cuh"
 using namespace jattn;
 
-// Prints the pairs [query0, +16) x [key0, +32) as rows of queries: once from fragments with queries as rows, once
-// pair by pair; and the pairs [query0, +32) x [key0, +16) from fragments with keys as rows. One call serves two lanes
-// for either half of the columns.
+// Prints the pairs [query0, +16) x [key0, +64) as rows of queries: once from fragments with queries as rows, once
+// pair by pair; and the pairs [query0, +64) x [key0, +16) from fragments with keys as rows. One call serves two lanes
+// for either half of the columns. Rows may be the second 16 of 32; columns begin with their 32.
 int main(int, char** arguments) {
   const auto word = [&](int i) { return uint32_t(std::strtoul(arguments[i], nullptr, 0)); };
   const PhiloxKey key{word(1), word(2)};
   const int query0 = int(word(3)), key0 = int(word(4));
-  const uint32_t threshold_high = word(5) << 16;
-  bool of_queries[16][32], by_pairs[16][32], of_keys[32][16];
+  const int first_query = query0 & ~31, first_key = key0 & ~31;
+  const DropLimits limits = drop_limits(word(5));
+  bool of_queries[16][64], by_pairs[16][64], of_keys[64][16];
   for (int lane = 0; lane < 32; ++lane) {
     for (int half = 0; half < 2; ++half) {
       const PhiloxWords of_query =
           philox(key, philox_row_part(key, lane_row_group(lane, query0)),
-                 philox_column_part(key, lane_column_group(lane, key0 + 16 * half)));
-      const PhiloxWords of_key = philox(key, philox_row_part(key, lane_column_group(lane, query0 + 16 * half)),
+                 philox_column_part(key, lane_column_group(lane, first_key + 32 * half)));
+      const PhiloxWords of_key = philox(key, philox_row_part(key, lane_column_group(lane, first_query + 32 * half)),
                                         philox_column_part(key, lane_row_group(lane, key0)));
-      const QueryRowBits query_bits{words_of_query(of_query, has_odd_rows(lane)), threshold_high};
-      const KeyRowBits key_bits{words_of_key(of_key, has_odd_rows(lane)), threshold_high};
-      for (int i = 0; i < 8; ++i) {
-        const int w = i / 4, h = i / 2 % 2, e = i % 2;
-        const int row = lane / 4 + 8 * h, column = 16 * half + 8 * w + 2 * (lane % 4) + e;
-        of_queries[row][column] = query_bits.dropped(w, h, e);
-        of_keys[column][row] = key_bits.dropped(w, h, e);
+      const QueryRowBits query_bits(words_of_query(of_query, has_odd_rows(lane)), has_far_rows(query0), limits);
+      const KeyRowBits key_bits(words_of_key(of_key, has_odd_rows(lane)), has_far_rows(key0), limits);
+      for (int i = 0; i < 16; ++i) {
+        const int n = i / 4, h = i / 2 % 2, e = i % 2;
+        const int row = lane / 4 + 8 * h, column = 32 * half + 8 * n + 2 * (lane % 4) + e;
+        of_queries[row][column] = query_bits.dropped(n, h, e);
+        of_keys[column][row] = key_bits.dropped(n, h, e);
       }
     }
   }
-  for (int i = 0; i < 16 * 32; ++i) {
-    const int query = query0 + i / 32, column = key0 + i % 32;
-    const PhiloxRowPart row = philox_row_part(key, dropout_group(query));
-    by_pairs[i / 32][i % 32] = pair_dropped(key, row, query, column, threshold_high);
+  for (int i = 0; i < 16 * 64; ++i) {
+    const int query = query0 + i / 64, column = first_key + i % 64;
+    const PhiloxPart row = philox_row_part(key, dropout_group(query));
+    by_pairs[i / 64][i % 64] = pair_dropped(key, row, query, column, word(5));
   }
   for (const auto& row : of_queries) for (bool dropped : row) std::printf("%d ", dropped);
   for (const auto& row : by_pairs) for (bool dropped : row) std::printf("%d ", dropped);
@@ -80,15 +81,23 @@ def wanted(
     """The pairs of some queries and keys by the definition in core/problem.h."""
     t = (query0 + np.arange(shape[0])).astype(np.int64)[:, None] % 2**32
     j = (key0 + np.arange(shape[1])).astype(np.int64)[None, :] % 2**32
-    row, column = t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2
+    row, column = t // 32 * 4 + t % 8 // 2, j // 32 * 4 + j % 8 // 2
     zero = np.zeros(shape, np.int64)
-    words = philox(np.stack([row + zero, column + zero, zero, zero], axis=-1), key).astype(np.int64)
-    of_query = np.where(t % 2 == 1, words[..., 2], words[..., 0])
-    of_far_key = np.where(t % 2 == 1, words[..., 3], words[..., 1])
-    h, e = t // 8 % 2, j % 2
-    own = np.where(j // 8 % 2 == 1, of_far_key, of_query) >> 8 * (2 * h + e) & 127
-    lower = (of_query ^ of_far_key) >> 8 * (2 * (1 - h) + e) & 255
-    return 256 * own + lower < threshold
+    words = philox(np.stack([zero, row + zero, zero, column + zero], axis=-1), key).astype(np.int64)
+    near = np.where(t % 2 == 1, words[..., 2], words[..., 0])
+    far = np.where(t % 2 == 1, words[..., 3], words[..., 1])
+
+    def byte(word: np.ndarray, h: np.ndarray | int) -> np.ndarray:
+        return word >> 8 * (2 * h + j % 2) & 255
+
+    def times_generator(y: np.ndarray) -> np.ndarray:
+        return (y >> 4 ^ y & 15) << 4 | y >> 4
+
+    total = byte(near, 0) ^ byte(near, 1) ^ byte(far, 0) ^ byte(far, 1)
+    own = byte(np.where(j // 8 % 2 == 1, far, near), t // 8 % 2)
+    own = own ^ j // 16 % 2 * total ^ t // 16 % 2 * times_generator(total)
+    lower = byte(far, 0) ^ byte(far, 1) ^ times_generator(byte(near, 1) ^ byte(far, 1))
+    return 256 * (own & 127) + lower < threshold
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +154,10 @@ def test_published_answers() -> None:
 def test_fragments_drop_what_the_definition_drops(
     program: Path, key: tuple[int, int], query0: int, key0: int, threshold: int
 ) -> None:
-    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 512)
-    wide = wanted(key, query0, key0, (16, 32), threshold)
-    np.testing.assert_array_equal(got[0].reshape(16, 32), wide)
-    np.testing.assert_array_equal(got[1].reshape(16, 32), wide)
+    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 1024)
+    wide = wanted(key, query0, key0 & ~31, (16, 64), threshold)
+    np.testing.assert_array_equal(got[0].reshape(16, 64), wide)
+    np.testing.assert_array_equal(got[1].reshape(16, 64), wide)
     np.testing.assert_array_equal(
-        got[2].reshape(32, 16), wanted(key, query0, key0, (32, 16), threshold)
+        got[2].reshape(64, 16), wanted(key, query0 & ~31, key0, (64, 16), threshold)
     )

@@ -24,7 +24,7 @@ WINDOW = Band(left=100, right=0)
 LONG = {"q_len": 4096, "kv_len": 4096}
 DROPOUT = Dropout((2, 4))
 ROW = {"bias": (1, 4, 1, 1024), "bias_dtype": "float32"}
-FORMS = ("take_turns", "cap_series", "documents", "bias_in_product")
+FORMS = ("take_turns", "cap_series", "documents", "bias_in_product", "drops_beside")
 # Head dims of q and v, problem, the forms that its kernel has.
 VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] = {
     "softcap": ((128, 128), CAP, ("cap_series",)),
@@ -36,8 +36,17 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "softcap mask": ((128, 128), CAP | {"mask": FULL}, ("cap_series",)),
     "alibi causal": ((128, 128), SLOPES | {"band": CAUSAL}, ()),
     "alibi 96": ((96, 96), SLOPES | {"sinks": (1, 4)}, ()),
-    "dropout": ((128, 128), {"dropout": DROPOUT}, ("take_turns",)),
-    "dropout causal": ((128, 128), {"dropout": DROPOUT, "band": CAUSAL}, ("take_turns",)),
+    "dropout": ((128, 128), {"dropout": DROPOUT}, ("drops_beside",)),
+    "dropout causal": ((128, 128), {"dropout": DROPOUT, "band": CAUSAL}, ("drops_beside",)),
+    "dropout 64": ((64, 64), {"dropout": DROPOUT, "kv_lengths": True}, ("drops_beside",)),
+    "dropout 96": ((96, 96), {"dropout": DROPOUT, "band": WINDOW}, ("drops_beside",)),
+    "dropout 192-128": ((192, 128), {"dropout": DROPOUT}, ("take_turns", "drops_beside")),
+    "dropout 192": (
+        (192, 192),
+        {"dropout": DROPOUT, "sinks": (1, 4)},
+        ("take_turns", "drops_beside"),
+    ),
+    "dropout 256": ((256, 256), {"dropout": DROPOUT, "band": CAUSAL}, ("drops_beside",)),
     "64": ((64, 64), {}, ("take_turns",)),
     "64 causal": ((64, 64), {"band": CAUSAL}, ("take_turns",)),
     "64 window lengths": ((64, 64), {"kv_lengths": True, "band": WINDOW}, ("take_turns",)),
@@ -69,7 +78,7 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "row of bias dropout": (
         (128, 128),
         ROW | {"dropout": DROPOUT},
-        ("take_turns", "bias_in_product"),
+        ("take_turns", "bias_in_product", "drops_beside"),
     ),
     "row of bias grouped": (
         (128, 128),
@@ -115,6 +124,10 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "alibi, mask": (128, SLOPES | {"mask": FULL}),
     "causal": (128, LONG | {"band": CAUSAL}),
     "causal 96": (96, LONG | {"band": CAUSAL}),
+    "dropout by rows": (
+        128,
+        {"dropout": Dropout((2, 4), rows=True), "segments": True, "positions": True},
+    ),
     "two terms 64": (64, SLOPES | {"mask": FULL}),
     "segments, lengths": (128, {"segments": True, "kv_lengths": True}),
     "segments, positions": (128, {"segments": True, "positions": True, "band": CAUSAL}),
@@ -168,6 +181,14 @@ def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> N
             tile = flash_tiles.forward_tile(biased)
             problems += [
                 (biased, dataclasses.replace(tile, bias_in_product=x)) for x in (False, True)
+            ]
+        if "drops_beside" in wanted:
+            dropped = spec(*head_dims, **terms)
+            tile = flash_tiles.forward_tile(dropped)
+            problems += [
+                (dropped, dataclasses.replace(tile, drops_beside=x, tile_kv=tile_kv))
+                for x in (False, True)
+                for tile_kv in (32, 64, 96, 128)
             ]
     lines, counted = [], []
     for problem, tile in problems:

@@ -12,16 +12,16 @@ from toolchain import build_host_program
 MORE_SHIM = """
 #include "attn/dropout.cuh"
 
+struct uint2 { unsigned x, y; };
 namespace jattn {
-struct QueryRowDrops {  // this and the next: only device compilers are shown them
-  struct Two {
-    QueryRowBits bits[2];
+struct QueryRowDrops {  // only device compilers are shown it
+  struct TwoWords {
+    PairWords words[2];
   };
   template <class A, class B> QueryRowDrops(const A&, const B&);
-  Two two(int) const;
+  TwoWords two(int) const;
+  PairWords words(int) const;
 };
-unsigned both_halves(unsigned);
-void clear_if_below(float&, float&, unsigned, unsigned);
 }
 inline bool __any_sync(unsigned, bool x) { return x; }
 inline bool __all_sync(unsigned, bool x) { return x; }

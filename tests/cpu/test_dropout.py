@@ -1,5 +1,6 @@
 """Row J06: which pairs dropout drops. Fixed vectors, rates, independence, and that every backend drops just these."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -17,11 +18,11 @@ ONES = 0xFFFFFFFF
 # Of batch entry 1, head 2, offset 3, rate 0.3; rows 0, 1, 8, 16 and 19 of the mask.
 KEY_1_2 = ["0xb71bbc7", "0xb7695a39"]
 MASK_ROWS = [
-    "111110111111110111011011",
-    "001111011001010101111101",
-    "111101011010011100110110",
-    "101110001111101111110111",
-    "001011111111011101001111",
+    "111101111110110111111111",
+    "001100111011110011100001",
+    "110001011001111100100101",
+    "101101101011111111110111",
+    "101100111011110111101110",
 ]
 
 
@@ -44,14 +45,21 @@ def plain_key(seed: int, offset: int, b: int, n: int) -> tuple[int, int]:
 
 def plain_bits(key: tuple[int, int], t: int, j: int) -> int:
     """The 15 bits of a pair, by docs/conventions.md."""
-    words = plain_philox((t // 16 * 4 + t % 8 // 2, j // 16 * 4 + j % 8 // 2, 0, 0), key)
-    r, h, e, w = t % 2, t // 8 % 2, j % 2, j // 8 % 2
+    row_group, column_group = t // 32 * 4 + t % 8 // 2, j // 32 * 4 + j % 8 // 2
+    words = plain_philox((0, row_group, 0, column_group), key)
+    r, h, g = t % 2, t // 8 % 2, t // 16 % 2
+    e, w, f = j % 2, j // 8 % 2, j // 16 % 2
 
-    def byte(word: int, half: int) -> int:
-        return word >> 8 * (2 * half + e) & 255
+    def x(half: int, word: int) -> int:
+        return words[2 * r + word] >> 8 * (2 * half + e) & 255
 
-    both = words[2 * r] ^ words[2 * r + 1]
-    return (byte(words[2 * r + w], h) & 127) * 256 + byte(both, 1 - h)
+    def times_generator(byte: int) -> int:
+        high, low = divmod(byte, 16)
+        return (high ^ low) * 16 + high
+
+    total = x(0, 0) ^ x(0, 1) ^ x(1, 0) ^ x(1, 1)
+    own = x(h, w) ^ f * total ^ g * times_generator(total)
+    return (own & 127) * 256 + (x(0, 1) ^ x(1, 1) ^ times_generator(x(1, 0) ^ x(1, 1)))
 
 
 def words(*values: int) -> tuple[jax.Array, ...]:
@@ -100,7 +108,7 @@ def test_J06_the_fixed_mask_is_that_of_the_definition() -> None:
         assert row == "".join("01"[plain_bits(key, t, j) >= least_kept] for j in range(24))
 
 
-@pytest.mark.parametrize(("first_row", "first_column"), [(0, 0), (48, 16), (1 << 20, 1 << 31)])
+@pytest.mark.parametrize(("first_row", "first_column"), [(0, 0), (96, 32), (1 << 20, 1 << 31)])
 def test_J06_bits_are_those_of_the_definition(first_row: int, first_column: int) -> None:
     """Of every pair of a block, and one by one at positions that wrap around."""
     key = plain_key(11, 5 << 32, 0, 1)
@@ -142,50 +150,98 @@ def test_J06_keep_rate(p: float) -> None:
 
 
 def by_call(pairs: np.ndarray) -> np.ndarray:
-    """(B, N, T, S) as (B, N, T / 4, S / 4, 16): the 16 pairs of a call in order of r, h, w, e."""
+    """(B, N, T, S) as (B, N, T / 8, S / 8, 64): the 64 pairs of a call in order of r, e, g, h, f, w."""
     batch, heads, q_len, kv_len = pairs.shape
-    # t = 16 a + 8 h + 2 i + r and j = 16 c + 8 w + 2 q + e.
-    split = pairs.reshape(batch, heads, q_len // 16, 2, 4, 2, kv_len // 16, 2, 4, 2)
-    calls = split.transpose(0, 1, 2, 4, 6, 8, 5, 3, 7, 9)  # b, n, a, i, c, q, r, h, w, e
-    return calls.reshape(batch, heads, q_len // 4, kv_len // 4, 16)
+    # t = 32 a + 16 g + 8 h + 2 i + r and j = 32 c + 16 f + 8 w + 2 q + e.
+    split = pairs.reshape(batch, heads, q_len // 32, 2, 2, 4, 2, kv_len // 32, 2, 2, 4, 2)
+    calls = split.transpose(0, 1, 2, 5, 7, 10, 6, 11, 3, 4, 8, 9)
+    return calls.reshape(batch, heads, q_len // 8, kv_len // 8, 64)
 
 
-# Two pairs of a call that differ in w alone share their lower bits.
-SHARES_WITH = np.arange(16) ^ 2
+# The sixteen pairs of a call with one r and e share their lower bits.
+SHARES = np.arange(64)[:, None] // 16 == np.arange(64) // 16
+
+
+def bits_of_calls(heads: int) -> np.ndarray:
+    """(calls, pairs of a call), of 1024 calls a head."""
+    keys = dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 1, heads)
+    return by_call(np.asarray(dropout.bits_of_block(keys, 0, 0, 256, 256))).reshape(-1, 64)
 
 
 def test_J06_bits_of_a_call_are_independent() -> None:
-    """All 240 bits of the 16 pairs, two by two: fair, and correlated only where two pairs share lower bits."""
-    keys = dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 4, 4)
-    drawn = np.asarray(dropout.bits_of_block(keys, 0, 0, 256, 256))
-    calls = by_call(drawn).reshape(-1, 16, 1) >> np.arange(15) & 1  # (calls, pairs, bits)
+    """All 960 bits of the 64 pairs, two by two: fair, and correlated only where two pairs share lower bits."""
+    calls = bits_of_calls(16)[..., None] >> np.arange(15) & 1  # (calls, pairs, bits)
     signs = calls.reshape(len(calls), -1).astype(np.float32) * 2 - 1
-    limit = 5 / np.sqrt(len(signs))
+    limit = 5.5 / np.sqrt(len(signs))
     assert np.abs(signs.mean(axis=0)).max() < limit
-    correlations = (signs.T @ signs / len(signs)).reshape(16, 15, 16, 15)
-    shared = np.zeros(correlations.shape, bool)
-    for pair in range(16):
-        for bit in range(15):
-            shared[pair, bit, pair, bit] = True
-            shared[pair, bit, SHARES_WITH[pair], bit] = bit < 8
+    correlations = (signs.T @ signs / len(signs)).reshape(64, 15, 64, 15)
+    bits = np.arange(15)
+    same_bit = bits[:, None, None] == bits
+    shared = same_bit & (bits < 8) & SHARES[:, None, :, None]
+    shared |= same_bit & np.eye(64, dtype=bool)[:, None, :, None]
     assert (correlations[shared] == 1).all()
     assert np.abs(correlations[~shared]).max() < limit
 
 
+def rank(rows: np.ndarray) -> int:
+    """Of rows of bits, each an integer, as vectors over GF(2)."""
+    basis: list[int] = []
+    for row in rows.tolist():
+        rest = row
+        for vector in basis:
+            rest = min(rest, rest ^ vector)
+        if rest:
+            basis.append(rest)
+    return len(basis)
+
+
+def forms_of_bits() -> np.ndarray:
+    """(16, 15): which of the 32 bits of x(h, w) enter each of the bits of the pairs with one r and e, as integers.
+
+    The bits are linear, so those of 32 calls with one bit set each say it.
+    """
+    forms = np.zeros((16, 15), np.int64)
+    for place in range(32):
+        words_of = [jnp.uint32(0), jnp.uint32(0)]  # by w
+        words_of[place // 16] = jnp.uint32(1 << (16 * (place // 8 % 2) + place % 8))
+        sums, moved_sums, lower = dropout._expand(*words_of)
+        for pair in range(16):
+            g, h, f, w = (pair >> i & 1 for i in (3, 2, 1, 0))
+            own = words_of[w] ^ f * sums ^ g * moved_sums
+            bits = int(dropout._bits_of_word(own, lower, jnp.uint32(h), jnp.uint32(0)))
+            forms[pair] |= (bits >> np.arange(15) & 1) << place
+    return forms
+
+
+def test_J06_what_two_and_three_pairs_of_a_call_share() -> None:
+    """Upper bits of any two pairs are independent of each other and of the lower ones; of three, all but 16 triples."""
+    forms = forms_of_bits()
+    upper, lower = forms[:, 8:], forms[0, :8]
+    assert (forms[:, :8] == lower).all()
+    for i, j in itertools.combinations(range(16), 2):
+        assert rank(np.concatenate([upper[i], upper[j], lower])) == 22, (i, j)
+    dependent = [
+        triple
+        for triple in itertools.combinations(range(16), 3)
+        if rank(np.concatenate([upper[i] for i in triple])) < 21
+    ]
+    # Those with one h and w: three of the four with f and g.
+    assert len(dependent) == 16
+    assert all(len({pair & 5 for pair in triple}) == 1 for triple in dependent)
+
+
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
 def test_J06_pairs_of_a_call_are_independent(p: float) -> None:
-    """Decisions about all 120 pairs of pairs, within 5 sigma of what the shared lower bits make of them."""
+    """Decisions about all 2016 pairs of pairs, within 5.5 sigma of what the shared lower bits make of them."""
     drop = round(32768 * p)
     rate, lower = drop / 32768, drop % 256 / 256
-    calls = by_call(~np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), p))).reshape(-1, 16)
-    signals = (calls - rate) / np.sqrt(rate * (1 - rate))
+    signals = ((bits_of_calls(64) < drop) - rate) / np.sqrt(rate * (1 - rate))
     correlations = signals.T @ signals / len(signals)
     # Two pairs share lower bits; these decide if the upper ones of both equal those of the threshold.
-    want = np.zeros((16, 16))
-    want[np.arange(16), SHARES_WITH] = lower * (1 - lower) / 2**14 / (rate * (1 - rate))
-    first, second = np.triu_indices(16, 1)
-    assert len(first) == 120
-    assert np.abs(correlations - want)[first, second].max() < 5 / np.sqrt(len(signals))
+    want = SHARES * (lower * (1 - lower) / 2**14 / (rate * (1 - rate)))
+    first, second = np.triu_indices(64, 1)
+    assert len(first) == 2016
+    assert np.abs(correlations - want)[first, second].max() < 5.5 / np.sqrt(len(signals))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -206,21 +262,25 @@ def test_J06_calls_are_independent(p: float) -> None:
         extents = signals.shape[:4]
         here = signals[tuple(slice(0, n - lag) for n, lag in zip(extents, lags, strict=True))]
         there = signals[tuple(slice(lag, n) for n, lag in zip(extents, lags, strict=True))]
-        count = here.size // 16
-        correlations = here.reshape(count, 16).T @ there.reshape(count, 16) / count
-        assert np.abs(correlations).max() < 5 / np.sqrt(count), lags
+        count = here.size // 64
+        correlations = here.reshape(count, 64).T @ there.reshape(count, 64) / count
+        assert np.abs(correlations).max() < 5.5 / np.sqrt(count), lags
 
 
 def test_J06_neighbours_are_independent() -> None:
-    """No correlation along any axis, inside a call and across calls."""
+    """No correlation along any axis, inside a call and across calls.
+
+    Two pairs of a call that differ in h and w alone give the same product for every f and g at this rate, so of four
+    products one counts.
+    """
     kept = np.asarray(jattn.dropout_mask(SEED, 0, (4, 4, 256, 256), 0.5)) * 2.0 - 1.0
-    lags = [(axis, lag) for axis in (2, 3) for lag in (1, 2, 7, 8, 9, 16)]
+    lags = [(axis, lag) for axis in (2, 3) for lag in (1, 2, 7, 8, 9, 16, 17, 32)]
     for axis, lag in [*lags, (1, 1), (0, 1)]:
         first = np.take(kept, range(kept.shape[axis] - lag), axis)
         second = np.take(kept, range(lag, kept.shape[axis]), axis)
-        assert abs((first * second).mean()) < 5 / np.sqrt(first.size), (axis, lag)
+        assert abs((first * second).mean()) < 5 / np.sqrt(first.size / 4), (axis, lag)
     diagonal = kept[:, :, :-8, :-8] * kept[:, :, 8:, 8:]
-    assert abs(diagonal.mean()) < 5 / np.sqrt(diagonal.size)
+    assert abs(diagonal.mean()) < 5 / np.sqrt(diagonal.size / 4)
 
 
 def test_J06_distinct_in_every_coordinate_seed_and_offset() -> None:
@@ -246,8 +306,8 @@ def test_J06_a_mask_is_a_corner_of_a_larger_one() -> None:
 
 def test_J06_blocks_agree_with_single_pairs() -> None:
     keys = dropout.keys(jnp.asarray(SEED), jnp.zeros(2, jnp.uint32), 2, 3)
-    rows, columns = 32 + jnp.arange(37), 48 + jnp.arange(45)
-    block = jax.jit(dropout.bits_of_block, static_argnums=(3, 4))(keys, 32, 48, 37, 45)
+    rows, columns = 32 + jnp.arange(37), 64 + jnp.arange(45)
+    block = jax.jit(dropout.bits_of_block, static_argnums=(3, 4))(keys, 32, 64, 37, 45)
     single = dropout.bits_at(keys[:, :, None, None], rows[:, None], columns)
     assert (block == single).all()
 

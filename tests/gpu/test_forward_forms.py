@@ -1,6 +1,7 @@
 """Forms of the Hopper forward kernel that few problems have.
 
-Turns, the series of the softcap, lists of documents, a row of the bias as a step of the product.
+Turns, the series of the softcap, lists of documents, a row of the bias as a step of the product, warps beside the
+producer that call Philox.
 """
 
 import dataclasses
@@ -29,14 +30,31 @@ WIDE = BASE.but("256", head_dim=256, head_dim_v=256)
 UNEVEN = BASE.but("narrower", head_dim=120, head_dim_v=104)
 
 TURNS = [
-    BASE.but("dropout", dropout_rate=0.2),
-    BASE.but("dropout-causal", dropout_rate=0.2, is_causal=True, dtype="float16"),
-    BASE.but("dropout-window", dropout_rate=0.2, window=(90, 30), kv_len=611),
-    BASE.but("dropout-sinks", dropout_rate=0.2, sinks_form="n"),
     NARROW.but("full", kv_len=611),
     NARROW.but("causal", is_causal=True, dtype="float16"),
     NARROW.but("alibi", alibi_form="n", is_causal=True),
     NARROW.but("sinks", sinks_form="n", is_causal=True, lower_right=True, q_len=333),
+]
+DROPS_BESIDE = [
+    BASE.but("dropout", dropout_rate=0.2),
+    BASE.but("dropout-causal", dropout_rate=0.2, is_causal=True, dtype="float16"),
+    BASE.but("dropout-window", dropout_rate=0.2, window=(90, 30), kv_len=611),
+    BASE.but("dropout-sinks", dropout_rate=0.2, sinks_form="n"),
+    BASE.but(
+        "dropout-lengths",
+        dropout_rate=0.2,
+        q_lengths=(333, 700),
+        kv_lengths=(700, 0),
+        dtype="float16",
+    ),
+    BASE.but("dropout-few-queries", dropout_rate=0.2, q_len=3, kv_len=1500, lower_right=True),
+    BASE.but("dropout-many-items", dropout_rate=0.2, batch=9, num_heads=16, num_kv_heads=4),
+    NARROW.but("dropout-window", dropout_rate=0.2, window=(20, 0)),
+    D96.but("dropout", dropout_rate=0.2, is_causal=True),
+    D192.but("dropout", dropout_rate=0.2),
+    D192.but("dropout-192", dropout_rate=0.2, head_dim_v=192, is_causal=True),
+    WIDE.but("dropout", dropout_rate=0.2, window=(90, 30)),
+    UNEVEN.but("dropout", dropout_rate=0.2, is_causal=True),
 ]
 ALIBI = [
     BASE.but("alibi", alibi_form="n"),
@@ -149,6 +167,7 @@ FORMS = [
     *(("tile_q=192", case) for case in FIRST_TILE),
     *(("in_series=1", case) for case in IN_SERIES),
     *(("take_turns", case) for case in TURNS),
+    *(("drops_beside", case) for case in DROPS_BESIDE),
     *(("alibi", case) for case in ALIBI),
     *(("cap_series", case) for case in SERIES),
     *(("documents", case) for case in DOCUMENTS),

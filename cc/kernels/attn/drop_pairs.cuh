@@ -21,7 +21,7 @@ __device__ __forceinline__ void each_drop_by_rows(const ProblemParams& problem, 
   const auto dropped = [&](int query, int query_position, int key_position) {
     const PhiloxKey key = dropout_row_key(problem, query < problem.q_len ? __ldg(segments + query) : 0, head);
     return pair_dropped(key, philox_row_part(key, dropout_group(query_position)), query_position, key_position,
-                        dropout.threshold_high);
+                        dropout.threshold);
   };
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -55,27 +55,36 @@ __device__ __forceinline__ void each_drop(const ProblemParams& problem, const Dr
     static_assert(kConfig.segments && kConfig.positions);
     each_drop_by_rows<kTransposed, kM, kN>(problem, dropout, batch, head, row0, column0, body);
   } else {
-    static_assert(kN % 2 == 0);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       const RowDrops<kTransposed> drops(dropout, row0 + 16 * m);
-      const auto tell = [&](const LaneBits<kTransposed>& bits, int p) {
+      // Of the blocks [first, first + kCount), of which bits knows those from its block from_block on.
+      const auto tell = [&]<int kCount>(const LaneBits<kTransposed>& bits, int first, int from_block) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int w = i / 4, h = i / 2 % 2, e = i % 2;
-          body(m, 2 * p + w, h, e, bits.dropped(w, h, e));
+        for (int i = 0; i < 4 * kCount; ++i) {
+          const int n = i / 4, h = i / 2 % 2, e = i % 2;
+          body(m, first + n, h, e, bits.dropped(from_block + n, h, e));
         }
       };
-      if constexpr (kN % 4 == 0) {
+      if constexpr (kN % 8 == 0) {
 #pragma unroll
-        for (int p = 0; p < kN / 2; p += 2) {
-          const auto two = drops.two(column0 + 16 * p);
-          tell(two.bits[0], p);
-          tell(two.bits[1], p + 1);
+        for (int n = 0; n < kN; n += 8) {
+          const auto two = drops.two(column0 + 8 * n);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) tell.template operator()<4>(drops.bits_of(two.words[i]), n + 4 * i, 0);
         }
-      } else {
+      } else if constexpr (kN % 4 == 0) {
 #pragma unroll
-        for (int p = 0; p < kN / 2; ++p) tell(drops.bits(column0 + 16 * p), p);
+        for (int n = 0; n < kN; n += 4) tell.template operator()<4>(drops.bits(column0 + 8 * n), n, 0);
+      } else {
+        // Columns of a warp are 16, of which a call may have two.
+        static_assert(kN == 2);
+        const LaneBits<kTransposed> bits = drops.bits(column0);
+        if ((column0 & 16) == 0) {
+          tell.template operator()<2>(bits, 0, 0);
+        } else {
+          tell.template operator()<2>(bits, 0, 2);
+        }
       }
     }
   }

@@ -1,15 +1,15 @@
-// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 16 pairs, which two lanes hold
-// in two neighbouring 16x8 accumulator blocks.
+// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 64 pairs in 32 rows and 32
+// columns of scores. Of the 32, two lanes of a warp hold those in its 16 rows.
 //
 // Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of block n the
-// rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 and column0 are multiples of 16.
-//   rows are queries (s = q k^T):    QueryRowDrops drops(dropout, row0);  per pair of blocks  drops.bits(column0 + 16 p)
+// rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 is a multiple of 16, column0 of 32.
+//   rows are queries (s = q k^T):    QueryRowDrops drops(dropout, row0);  per four blocks  drops.bits(column0 + 32 p)
 //   rows are keys    (s^T = k q^T):  RowDrops<true> drops(dropout, row0); likewise
-// bits.dropped(w, h, e) answers for value 2 h + e of block 2 p + w. Kept pairs are multiplied by dropout.factor.
-// drops.two(column0 + 32 p) gives the bits of two pairs of blocks by one call and an exchange with lane ^ 4, by whole warps.
+// bits.dropped(n, h, e) answers for value 2 h + e of block 4 p + n. Kept pairs are multiplied by dropout.factor.
+// drops.two(column0 + 64 p) gives the bits of eight blocks by one call and an exchange with lane ^ 4, by whole warps.
 //
-// A call's first two rounds split into a part of the query and a part of the key (the upper half of the counter is 0):
-// loops over tiles keep the part of their own rows, three registers per 16 rows.
+// A call's first three rounds split into a part of the query and a part of the key (words 0 and 2 of the counter are 0):
+// loops over tiles keep the part of their own rows, three registers per 32 rows.
 #pragma once
 
 #include "base/types.cuh"
@@ -35,46 +35,57 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// What rounds 1 and 2 make of the counter (row group, column group, 0, 0).
-struct PhiloxRowPart {
-  uint32_t word0, word1, mask2;
-};
-struct PhiloxColumnPart {
-  uint32_t high, low;
+// What rounds 1 to 3 make of a query's or a key's side of the counter (0, row group, 0, column group): two of the words
+// behind them, and what the other side's upper word is combined with.
+struct PhiloxPart {
+  uint32_t upper, lower, crossed;
 };
 
-JATTN_HOST_DEVICE constexpr PhiloxRowPart philox_row_part(PhiloxKey key, uint32_t row_group) {
-  const uint64_t first = uint64_t(kPhiloxMultiplier0) * row_group;
-  const uint64_t second = uint64_t(kPhiloxMultiplier1) * (uint32_t(first >> 32) ^ key.high);
-  return {uint32_t(second >> 32) ^ (key.low + kPhiloxStep0), uint32_t(second),
-          uint32_t(first) ^ (key.high + kPhiloxStep1)};
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_part(uint32_t word, uint32_t multiplier, uint32_t next_multiplier,
+                                                   uint32_t next_key) {
+  const uint64_t first = uint64_t(multiplier) * word;
+  const uint64_t second = uint64_t(next_multiplier) * (uint32_t(first >> 32) ^ next_key);
+  return {uint32_t(second >> 32), uint32_t(second), uint32_t(first)};
+}
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_row_part(PhiloxKey key, uint32_t row_group) {
+  return philox_part(row_group ^ key.low, kPhiloxMultiplier0, kPhiloxMultiplier1, key.high + kPhiloxStep1);
+}
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_column_part(PhiloxKey key, uint32_t column_group) {
+  return philox_part(column_group ^ key.high, kPhiloxMultiplier1, kPhiloxMultiplier0, key.low + kPhiloxStep0);
 }
 
-JATTN_HOST_DEVICE constexpr PhiloxColumnPart philox_column_part(PhiloxKey key, uint32_t column_group) {
-  const uint64_t product = uint64_t(kPhiloxMultiplier0) * (column_group ^ key.low);
-  return {uint32_t(product >> 32), uint32_t(product)};
+JATTN_HOST_DEVICE constexpr PhiloxKey philox_key(PhiloxKey key, uint32_t round) {
+  return {key.low + round * kPhiloxStep0, key.high + round * kPhiloxStep1};
 }
 
-JATTN_HOST_DEVICE constexpr void philox_round(PhiloxWords& c, PhiloxKey key, uint32_t round) {
+// key: of the round.
+JATTN_HOST_DEVICE constexpr void philox_round(PhiloxWords& c, PhiloxKey key) {
   const uint64_t product0 = uint64_t(kPhiloxMultiplier0) * c.word[0];
   const uint64_t product1 = uint64_t(kPhiloxMultiplier1) * c.word[2];
-  c.word[0] = uint32_t(product1 >> 32) ^ c.word[1] ^ (key.low + round * kPhiloxStep0);
+  c.word[0] = uint32_t(product1 >> 32) ^ c.word[1] ^ key.low;
   c.word[1] = uint32_t(product1);
-  c.word[2] = uint32_t(product0 >> 32) ^ c.word[3] ^ (key.high + round * kPhiloxStep1);
+  c.word[2] = uint32_t(product0 >> 32) ^ c.word[3] ^ key.high;
   c.word[3] = uint32_t(product0);
 }
 
-// Rounds 3 to 10.
-JATTN_HOST_DEVICE constexpr PhiloxWords philox(PhiloxKey key, PhiloxRowPart row, PhiloxColumnPart column) {
-  PhiloxWords c{{row.word0, row.word1, column.high ^ row.mask2, column.low}};
+inline constexpr int kPhiloxRounds = 10, kPhiloxSplitRounds = 3;
+
+// What rounds 1 to 3 leave, from their parts.
+JATTN_HOST_DEVICE constexpr PhiloxWords philox_begin(PhiloxKey key, PhiloxPart row, PhiloxPart column) {
+  const PhiloxKey third = philox_key(key, 2);
+  return {{row.upper ^ column.crossed ^ third.low, row.lower, column.upper ^ row.crossed ^ third.high, column.lower}};
+}
+
+JATTN_HOST_DEVICE constexpr PhiloxWords philox(PhiloxKey key, PhiloxPart row, PhiloxPart column) {
+  PhiloxWords c = philox_begin(key, row, column);
 #pragma unroll
-  for (uint32_t round = 2; round < 10; ++round) philox_round(c, key, round);
+  for (uint32_t round = kPhiloxSplitRounds; round < kPhiloxRounds; ++round) philox_round(c, philox_key(key, round));
   return c;
 }
 
 // The group of a query or key: an index, or the bit pattern of a position of either sign.
 JATTN_HOST_DEVICE constexpr uint32_t dropout_group(int index) {
-  return (uint32_t(index) >> 4) * 4 + ((uint32_t(index) & 7) >> 1);
+  return (uint32_t(index) >> 5) * 4 + ((uint32_t(index) & 7) >> 1);
 }
 
 // The bytes of two words that a selector names: hexadecimal digit i gives byte i of the result, 0 to 3 from a, 4 to 7 from b.
@@ -89,22 +100,33 @@ JATTN_HOST_DEVICE inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t 
 #endif
 }
 
-// What decides about the eight pairs of a lane in two neighbouring blocks, as the definition has it: the queries lie h octets
-// from the first, the keys w. With queries as rows byte 2 h + e of word w is for key parity e, the parity of the lane's queries
-// being given; with keys as rows byte 2 h + r is for query parity r.
+// Of the bytes of a word that a selector names, of 8 more than the number of each: bit 7 in all bits.
+JATTN_HOST_DEVICE inline uint32_t repeat_signs(uint32_t word, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  uint32_t selected;  // __byte_perm() has no signs
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(selected) : "r"(word), "r"(selector));
+  return selected;
+#else
+  uint32_t selected = 0;
+  for (int i = 0; i < 4; ++i) selected |= (word >> 8 * (selector >> 4 * i & 3) & 128 ? 255u : 0u) << 8 * i;
+  return selected;
+#endif
+}
+
+// Products of each byte in GF(4), its halves being coordinates, by an element other than 0 and 1: (high, low) becomes
+// (high ^ low, high).
+JATTN_HOST_DEVICE constexpr uint32_t times_generator(uint32_t bytes) {
+  return (bytes >> 4 & 0x0f0f0f0fu) | ((bytes ^ bytes << 4) & 0xf0f0f0f0u);
+}
+
+JATTN_HOST_DEVICE inline uint32_t exchange_halves(uint32_t word) { return select_bytes(word, word, 0x1032u); }
+
+// The words of a call that decide about the pairs of a lane, x of the definition: word w is of the keys w octets from the first.
+// With queries as rows its byte 2 h + e is for the queries h octets from the first and key parity e, the parity of the lane's
+// queries being given; with keys as rows byte 2 h + r is for query parity r.
 struct PairWords {
   uint32_t word[2];
-
-  // Numbers of the pairs of both parities as 16-bit halves, the even one lower.
-  JATTN_HOST_DEVICE uint32_t numbers(int w, int h) const {
-    return select_bytes(word[w] & 0x7f7f7f7fu, word[0] ^ word[1], h == 0 ? 0x1706u : 0x3524u);
-  }
 };
-
-// A number is below the threshold exactly if, as the upper half of a word, it is below threshold << 16, whatever the lower half.
-JATTN_HOST_DEVICE constexpr bool half_below(uint32_t numbers, int parity, uint32_t threshold_high) {
-  return (parity == 0 ? numbers << 16 : numbers) < threshold_high;
-}
 
 JATTN_HOST_DEVICE inline PairWords words_of_query(const PhiloxWords& made, bool odd) {
   return {{odd ? made.word[2] : made.word[0], odd ? made.word[3] : made.word[1]}};
@@ -114,48 +136,99 @@ JATTN_HOST_DEVICE inline PairWords words_of_key(const PhiloxWords& made, bool od
   return {{select_bytes(made.word[0], made.word[2], selector), select_bytes(made.word[1], made.word[3], selector)}};
 }
 
+// What all pairs of PairWords share: S and M(S) of the definition in both halves, the lower bits in the upper half.
+struct SharedWords {
+  uint32_t sum, moved_sum, lower;
+
+  JATTN_HOST_DEVICE explicit SharedWords(const PairWords& pairs) {
+    const uint32_t both = pairs.word[0] ^ pairs.word[1], moved = times_generator(both);
+    sum = both ^ exchange_halves(both);
+    moved_sum = moved ^ exchange_halves(moved);
+    lower = pairs.word[1] ^ exchange_halves(pairs.word[1]) ^ moved;
+  }
+};
+
+// What the bytes of a call are compared with, of a threshold of 15 bits: 128 less its upper bits in every byte, and its lower 8
+// bits in both halves, which upper bits that equal the threshold's leave to the pairs' lower ones.
+struct DropLimits {
+  uint32_t upper, lower;
+};
+
+JATTN_HOST_DEVICE constexpr DropLimits drop_limits(uint32_t threshold) {
+  return {0x80808080u - (threshold >> 8) * 0x01010101u, 0x7fff7fffu + (threshold & 255) * 0x00010001u};
+}
+
+// drop_limits().upper, one less where lower bits are below the threshold's. A byte plus it has bit 7 if its pair is kept.
+JATTN_HOST_DEVICE inline uint32_t limits_of_bytes(const SharedWords& shared, const DropLimits& limits) {
+  const uint32_t apart = limits.lower - select_bytes(shared.lower, 0, 0x4342u);  // bit 15 of a half: below
+  return limits.upper - (repeat_signs(apart, 0xb9b9u) & 0x01010101u);
+}
+
+// Bit 7 of each byte: the pair is kept.
+JATTN_HOST_DEVICE constexpr uint32_t kept_bytes(uint32_t own, uint32_t limits) { return (own & 0x7f7f7f7fu) + limits; }
+
 // One pair by its own call: where rows of a fragment do not belong together (dropout_rows).
-JATTN_HOST_DEVICE inline bool pair_dropped(PhiloxKey key, PhiloxRowPart row, int query, int column,
-                                           uint32_t threshold_high) {
+JATTN_HOST_DEVICE inline bool pair_dropped(PhiloxKey key, PhiloxPart row, int query, int column, uint32_t threshold) {
   const PhiloxWords made = philox(key, row, philox_column_part(key, dropout_group(column)));
   const PairWords words = words_of_query(made, (query & 1) != 0);
-  const uint32_t of_even = words.numbers(0, 0), of_odd = words.numbers(1, 0);
-  const uint32_t far_even = words.numbers(0, 1), far_odd = words.numbers(1, 1);
-  const bool right = (column & 8) != 0, below = (query & 8) != 0;
-  const uint32_t numbers = below ? (right ? far_odd : far_even) : (right ? of_odd : of_even);
-  return half_below(numbers, column & 1, threshold_high);
+  const SharedWords shared(words);
+  uint32_t own = (column & 8) != 0 ? words.word[1] : words.word[0];
+  if ((column & 16) != 0) own ^= shared.sum;
+  if ((query & 16) != 0) own ^= shared.moved_sum;
+  const uint32_t kept = kept_bytes(own, limits_of_bytes(shared, drop_limits(threshold)));
+  return (kept >> (2 * (query & 8) + 8 * (column & 1)) & 0x80u) == 0;
 }
 
 // Dropout of one batch entry and head. The key is not read where Config::dropout_rows gives each row its own.
 struct Dropout {
   PhiloxKey key;
-  uint32_t threshold_high;  // threshold << 16
-  float factor;             // 1 / (1 - r)
+  uint32_t threshold;  // 15 bits
+  float factor;        // 1 / (1 - r)
 };
 
-// Eight pairs: of rows h octets from row0, columns w octets from column0.
+// Sixteen pairs: of rows h octets from row0, columns n octets from column0.
 template <bool kKeysAreRows>
 struct LaneBits {
-  PairWords words;
-  uint32_t threshold_high;
+  uint32_t kept[2][2];  // kept_bytes() of columns of the first and of the second 16; by w
 
-  // Of both columns e.
-  JATTN_HOST_DEVICE uint32_t numbers(int w, int h) const {
-    return kKeysAreRows ? words.numbers(h, w) : words.numbers(w, h);
+  // far_rows: row0 is the second 16 of its 32.
+  JATTN_HOST_DEVICE LaneBits(const PairWords& pairs, bool far_rows, const DropLimits& drop_limits) {
+    const SharedWords shared(pairs);
+    const uint32_t of_rows = far_rows ? (kKeysAreRows ? shared.sum : shared.moved_sum) : 0;
+    const uint32_t of_columns = kKeysAreRows ? shared.moved_sum : shared.sum;
+    const uint32_t limits = limits_of_bytes(shared, drop_limits);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int w = 0; w < 2; ++w) {
+      kept[0][w] = kept_bytes(pairs.word[w] ^ of_rows, limits);
+      kept[1][w] = kept_bytes(pairs.word[w] ^ of_rows ^ of_columns, limits);
+    }
   }
-  JATTN_HOST_DEVICE bool dropped(int w, int h, int e) const { return half_below(numbers(w, h), e, threshold_high); }
+
+  // Where the pair of value 2 h + e of block n has its bit: bit 7 of a byte.
+  JATTN_HOST_DEVICE uint32_t word(int n, int h) const { return kept[n / 2][kKeysAreRows ? h : n % 2]; }
+  JATTN_HOST_DEVICE static constexpr int byte(int n, int h, int e) { return 2 * (kKeysAreRows ? n % 2 : h) + e; }
+
+  JATTN_HOST_DEVICE bool dropped(int n, int h, int e) const { return (word(n, h) >> 8 * byte(n, h, e) & 0x80u) == 0; }
+
+  // All ones in the halves of the pairs, of both columns e, that are kept.
+  JATTN_HOST_DEVICE uint32_t kept_halves(int n, int h) const {
+    return repeat_signs(word(n, h), byte(n, h, 0) == 0 ? 0x9988u : 0xbbaau);
+  }
 };
 using QueryRowBits = LaneBits<false>;
 using KeyRowBits = LaneBits<true>;
 
-// The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 16). Lanes g and g ^ 1 share them.
+// The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 32). Lanes g and g ^ 1 share them.
 JATTN_HOST_DEVICE constexpr uint32_t lane_row_group(int lane, int row0) {
-  return uint32_t(row0) / 4 + uint32_t(lane >> 3);
+  return (uint32_t(row0) >> 5) * 4 + uint32_t(lane >> 3);
 }
 JATTN_HOST_DEVICE constexpr uint32_t lane_column_group(int lane, int column0) {
-  return uint32_t(column0) / 4 + uint32_t(lane & 3);
+  return (uint32_t(column0) >> 5) * 4 + uint32_t(lane & 3);
 }
 JATTN_HOST_DEVICE constexpr bool has_odd_rows(int lane) { return (lane & 4) != 0; }
+JATTN_HOST_DEVICE constexpr bool has_far_rows(int row0) { return (row0 & 16) != 0; }
 
 #ifdef __CUDACC__
 
@@ -183,7 +256,7 @@ __device__ __forceinline__ Dropout dropout_of(const ProblemParams& problem, int 
     // The same in the whole warp: said by a shuffle, so that the key schedule may use uniform registers.
     key = {__shfl_sync(0xffffffffu, __ldg(words), 0), __shfl_sync(0xffffffffu, __ldg(words + 1), 0)};
   }
-  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold) << 16, 0), kept_factor(threshold)};
+  return {key, __shfl_sync(0xffffffffu, uint32_t(threshold), 0), kept_factor(threshold)};
 }
 
 // Key of a row of the table of keys: Config::dropout_rows.
@@ -194,36 +267,25 @@ __device__ __forceinline__ PhiloxKey dropout_row_key(const ProblemParams& proble
   return {__ldg(words), __ldg(words + 1)};
 }
 
-template <bool kKeysAreRows>
-struct RowPartOf {
-  using Type = PhiloxRowPart;
-};
-template <>
-struct RowPartOf<true> {
-  using Type = PhiloxColumnPart;
-};
-
 // Sixteen rows of queries or keys.
 template <bool kKeysAreRows>
 struct RowDrops {
-  using Part = typename RowPartOf<kKeysAreRows>::Type;
   using Bits = LaneBits<kKeysAreRows>;
-  struct TwoBits {
-    Bits bits[2];
+  struct TwoWords {
+    PairWords words[2];
   };
 
   const Dropout& dropout;
-  Part part;  // of the rows
+  PhiloxPart part;  // of the rows
+  bool far_rows;
+  DropLimits limits;
 
   __device__ __forceinline__ static int lane() { return ptx::thread_index_anew() & 31; }
 
-  __device__ __forceinline__ RowDrops(const Dropout& dropout, int row0) : dropout(dropout) {
+  __device__ __forceinline__ RowDrops(const Dropout& dropout, int row0)
+      : dropout(dropout), far_rows(has_far_rows(row0)), limits(drop_limits(dropout.threshold)) {
     const uint32_t group = lane_row_group(lane(), row0);
-    if constexpr (kKeysAreRows) {
-      part = philox_column_part(dropout.key, group);
-    } else {
-      part = philox_row_part(dropout.key, group);
-    }
+    part = kKeysAreRows ? philox_column_part(dropout.key, group) : philox_row_part(dropout.key, group);
   }
 
   __device__ __forceinline__ PhiloxWords call(uint32_t column_group) const {
@@ -238,52 +300,31 @@ struct RowDrops {
     return kKeysAreRows ? words_of_key(made, odd) : words_of_query(made, odd);
   }
 
-  // Of columns [column0, column0 + 16).
-  __device__ __forceinline__ Bits bits(int column0) const {
-    const PhiloxWords made = call(lane_column_group(lane(), column0));
-    return {words_of_row(made, has_odd_rows(lane())), dropout.threshold_high};
-  }
+  __device__ __forceinline__ Bits bits_of(const PairWords& words) const { return Bits(words, far_rows, limits); }
 
-  // Of columns [column0, column0 + 32): each of two lanes makes the call of one half and hands over what belongs to the
+  // Of columns [column0, column0 + 32).
+  __device__ __forceinline__ PairWords words(int column0) const {
+    return words_of_row(call(lane_column_group(lane(), column0)), has_odd_rows(lane()));
+  }
+  __device__ __forceinline__ Bits bits(int column0) const { return bits_of(words(column0)); }
+
+  // Of columns [column0, column0 + 64): each of two lanes makes the call of one half and hands over what belongs to the
   // other's rows. Every lane of the warp takes part.
-  __device__ __forceinline__ TwoBits two(int column0) const {
+  __device__ __forceinline__ TwoWords two(int column0) const {
     const bool odd = has_odd_rows(lane());
     const PhiloxWords made = call(lane_column_group(lane(), column0) + (odd ? 4 : 0));
     const PairWords own = words_of_row(made, odd), sent = words_of_row(made, !odd);
-    TwoBits two{{{{}, dropout.threshold_high}, {{}, dropout.threshold_high}}};
+    TwoWords two;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t got = __shfl_xor_sync(0xffffffffu, sent.word[i], 4);
-      two.bits[0].words.word[i] = odd ? got : own.word[i];
-      two.bits[1].words.word[i] = odd ? own.word[i] : got;
+      two.words[0].word[i] = odd ? got : own.word[i];
+      two.words[1].word[i] = odd ? own.word[i] : got;
     }
     return two;
   }
 };
 using QueryRowDrops = RowDrops<false>;
-
-// Two numbers against the threshold at once, as bit patterns of bfloat16: those of positive ones order like integers, and what is
-// not a number, above kMostDropoutThreshold, is not below anything. Hopper and later.
-__device__ __forceinline__ uint32_t both_halves(uint32_t threshold_high) {
-  return threshold_high | threshold_high >> 16;
-}
-
-// All ones in the halves that are below.
-__device__ __forceinline__ uint32_t halves_below(uint32_t numbers, uint32_t thresholds) {
-  uint32_t mask;
-  asm("set.lt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(numbers), "r"(thresholds));
-  return mask;
-}
-
-// Makes `even` 0 if the lower number is below, `odd` if the upper one is.
-__device__ __forceinline__ void clear_if_below(float& even, float& odd, uint32_t numbers, uint32_t thresholds) {
-  asm("{\n.reg .pred lower, upper;\n"
-      "setp.lt.bf16x2 lower|upper, %2, %3;\n"
-      "selp.f32 %0, 0f00000000, %0, lower;\n"
-      "selp.f32 %1, 0f00000000, %1, upper;\n}"
-      : "+f"(even), "+f"(odd)
-      : "r"(numbers), "r"(thresholds));
-}
 
 #endif  // __CUDACC__
 

@@ -64,8 +64,8 @@ __device__ __forceinline__ void store_matrix_transposed(unsigned address, unsign
 // the tiles. bias_tile: address of the first slot.
 template <Config C, int kCount, int kBiasSlots>
 __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
-                                                         const Drops<C, kCount>& drops, FetchedBias<C, kCount>& fetched,
-                                                         const BackwardParams& params,
+                                                         const Drops<C, kCount, true>& drops,
+                                                         FetchedBias<C, kCount>& fetched, const BackwardParams& params,
                                                          BackwardControl<C, false>& control, int stage,
                                                          unsigned bias_tile, RingPosition<kBiasSlots>& bias_ring,
                                                          int row, int column) {

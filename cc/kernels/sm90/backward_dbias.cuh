@@ -197,7 +197,7 @@ struct DbiasConsumer {
 
   // Scores become probabilities; dropped pairs are marked by the sign.
   __device__ __forceinline__ void finish_scores(Scores& s, int place, const float (&lse_log2)[2],
-                                                const Drops<C, kCount>& drops) const {
+                                                const Drops<C, kCount, false>& drops) const {
     const ProblemParams& problem = dbias.backward.problem;
     const DbiasStep& step = control.steps[place];
     const int flags = step.flags;
@@ -285,11 +285,11 @@ struct DbiasConsumer {
         lse_log2[r] = __ldg(params.lse_log2 + row + 8 * r);
         delta[r] = __ldg(params.delta + row + 8 * r);
       }
-      Drops<C, kCount> drops;
+      Drops<C, kCount, false> drops;
       if constexpr (C.dropout) {
-        drops.template decide<false>(control.terms[place], origin_of(step), control.q_ids[C.segments ? place : 0],
-                                     control.q_positions[C.positions ? place : 0],
-                                     control.kv_positions[C.positions ? place : 0], params.problem);
+        drops.decide(control.terms[place], origin_of(step), control.q_ids[C.segments ? place : 0],
+                     control.q_positions[C.positions ? place : 0], control.kv_positions[C.positions ? place : 0],
+                     params.problem);
       }
       wait_products<1>();
       pin_registers(s);

@@ -100,16 +100,16 @@ struct KeyConsumer {
 
   // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited for
   // then, so that nothing else is done.
-  __device__ __forceinline__ void decide_drops(Drops<C, kScores>& drops, RingPosition<C.stages> step) const {
+  __device__ __forceinline__ void decide_drops(Drops<C, kScores, true>& drops, RingPosition<C.stages> step) const {
     if constexpr (C.dropout) {
       wait(&control.first_full[step.index], step.parity);
       const int row = first_row() + warp_row() + lane() / 4, column = lane() % 4 * 2;
       const FragmentOrigin origin{control.item.first + row, control.headers[step.index].first + column, row, column};
       if constexpr (C.dropout_rows) {
-        drops.template decide<true>(control.terms[step.index], origin, control.ids[step.index], control.own_positions,
-                                    control.positions[step.index], params.problem);
+        drops.decide(control.terms[step.index], origin, control.ids[step.index], control.own_positions,
+                     control.positions[step.index], params.problem);
       } else {
-        drops.template decide<true>(control.terms[step.index], origin, nullptr, nullptr, nullptr, params.problem);
+        drops.decide(control.terms[step.index], origin, nullptr, nullptr, nullptr, params.problem);
       }
     }
   }
@@ -122,7 +122,8 @@ struct KeyConsumer {
     return 1.0f;
   }
 
-  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags, const Drops<C, kScores>& drops,
+  __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags,
+                                                const Drops<C, kScores, true>& drops,
                                                 FetchedBias<C, kScores>& fetched) {
     finish_transposed_scores<C, kScores, kLayout.bias_slots>(s, p, flags, drops, fetched, params, control, ring.index,
                                                              tiles + kLayout.bias, bias_ring,
@@ -303,7 +304,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void visit(Dk& dk, Dv& dv) {
     Keys keys;
     load_keys(keys);
-    Drops<C, kScores> drops;
+    Drops<C, kScores, true> drops;
     decide_drops(drops, ring);
     Target late_target = kNoTarget;  // of the step before
     for (bool last = false; !last; ring.advance()) {

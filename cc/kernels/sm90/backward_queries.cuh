@@ -196,18 +196,18 @@ struct QueryConsumer {
     return {control.item.first + row, first_key + column, row, column};
   }
 
-  __device__ __forceinline__ void decide_drops(Drops<C, C.tile_kv / 2>& drops, int first_key) const {
+  __device__ __forceinline__ void decide_drops(Drops<C, C.tile_kv / 2, false>& drops, int first_key) const {
     if constexpr (C.dropout_rows) {
-      drops.template decide<false>(control.terms[0], origin(first_key), control.own_ids, control.own_positions,
-                                   control.positions[k_ring.index], params.problem);
+      drops.decide(control.terms[0], origin(first_key), control.own_ids, control.own_positions,
+                   control.positions[k_ring.index], params.problem);
     } else if constexpr (C.dropout) {
-      drops.template decide<false>(control.terms[0], origin(first_key), nullptr, nullptr, nullptr, params.problem);
+      drops.decide(control.terms[0], origin(first_key), nullptr, nullptr, nullptr, params.problem);
     }
   }
 
   // Scores become weights: probabilities times the slope of the score stage.
   __device__ __forceinline__ void finish_scores(Scores& s, const StepHeader& header,
-                                                const Drops<C, C.tile_kv / 2>& drops) {
+                                                const Drops<C, C.tile_kv / 2, false>& drops) {
     const int* own_positions = nullptr;
     const int* positions = nullptr;
     if constexpr (C.positions) {
@@ -261,7 +261,7 @@ struct QueryConsumer {
       wait(&control.second_full[v_ring.index], v_ring.parity);
       start_row_product<C.element, C.tile_q, C.tile_kv, C.head_dim_v>(
           dp, tiles + kLayout.dout + first_row() * kChunkRowBytes, tiles + kLayout.v + v_ring.index * kVBytes);
-      Drops<C, C.tile_kv / 2> drops;
+      Drops<C, C.tile_kv / 2, false> drops;
       decide_drops(drops, header.first);
       wait_products<1>();
       pin_registers(s);

@@ -206,7 +206,7 @@ __device__ __forceinline__ unsigned pack_kept(float low, float high) {
 // lse_address: that of this thread's first column.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned (&p)[kCount / 2], unsigned lse_address,
-                                                   const Drops<C, kCount>& drops, const ProblemParams& problem) {
+                                                   const Drops<C, kCount, true>& drops, const ProblemParams& problem) {
   using Stage = BackwardScoreStage<C>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned 
 template <Config C, int kCount>
 __device__ __forceinline__ void weights_of_exponents(float (&s)[kCount], unsigned (&p)[kCount / 2],
                                                      const KeptSlopes<C, kCount>& slopes,
-                                                     const Drops<C, kCount>& drops) {
+                                                     const Drops<C, kCount, true>& drops) {
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     float& low = s[2 * i];

@@ -64,15 +64,15 @@ struct SplitConsumer {
   }
 
   __device__ __forceinline__ void finish_scores(Scores& s, Fragments& p, int flags) {
-    Drops<C, C.tile_q / 2> drops;
+    Drops<C, C.tile_q / 2, true> drops;
     const int stage = ring.index, row = warp_row() + lane() / 4, column = lane() % 4 * 2;
     if constexpr (C.dropout) {
       const FragmentOrigin origin{control.item.first + row, control.headers[stage].first + column, row, column};
       if constexpr (C.dropout_rows) {
-        drops.template decide<true>(control.terms[stage], origin, control.ids[stage], control.own_positions,
-                                    control.positions[stage], params.problem);
+        drops.decide(control.terms[stage], origin, control.ids[stage], control.own_positions, control.positions[stage],
+                     params.problem);
       } else {
-        drops.template decide<true>(control.terms[stage], origin, nullptr, nullptr, nullptr, params.problem);
+        drops.decide(control.terms[stage], origin, nullptr, nullptr, nullptr, params.problem);
       }
     }
     FetchedBias<C, C.tile_q / 2> fetched;

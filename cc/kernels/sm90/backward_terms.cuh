@@ -241,12 +241,17 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
 }
 
 // Which pairs of a fragment dropout removes, one bit each.
-template <Config C, int kCount>
+template <Config C, int kCount, bool kTransposed>
 struct Drops {
+  using Bits = LaneBits<kTransposed>;
+
   unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
 
-  // Even columns have the lower bits of a word.
-  __device__ __forceinline__ static constexpr int bit_of(int index) { return index / 2 % 16 + index % 2 * 16; }
+  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words.
+  __device__ __forceinline__ static constexpr int bit_of(int index) {
+    const int n = index / 4 % 8, h = index / 2 % 2;
+    return 8 * Bits::byte(n, h, index % 2) + (kTransposed ? n / 2 * 2 + h : n);
+  }
 
   __device__ __forceinline__ bool operator[](int index) const {
     if constexpr (!C.dropout) return false;
@@ -254,14 +259,13 @@ struct Drops {
   }
 
   // origin: of this fragment. q_ids, positions: of the tiles; read only if rows have keys of their own. Whole warps.
-  template <bool kTransposed>
   __device__ __forceinline__ void decide(const StepTerms& terms, const FragmentOrigin& origin, const int* q_ids,
                                          const int* row_positions, const int* column_positions,
                                          const ProblemParams& problem) {
     if constexpr (C.dropout) {
 #pragma unroll
       for (unsigned& word : words) word = 0;
-      const unsigned threshold_high = __shfl_sync(~0u, terms.threshold_high, 0);
+      const unsigned threshold = __shfl_sync(~0u, terms.threshold, 0);
       if constexpr (C.dropout_rows) {
 #pragma unroll
         for (int w = 0; w < (kCount + 31) / 32; ++w) {
@@ -273,41 +277,40 @@ struct Drops {
             const int query = kTransposed ? column_positions[column] : row_positions[row];
             const int key = kTransposed ? row_positions[row] : column_positions[column];
             const PhiloxKey words_of_row = dropout_row_key(problem, q_ids[kTransposed ? column : row], terms.head);
-            const PhiloxRowPart part = philox_row_part(words_of_row, dropout_group(query));
-            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold_high)) << bit_of(bit);
+            const PhiloxPart part = philox_row_part(words_of_row, dropout_group(query));
+            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold)) << bit_of(bit);
           }
         }
       } else {
         const int lane = threadIdx.x % 32;
         const Dropout dropout{
-            {__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)}, threshold_high, 0.0f};
+            {__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)}, threshold, 0.0f};
         const int row0 = origin.row - lane / 4, column0 = origin.column - lane % 4 * 2;
         const RowDrops<kTransposed> drops(dropout, row0);
-        const unsigned thresholds = both_halves(threshold_high);
-        const auto set_bits = [&](const LaneBits<kTransposed>& bits, int word, int step) {
+        // Bits of the first or the second half of a word.
+        const auto bits_of_call = [&](const PairWords& pairs, int call) {
+          const Bits bits = drops.bits_of(pairs);
+          unsigned found = 0;
 #pragma unroll
-          for (int pair = 0; pair < 4; ++pair) {
-            const unsigned places = 0x10001u << (4 * step + pair);
-            words[word] |= halves_below(bits.numbers(pair / 2, pair % 2), thresholds) & places;
+          for (int word = 0; word < 4; ++word) {
+            const int bit = 4 * call + word;
+            found |= ~bits.kept[word / 2][word % 2] >> (7 - bit) & 0x01010101u << bit;
           }
+          return found;
         };
-        // Loops, one call at a time: more take registers that the running products do not leave, and straight code is put
-        // behind the wait for those products (finish_here), here with spills where it is not.
-        constexpr int kSteps = (kCount < 32 ? kCount : 32) / 8;
+        if constexpr (kCount == 16) {
+          words[0] = bits_of_call(drops.words(column0), 0);
+        } else {
+          // A loop, one word at a time: two at once take registers that the running products do not leave. Words move down as
+          // others come.
+          constexpr int kWords = sizeof(words) / sizeof(unsigned);
+          static_assert(kCount % 32 == 0);
+#pragma unroll 1
+          for (int made = 0; made < kWords; ++made) {
+            const auto two = drops.two(column0 + 64 * made);
 #pragma unroll
-        for (unsigned word = 0; word < sizeof(words) / sizeof(unsigned); ++word) {
-          if constexpr (kSteps % 2 == 0) {
-#pragma unroll 1
-            for (int step = 0; step < kSteps; step += 2) {
-              const auto two = drops.two(column0 + 64 * int(word) + 16 * step);
-              set_bits(two.bits[0], word, step);
-              set_bits(two.bits[1], word, step + 1);
-            }
-          } else {
-#pragma unroll 1
-            for (int step = 0; step < kSteps; ++step) {
-              set_bits(drops.bits(column0 + 64 * int(word) + 16 * step), word, step);
-            }
+            for (int w = 0; w + 1 < kWords; ++w) words[w] = words[w + 1];
+            words[kWords - 1] = bits_of_call(two.words[0], 0) | bits_of_call(two.words[1], 1);
           }
         }
       }

@@ -50,7 +50,7 @@ struct alignas(16) StepTerms {
   int head;       // query head
   float slope;    // of ALiBi: -log2(e) * slope
   PhiloxKey key;  // of dropout, as the two that follow
-  uint32_t threshold_high;
+  uint32_t threshold;
   float factor;
 };
 static_assert(sizeof(StepTerms) == kStepTermsBytes);
@@ -315,7 +315,7 @@ __device__ __forceinline__ StepTerms step_terms(const ProblemParams& problem, in
         -kLog2E * __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
   }
   if constexpr (C.dropout) {
-    terms.threshold_high = uint32_t(dropout_threshold(problem, batch)) << 16;
+    terms.threshold = uint32_t(dropout_threshold(problem, batch));
     terms.factor = kept_factor(problem, batch);
     if constexpr (!C.dropout_rows) {
       const PerHeadWords& keys = problem.dropout_keys;

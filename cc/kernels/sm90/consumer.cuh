@@ -138,8 +138,7 @@ struct Consumer {
   }
 
   // From raw products of a softcap's problem to probabilities by a series, if it holds for all scores of the warp; returns whether.
-  __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
-                                                   Softmax& softmax) const {
+  __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, Softmax& softmax) const {
     if ((header.flags & kMasks) || !softmax.settled()) return false;
     const bool small = __all_sync(~0u, squares_below(s, params.short_cap_series.limit));
     if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit))) return false;
@@ -149,17 +148,16 @@ struct Consumer {
     } else {
       softmax.update_capped(s, params.cap_series);
     }
-    if constexpr (C.dropout) drops.apply(s, context(header));
+    if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
     if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
     return true;
   }
 
   // From raw products to probabilities; frees the k tile on the way.
-  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, const TileDrops<C>& drops,
-                                                Softmax& softmax) const {
+  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
-      if (finish_by_series(s, header, drops, softmax)) return;
+      if (finish_by_series(s, header, softmax)) return;
     }
     ScoreStage<C>::apply(s, params, !(header.flags & kMasks));
     if constexpr (ScoreStage<C>::kAddsTerms) {
@@ -171,8 +169,13 @@ struct Consumer {
     if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
     // A float16 probability has no room for all that may follow a row's only key in the tile of its diagonal.
     softmax.update(s, C.element == Element::kBF16 || !(header.flags & kMasks));
-    if constexpr (C.dropout) drops.apply(s, context(header));
+    if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
     if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+  }
+
+  __device__ __forceinline__ void make_drops(TileDrops<C>& drops, const TileHeader& header) const {
+    if constexpr (C.drops_beside) wait(&control.words_full[ring.index], ring.parity);
+    drops.make(context(header));
   }
 
   __device__ __forceinline__ TileContext<C> context(const TileHeader& header) const {
@@ -189,11 +192,12 @@ struct Consumer {
       Scores s;
       start_first_scores(s, q);
       TileDrops<C> drops;
-      drops.make(context(header));
+      make_drops(drops, header);
       wait_products<0>();
       pin_registers(s);
-      finish_scores(s, header, drops, softmax);
+      finish_scores(s, header, softmax);
       pack_fragment<C.element>(p, s);
+      drops.apply(p, context(header));
       if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
     }
     while (!is_last(header)) {
@@ -203,10 +207,10 @@ struct Consumer {
       Scores s;
       start_both(s, q, out, p, before);
       TileDrops<C> drops;
-      drops.make(context(header));
+      make_drops(drops, header);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, header, drops, softmax);
+      finish_scores(s, header, softmax);
       if constexpr (kAwaitsVEarly) {
         pin_registers(s);
         wait(&control.v_full[ring.index], ring.parity);
@@ -215,6 +219,7 @@ struct Consumer {
       pin_registers(out);
       release(&control.v_empty[before.index]);
       pack_fragment<C.element>(p, s);
+      drops.apply(p, context(header));
       softmax.rescale_output(out);
     }
     leaves_tiles = leaves_tiles_behind(header);
@@ -246,14 +251,15 @@ struct Consumer {
       Scores s;
       start_scores_of_stage(s, q);
       TileDrops<C> drops;
-      drops.make(context(header));
+      make_drops(drops, header);
       wait_products<0>();
       pin_registers(s);
       if (kReleasesQAtLastTile && last) release_q();
-      finish_scores(s, header, drops, softmax);
+      finish_scores(s, header, softmax);
       softmax.rescale_output(out);
       Probabilities p;
       pack_fragment<C.element>(p, s);
+      drops.apply(p, context(header));
       wait(&control.v_full[ring.index], ring.parity);
       start_output<C>(out, p, v_address(ring.index));
       wait_products<0>();
@@ -287,6 +293,7 @@ struct Consumer {
     turns().begin();
     turns().end();
     wait(&control.v_full[ring.index], ring.parity);
+    if constexpr (C.drops_beside) wait(&control.words_full[ring.index], ring.parity);
     sync_warpgroup();  // every warp has read the header
     release(&control.k_empty[ring.index]);
     release(&control.v_empty[ring.index]);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm90/consumer.cuh"
+#include "sm90/drops.cuh"
 #include "sm90/producer.cuh"
 
 namespace jattn::sm90 {
@@ -23,6 +24,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(!C.bias_in_product ||
                 (C.row_bias && !C.softcap && !C.alibi && !C.scale_first && !C.partial_results && !C.documents));
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
+  static_assert(!C.drops_beside || (C.dropout && !C.dropout_rows));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
   static_assert(!C.take_turns || !C.in_series);
   static_assert(C.schedule == 2);
@@ -48,6 +50,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
       init_barrier(&control.v_full[stage], 1);
       init_barrier(&control.k_empty[stage], kReleases);
       init_barrier(&control.v_empty[stage], kReleases);
+      if constexpr (C.drops_beside) init_barrier(&control.words_full[stage], kDropWarps);
     }
     fence_barrier_init();
     prefetch_tensor_map(&params.q);
@@ -62,10 +65,13 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
     release_registers<producer_registers(C)>();
-    if (threadIdx.x < 32) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0) {
       Producer<C> producer{params, control, tiles};
       if constexpr (C.bias_in_product) producer.clear_bias_steps();
       producer.run();
+    } else if constexpr (C.drops_beside) {
+      DropWarp<C>{params, control, warp - 1}.run();
     }
   } else {
     acquire_registers<consumer_registers(C)>();

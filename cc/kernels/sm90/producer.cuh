@@ -390,6 +390,9 @@ struct Producer {
     wait_as_warp(&control.k_empty[k_ring.index], k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | last_of_warpgroups(record, kv_tile)};
+      if constexpr (C.drops_beside) {
+        control.drop_records[k_ring.index] = {kv_tile, record.q_begin, record.head, record.batch};
+      }
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        first_key(kv_tile, kv_begin), record.head / params.problem.group_size,
@@ -504,13 +507,25 @@ struct Producer {
       if constexpr (kLooksAhead) late = {tile, kv_begin, tile >= 0 && visit.has_padding(tile)};
       if (record.status == kItemsEnd) {
         list_repeats();
-        if (!repeats()) return;
+        if (!repeats()) {
+          if constexpr (C.drops_beside) end_drops();
+          return;
+        }
       } else if (repeats()) {
         if (leads()) --control.repeats;
         __syncwarp();
       } else {
         queue.advance();
       }
+    }
+  }
+
+  // A tile of k that only the drop warps look for.
+  __device__ __forceinline__ void end_drops() {
+    wait_as_warp(&control.k_empty[k_ring.index], k_ring.parity);
+    if (leads()) {
+      control.drop_records[k_ring.index].kv_tile = -1;
+      arrive(&control.k_full[k_ring.index]);
     }
   }
 

@@ -234,7 +234,7 @@ __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileC
 template <Config C>
 __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], const TileContext<C>& context) {
   static_assert(C.segments && C.positions);
-  const unsigned threshold = context.control.numbers[context.slot].dropout.threshold_high;
+  const unsigned threshold = context.control.numbers[context.slot].dropout.threshold;
   const int* kv_positions = context.control.kv_positions[context.stage] + context.place.column;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -242,7 +242,7 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
     const int position = context.control.q_positions[context.slot][row];
     const PhiloxKey key =
         dropout_row_key(context.params.problem, context.control.q_ids[context.slot][row], context.item.head);
-    const PhiloxRowPart row_part = philox_row_part(key, dropout_group(position));
+    const PhiloxPart row_part = philox_row_part(key, dropout_group(position));
     unsigned dropped = 0;  // bit 2 i + c
 #pragma unroll 1
     for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
@@ -256,26 +256,44 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
   }
 }
 
-// Which pairs of a tile dropout removes. Made before the scores are waited for, so that the integer work runs beside the
-// products; kept as the words that decide, because their comparisons cost no more than those of packed bits.
+// Which pairs of a tile dropout removes: the words of the calls of this lane. Made or, with Config::drops_beside, read before
+// the scores are waited for.
 template <Config C>
 struct TileDrops {
   static constexpr bool kAhead = C.dropout && !C.dropout_rows;
-  static constexpr int kBlocks = C.tile_kv / 16;
+  static constexpr int kCalls = C.tile_kv / 32;
 
-  unsigned words[kAhead ? 2 * kBlocks : 1];
+  unsigned words[kAhead ? 2 * kCalls : 1];
 
+  // Behind it this warp may free the k tile.
   __device__ __forceinline__ void make(const TileContext<C>& context) {
-    if constexpr (kAhead) {
-      static_assert(kBlocks % 2 == 0);
+    if constexpr (kAhead) static_assert(C.tile_kv % 32 == 0);
+    if constexpr (C.drops_beside) {
+      const int row = context.first_row - context.item.q_begin, lane = threadIdx.x % 32;
+      const uint32_t* of_lane = context.control.drop_words[context.stage][row / 32 * 4 + lane / 8];
+      of_lane += lane % 4 * 4 + (has_odd_rows(lane) ? 2 : 0);
+#pragma unroll
+      for (int call = 0; call < kCalls; ++call) {
+        const uint2 both = *reinterpret_cast<const uint2*>(of_lane + 16 * call);
+        words[2 * call] = both.x;
+        words[2 * call + 1] = both.y;
+      }
+      pin_registers(words);
+    } else if constexpr (kAhead) {
       Dropout dropout = context.control.numbers[context.slot].dropout;
       dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
       const QueryRowDrops drops(dropout, context.first_row);
+      const int column0 = context.header.kv_tile * C.tile_kv;
 #pragma unroll
-      for (int block = 0; block < kBlocks; block += 2) {
-        const auto two = drops.two(context.header.kv_tile * C.tile_kv + 16 * block);
+      for (int call = 0; call + 1 < kCalls; call += 2) {
+        const auto two = drops.two(column0 + 32 * call);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[2 * block + i] = two.bits[i / 2].words.word[i % 2];
+        for (int i = 0; i < 4; ++i) words[2 * call + i] = two.words[i / 2].word[i % 2];
+      }
+      if constexpr (kCalls % 2 == 1) {
+        const PairWords last = drops.words(column0 + 32 * (kCalls - 1));
+        words[2 * kCalls - 2] = last.word[0];
+        words[2 * kCalls - 1] = last.word[1];
       }
       finish_here(words);
     }
@@ -283,19 +301,15 @@ struct TileDrops {
 
   // Probabilities of dropped pairs become 0. Their row sum is known before; the factor of the kept ones comes at the end
   // of the row.
-  __device__ __forceinline__ void apply(float (&p)[C.tile_kv / 2], const TileContext<C>& context) const {
-    if constexpr (C.dropout_rows) {
-      drop_pairs_by_rows<C>(p, context);
-    } else if constexpr (C.dropout) {
-      const unsigned thresholds =
-          both_halves(__shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold_high, 0));
+  __device__ __forceinline__ void apply(unsigned (&p)[C.tile_kv / 4], const TileContext<C>& context) const {
+    if constexpr (kAhead) {
+      const unsigned threshold = __shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold, 0);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const PairWords pairs{{words[2 * block], words[2 * block + 1]}};
+      for (int call = 0; call < kCalls; ++call) {
+        const QueryRowBits bits({{words[2 * call], words[2 * call + 1]}}, has_far_rows(context.first_row),
+                                drop_limits(threshold));
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          clear_if_below(p[8 * block + i], p[8 * block + i + 1], pairs.numbers(i / 4, i / 2 % 2), thresholds);
-        }
+        for (int i = 0; i < 8; ++i) p[8 * call + i] &= bits.kept_halves(i / 2, i % 2);
       }
     }
   }

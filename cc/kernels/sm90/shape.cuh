@@ -26,19 +26,31 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
+// The warps beside the producer that call Philox (Config::drops_beside, drops.cuh).
+inline constexpr int kDropWarps = 3;
+// Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither what stores
+// nor what loads meets in a bank.
+JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
+  const int words = config.tile_kv / 8 * 4;
+  return words % 32 == 16 ? words : words + 16;
+}
+JATTN_HOST_DEVICE constexpr int drop_rows(const Config& config) { return config.tile_q / 8; }
+
 // Whether the producer looks up segments, or splits a bias or fetches numbers of a head beside more: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
   const bool splits_beside = config.bias_in_product && (config.positions || config.dropout);
   const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
-  return num_consumers(config) == 2 && (config.segments || splits_beside || fetches_numbers);
+  return num_consumers(config) == 2 && (config.segments || splits_beside || fetches_numbers || config.drops_beside);
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
 JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) {
-  return num_consumers(config) == 3 ? 32 : has_busy_producer(config) ? 40 : 24;
+  if (num_consumers(config) == 2) return has_busy_producer(config) ? 40 : 24;
+  return config.drops_beside && config.head_dim_v <= 96 ? 56 : 32;
 }
 JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
-  return num_consumers(config) == 3 ? 160 : has_busy_producer(config) ? 232 : 240;
+  const int pool = num_consumers(config) == 2 ? 3 * 168 : 4 * 128;
+  return (pool - producer_registers(config)) / num_consumers(config);
 }
 
 // Records of items: one is written when q's place is free again, while the item before may still be in its last tile.
@@ -99,7 +111,9 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int numbers = has_head_numbers(config) ? 24 * kItemSlots : 0;
   const int parts = config.partial_results ? 4 * kItemSlots : 0;
   const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
-  return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders;
+  const int drops =
+      config.drops_beside ? config.stages * (8 + 16 + 4 * drop_rows(config) * drop_row_words(config)) + 16 : 0;
+  return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders + drops;
 }
 
 JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
@@ -160,8 +174,10 @@ JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
 }
 
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
-// all; where warps still read the stage, each must speak for itself.
-JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) { return reads_beside_k(config) ? 4 : 1; }
+// all; where warps read the stage themselves, each must speak for itself.
+JATTN_HOST_DEVICE constexpr int releases_per_warpgroup(const Config& config) {
+  return reads_beside_k(config) || config.drops_beside ? 4 : 1;
+}
 
 // forward_combine: one thread per eight columns of a row.
 inline constexpr int kCombineColumns = 8;

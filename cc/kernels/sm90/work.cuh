@@ -63,8 +63,26 @@ struct ControlExtras<C, true> {
   int parts[C.partial_results ? kItemSlots : 1];
 };
 
+// What the drop warps need of a tile of keys, beside k; kv_tile is negative when no tile follows.
+struct alignas(16) DropRecord {
+  int kv_tile;
+  int q_begin;
+  int head;
+  int batch;
+};
+
+// What passes between the producer, the drop warps and the consumers.
+template <Config C, bool kThere = C.drops_beside>
+struct DropControl {};
 template <Config C>
-struct ForwardControl : ControlExtras<C> {
+struct DropControl<C, true> {
+  DropRecord drop_records[C.stages];
+  alignas(16) uint32_t drop_words[C.stages][drop_rows(C)][drop_row_words(C)];  // of a call four, by its groups
+  Barrier words_full[C.stages];
+};
+
+template <Config C>
+struct ForwardControl : ControlExtras<C>, DropControl<C> {
   Barrier q_full, q_empty;
   Barrier v_landed;  // a v tile whose padding rows must be cleared before the consumers may see it
   Barrier k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];

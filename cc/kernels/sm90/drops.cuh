@@ -5,7 +5,7 @@
 // Protocol. Beside every tile of k travels what it needs (DropRecord), and its words belong to the stage of k like the tile: made
 // behind k_full, announced by words_full, read by every consumer warp before it arrives at k_empty. So the wait of the
 // producer for the stage covers the record and the words, and the drop warps wait for nothing but k_full. They see no
-// items: a record after the last tile ends their work.
+// items: a record after the last tile ends their work. tests/compile/test_drop_steps.py has a model of it.
 #pragma once
 
 #include "attn/dropout.cuh"

@@ -1,0 +1,323 @@
+"""The Hopper forward with drop warps: a model of who waits for whom, and of what a late warp reads.
+
+The model holds every wait, signal, read and write of the producer, of the drop warps and of each
+consumer warp that has to do with keys, values and the words of Philox
+(cc/kernels/sm90/{producer,drops,consumer}.cuh). The products of a warpgroup start when all its warps
+have come; one that has ended for a warp has ended for all. Signals are only counted up, so whether
+the kernel ends does not depend on the order of events: one order shows it. A warp that comes late is
+looked for at every wait and every read: it is held there while all others run on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+WARPS, DROP_WARPS = 4, 3
+CALLS = 8  # that a drop warp makes at a time, of a tile
+Place = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One action: "wait" until `number` signals of a barrier, "signal", "write", or "read" of the version `number`.
+
+    per_phase: signals that end a phase of the barrier that is waited for.
+    """
+
+    action: str
+    place: Place
+    number: int = 0
+    per_phase: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A number of key tiles, and for each warpgroup those that it skips first and those that it leaves at the end."""
+
+    tiles: int
+    skips: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Program:
+    """The steps of one warp of a block.
+
+    Attributes:
+      stages: of the ring.
+      warpgroups: of consumers.
+      in_series: a warpgroup has one product in flight, not two.
+      releases: of a stage by a warpgroup: 1, then one warp speaks for all, or 4.
+      without: a wait of this barrier is left out.
+      turns: the warpgroups take turns.
+    """
+
+    stages: int
+    warpgroups: int = 2
+    in_series: bool = False
+    releases: int = WARPS
+    without: str = ""
+    turns: bool = False
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def wait(self, barrier: str, tile: int, per_phase: int, *, round_before: bool = False) -> None:
+        phases = tile // self.stages + (not round_before)
+        if phases and barrier != self.without:
+            self.steps.append(
+                Step("wait", (barrier, tile % self.stages), phases * per_phase, per_phase)
+            )
+
+    def signal(self, barrier: str, tile: int) -> None:
+        self.steps.append(Step("signal", (barrier, tile % self.stages)))
+
+    def write(self, what: str, tile: int, *part: object) -> None:
+        self.steps.append(Step("write", (what, tile % self.stages, *part)))
+
+    def read(self, what: str, tile: int, *part: object) -> None:
+        self.steps.append(Step("read", (what, tile % self.stages, *part), tile // self.stages + 1))
+
+    def wait_q(self, number: int) -> None:
+        self.steps.append(Step("wait", ("q full",), number + 1))
+
+    def together(self, name: str, warps: int) -> None:
+        """Waits for the other warps of a warpgroup."""
+        self.counts[name] += 1
+        self.steps.append(Step("signal", (name,)))
+        self.steps.append(Step("wait", (name,), warps * self.counts[name], warps))
+
+    def produce(self, items: list[Item]) -> list[Step]:
+        def load(kind: str, tile: int) -> None:
+            self.wait(f"{kind} empty", tile, self.warpgroups * self.releases, round_before=True)
+            self.write(kind, tile)
+            if kind == "k":
+                self.write("record", tile)
+            self.signal(f"{kind} full", tile)
+
+        def load_q(number: int) -> None:
+            if number:
+                self.steps.append(
+                    Step("wait", ("q empty",), self.warpgroups * number, self.warpgroups)
+                )
+            self.steps.append(Step("signal", ("q full",)))
+
+        first = 0
+        for number, item in enumerate(items):
+            if item.tiles:
+                load("k", first)
+            load_q(number)
+            for tile in range(first, first + item.tiles):
+                if tile + 1 < first + item.tiles:
+                    load("k", tile + 1)
+                load("v", tile)
+            first += item.tiles
+        load_q(len(items))
+        load("k", first)  # the record that ends the drop warps
+        return self.steps
+
+    def decide(self, tiles: int, warp: int) -> list[Step]:
+        for tile in range(tiles + 1):
+            self.wait("k full", tile, 1)
+            self.read("record", tile)
+            if tile == tiles:
+                break
+            for call in range((warp - tile) % DROP_WARPS, CALLS, DROP_WARPS):
+                self.write("words", tile, call)
+            self.signal("words full", tile)
+        return self.steps
+
+    def release(self, kind: str, tile: int, warp: int) -> None:
+        if self.releases == WARPS or warp == 0:
+            self.signal(f"{kind} empty", tile)
+
+    def consume(self, items: list[Item], warpgroup: int, warp: int) -> list[Step]:
+        me = f"warpgroup {warpgroup}"
+
+        def product() -> None:
+            self.together(me, WARPS)
+
+        def turn() -> None:
+            if self.turns:
+                successor = (warpgroup + 1) % self.warpgroups
+                self.counts["turn"] += 1
+                taken = WARPS * self.counts["turn"]
+                self.steps.append(Step("wait", ("turn", warpgroup), taken, WARPS))
+                product()
+                self.steps.append(Step("signal", ("turn", successor)))
+
+        def pass_over(tiles: range) -> None:
+            for tile in tiles:
+                self.wait("k full", tile, 1)
+                self.read("k", tile)
+                turn()
+                self.wait("v full", tile, 1)
+                self.wait("words full", tile, DROP_WARPS)
+                product()  # the barrier of the warpgroup
+                self.release("k", tile, warp)
+                self.release("v", tile, warp)
+
+        def read_words(tile: int) -> None:
+            self.wait("words full", tile, DROP_WARPS)
+            for call in range(CALLS):
+                self.read("words", tile, call)
+            self.release("k", tile, warp)
+
+        def visit_in_series(tiles: range) -> None:
+            for tile in tiles:
+                self.wait("k full", tile, 1)
+                self.read("k", tile)
+                product()
+                read_words(tile)
+                self.wait("v full", tile, 1)
+                product()
+                self.read("v", tile)
+                self.release("v", tile, warp)
+
+        def visit(tiles: range) -> None:
+            for tile in tiles:
+                self.wait("k full", tile, 1)
+                self.read("k", tile)
+                if tile > tiles.start:
+                    self.wait("v full", tile - 1, 1)
+                turn()
+                product()
+                if tile > tiles.start:
+                    self.read("v", tile - 1)
+                read_words(tile)
+                if tile > tiles.start:
+                    self.release("v", tile - 1, warp)
+            self.wait("v full", tiles[-1], 1)
+            product()
+            self.read("v", tiles[-1])
+            self.release("v", tiles[-1], warp)
+
+        if self.turns and warpgroup == self.warpgroups - 1:
+            self.steps.append(Step("signal", ("turn", 0)))
+        end = 0
+        for number, item in enumerate(items):
+            first, end = end, end + item.tiles
+            own = range(first + item.skips[warpgroup], end - item.leaves[warpgroup])
+            self.wait_q(number)
+            pass_over(range(first, own.start))
+            if own:
+                (visit_in_series if self.in_series else visit)(own)
+            product()  # the barrier of the write
+            if warp == 0:
+                self.steps.append(Step("signal", ("q empty",)))
+            pass_over(range(own.stop, end))
+        self.wait_q(len(items))
+        return self.steps
+
+
+def all_programs(items: list[Item], stages: int, **choices: object) -> list[list[Step]]:
+    """The producer, the drop warps and the consumer warps of a block."""
+
+    def new() -> Program:
+        return Program(stages, **choices)  # type: ignore[arg-type]
+
+    tiles = sum(item.tiles for item in items)
+    programs = [new().produce(items)]
+    programs += [new().decide(tiles, warp) for warp in range(DROP_WARPS)]
+    for warpgroup in range(new().warpgroups):
+        programs += [new().consume(items, warpgroup, warp) for warp in range(WARPS)]
+    return programs
+
+
+def run(
+    programs: list[list[Step]], hold: tuple[int, int] | None = None
+) -> tuple[list[int], Counter[tuple[str, Place]]]:
+    """Runs all programs as far as they come; `hold`: this program stops before this step."""
+    at = [0] * len(programs)
+    counted: Counter[tuple[str, Place]] = Counter()
+    moved = True
+    while moved:
+        moved = False
+        for i, steps in enumerate(programs):
+            while at[i] < len(steps) and (i, at[i]) != hold:
+                step = steps[at[i]]
+                if step.action == "wait" and step.number > counted["signal", step.place]:
+                    break
+                counted[step.action, step.place] += step.action != "wait"
+                at[i] += 1
+                moved = True
+    return at, counted
+
+
+def faults(programs: list[list[Step]]) -> set[str]:
+    """What is wrong: a program that does not end, a barrier that runs ahead of who waits, a read of another version."""
+    at, _ = run(programs)
+    found = {
+        f"stops at {steps[at[i]].place}" for i, steps in enumerate(programs) if at[i] < len(steps)
+    }
+    for i, steps in enumerate(programs):
+        for j, step in enumerate(steps):
+            if step.action not in ("wait", "read"):
+                continue
+            counted = run(programs, (i, j))[1]
+            if step.action == "read" and counted["write", step.place] != step.number:
+                found.add(f"{step.place[0]} is read late")
+            ahead = counted["signal", step.place] - step.number
+            if step.action == "wait" and ahead >= step.per_phase:
+                found.add(f"{step.place} runs ahead")
+    return found
+
+
+def unwritten(programs: list[list[Step]]) -> set[str]:
+    """What is read before it is written when the one who writes is held at any of its waits."""
+    found = set()
+    for i, steps in enumerate(programs):
+        for j, step in enumerate(steps):
+            if step.action != "write":
+                continue
+            at, counted = run(programs, (i, j))
+            for other, program in enumerate(programs):
+                reads = [s for s in program[: at[other]] if s.action == "read"]
+                if any(s.number > counted["write", s.place] for s in reads):
+                    found.add(f"{step.place[0]} is read before it is there")
+    return found
+
+
+def draw_items(draw: random.Random) -> list[Item]:
+    """Items of up to four tiles, some of them empty, with any tiles left out at both ends."""
+    items = []
+    for _ in range(draw.randint(1, 3)):
+        tiles = draw.randint(0, 4)
+        skips = tuple(draw.randint(0, tiles) for _ in range(3))
+        leaves = tuple(draw.randint(0, max(tiles - skip - 1, 0)) for skip in skips)
+        items.append(Item(tiles, skips, leaves))
+    return items
+
+
+NONE = (0, 0, 0)
+LONG = [Item(4, NONE, NONE), Item(0, NONE, NONE), Item(3, (1, 0, 2), (0, 1, 0))]
+FORMS: dict[str, dict[str, object]] = {
+    "two warpgroups": {},
+    "turns": {"turns": True},
+    "three in series": {"warpgroups": 3, "in_series": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_no_warp_hangs_or_reads_another_tile(form: str, stages: int) -> None:
+    draw = random.Random(stages)
+    for items in (LONG, [], *(draw_items(draw) for _ in range(2))):
+        programs = all_programs(items, stages, **FORMS[form])
+        assert faults(programs) == set(), items
+        assert unwritten(programs) == set(), items
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("barrier", ["k full", "k empty", "words full"])
+def test_a_wait_left_out_is_found(form: str, barrier: str) -> None:
+    programs = all_programs(LONG, 2, without=barrier, **FORMS[form])
+    assert faults(programs) | unwritten(programs)
+
+
+def test_one_warp_must_not_free_words_for_all() -> None:
+    """A warp that is late behind the start of the product may not have read its words when the product ends."""
+    assert "words is read late" in faults(all_programs(LONG, 2, releases=1))

@@ -33,6 +33,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
         cc/cpu/amx.cc
         PROPERTIES COMPILE_OPTIONS "${amx_flags}"
     )
+elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # As on x86-64. GCC would load all scalars of a step of a tile product before its multiply-adds, and keep up to three
+    # of the 24 sums of a block in memory.
+    list(APPEND cpu_flags -fno-schedule-insns)
 endif()
 
 add_library(jattn_cpu STATIC ${cpu_sources})

@@ -42,7 +42,7 @@ $(VENV)/.installed: $(NATIVE_SOURCES) | $(BIN)/python
 
 $(VENV)/.installed-kernels: $(VENV)/.installed
 	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --editable '.[compile]' || { \
-	  echo "make: NVRTC, cuobjdump and nvdisasm cannot be installed; tests that need them will skip" >&2; \
+	  echo "make: NVRTC, cuobjdump, nvdisasm and ziglang cannot be installed; tests that need them will skip" >&2; \
 	  JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --no-deps --editable .; }
 	@touch $@
 

@@ -1,10 +1,10 @@
 // The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
-// is compiled for (of the matrix unit: of its products), the tile products, the softmax of a tile, and the whole passes.
+// is compiled for (of the matrix unit and of AVX-512-BF16: of their products), the tile products, the softmax of a tile, and the whole passes.
 // benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right before the peak, many times, on
 // the thread's CPU clock; the least time counts, so that a busy machine disturbs it little.
 //
 // Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak in
-// FLOP/s (of the type), products of bfloat16 that make one of the type (0: vectors).
+// FLOP/s (of the type), products of bfloat16 that make one of the type (0: multiply-adds of the type itself).
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,10 +18,13 @@
 #include "cpu/backward.inl"
 #include "cpu/forward.inl"
 #if defined(__AMX_BF16__)
-#include "cpu/amx_backward_products.h"
 #include "cpu/amx_forward_products.h"
+#include "cpu/pair_backward_products.h"
 #include "cpu/planes_backward_products.h"
 #include "cpu/planes_forward_products.h"
+#elif defined(__AVX512BF16__)
+#include "cpu/pair_backward_products.h"
+#include "cpu/pair_forward_products.h"
 #endif
 
 namespace jattn::cpu {
@@ -68,7 +71,7 @@ double peak_gflops() {
 
 #if defined(__AMX_BF16__)
 // Independent products of the matrix unit, of numbers like those of the operands: with zeros its clock is a third higher.
-double amx_peak_gflops() {
+double product_peak_gflops() {
   constexpr int kSteps = 400;
   uint16_t numbers[2][kAmxRows * kAmxInner];
   uint32_t state = 1;
@@ -95,6 +98,26 @@ double amx_peak_gflops() {
     }
   });
   return 4.0 * kSteps * 2 * kAmxRows * kAmxRows * kAmxInner / seconds * 1e-9;
+}
+#elif defined(__AVX512BF16__)
+// As peak_gflops: independent products of pairs, all of the same numbers, which leaves the clock of this machine as it is.
+double product_peak_gflops() {
+  constexpr int kChains = 24, kSteps = 2000;
+  float total = 0;
+  const double seconds = least_seconds(20, 10, [&] {
+    Vec<float> sum[kChains];
+    for (int chain = 0; chain < kChains; ++chain) sum[chain] = broadcast(static_cast<float>(chain));
+    Vec<float> pairs = broadcast(0.7f);
+    for (int step = 0; step < kSteps; ++step) {
+      pairs = rounded(pairs);
+      const auto factors = reinterpret_cast<__m512bh>(pairs);
+#pragma GCC unroll 24
+      for (int chain = 0; chain < kChains; ++chain) sum[chain] = add_product(sum[chain], factors, factors);
+    }
+    for (const Vec<float>& chain : sum) total += chain[0];
+  });
+  if (total < 0) std::puts("never");
+  return 4.0 * kChains * kSteps * kWidth<float> / seconds * 1e-9;
 }
 #endif
 
@@ -131,10 +154,10 @@ struct Part {
   int64_t keys = kTile;
 };
 
-// `products` of bfloat16 make one of the type: 0 where vectors do it.
+// `products` of bfloat16 make one of the type: 0 where multiply-adds do it.
 void report(const Part& part, double flops, double seconds, int64_t products = 0) {
-#if defined(__AMX_BF16__)
-  const double peak = products > 0 ? amx_peak_gflops() / static_cast<double>(products) : peak_gflops();
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+  const double peak = products > 0 ? product_peak_gflops() / static_cast<double>(products) : peak_gflops();
 #else
   const double peak = peak_gflops();
 #endif
@@ -180,6 +203,24 @@ void measure_tiles(const char* type, int64_t head_dim) {
       multiply_planes<kPlanes, true>(head_dim, kTile, kTile, {rows, kTile}, {lanes, kTile}, {result, kTile});
     });
   }
+}
+#elif defined(__AVX512BF16__)
+void measure_tiles(int64_t head_dim) {
+  const double flops = 2.0 * kTile * kTile * static_cast<double>(head_dim);
+  const auto *a = random_floats<BFloat16>(kTile * head_dim), *b = random_floats<BFloat16>(kTile * head_dim);
+  float* c = memory<float>(kTile * max_of(head_dim, kTile));
+  const auto run = [&](const char* part, const auto& body) {
+    report({part, "bfloat16", head_dim}, flops, least_seconds(30, 50, body), 1);
+  };
+  const auto multiply_pairs = [&](auto accumulates, int64_t rows, int64_t columns, int64_t inner,
+                                  LeftTile<BFloat16> left) {
+    multiply<accumulates(), BFloat16>(rows, columns, inner, left, {b, 2 * columns}, {c, columns});
+  };
+  constexpr std::true_type kAdds;
+  run("scores", [&] { multiply_pairs(std::false_type(), kTile, kTile, head_dim, {a, head_dim, 2}); });
+  run("values", [&] { multiply_pairs(kAdds, head_dim, kTile, kTile, {a, 2, 2 * head_dim}); });
+  run("dk,dv", [&] { multiply_pairs(kAdds, head_dim, kTile, kTile, {a, kTile, 2}); });
+  run("dq", [&] { multiply_pairs(kAdds, kTile, head_dim, kTile, {a, kTile, 2}); });
 }
 #else
 void measure_tiles(int64_t head_dim) {
@@ -269,9 +310,13 @@ void measure() {
       using F16 = Float16;
       measure_passes<float, PlanesForwardProducts<float>, PlanesBackwardProducts<float>>("float32", kLength, head_dim,
                                                                                          is_causal, kOfF32);
-      measure_passes<BF16, AmxForwardProducts, AmxBackwardProducts>("bfloat16", kLength, head_dim, is_causal, 1);
+      measure_passes<BF16, AmxForwardProducts, PairBackwardProducts<AmxUnit>>("bfloat16", kLength, head_dim, is_causal,
+                                                                              1);
       measure_passes<F16, PlanesForwardProducts<F16>, PlanesBackwardProducts<F16>>("float16", kLength, head_dim,
                                                                                    is_causal, kOfF16);
+#elif defined(__AVX512BF16__)
+      measure_passes<BFloat16, PairForwardProducts, PairBackwardProducts<VectorUnit>>("bfloat16", kLength, head_dim,
+                                                                                      is_causal, 1);
 #else
       measure_passes<float, ForwardProducts<float>, BackwardProducts<float>>("float32", kLength, head_dim, is_causal);
 #endif

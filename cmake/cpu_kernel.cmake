@@ -19,8 +19,15 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
         -mavx512dq
         -mprefer-vector-width=512
     )
+    set(avx512_bf16_flags ${avx512_flags} -mavx512bf16)
     set(amx_flags ${avx512_flags} -mamx-tile -mamx-bf16)
-    list(APPEND cpu_sources cc/cpu/avx2.cc cc/cpu/avx512.cc cc/cpu/amx.cc)
+    list(
+        APPEND cpu_sources
+        cc/cpu/avx2.cc
+        cc/cpu/avx512.cc
+        cc/cpu/avx512_bf16.cc
+        cc/cpu/amx.cc
+    )
     set_source_files_properties(
         cc/cpu/avx2.cc
         PROPERTIES COMPILE_OPTIONS "${avx2_flags}"
@@ -28,6 +35,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
     set_source_files_properties(
         cc/cpu/avx512.cc
         PROPERTIES COMPILE_OPTIONS "${avx512_flags}"
+    )
+    set_source_files_properties(
+        cc/cpu/avx512_bf16.cc
+        PROPERTIES COMPILE_OPTIONS "${avx512_bf16_flags}"
     )
     set_source_files_properties(
         cc/cpu/amx.cc

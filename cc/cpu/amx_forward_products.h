@@ -16,7 +16,7 @@ class AmxForwardProducts {
   // Layout of packed tiles: keys as rows [kTile][row_len], values transposed [row_len_v][kTile].
   template <typename Row>
   static void pack_keys(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row, float* keys) {
-    copy_rows(count, row, problem.head_dim, reinterpret_cast<BFloat16*>(keys), plan.row_len);
+    copy_tile(count, row, problem.head_dim, reinterpret_cast<BFloat16*>(keys), plan.row_len);
   }
   // Returns a bit for each row that is not finite.
   template <typename Row>
@@ -24,7 +24,7 @@ class AmxForwardProducts {
                               float* values, Workspace workspace) {
     BFloat16* rows = workspace.take<BFloat16>(kTile * plan.row_len_v);
     BFloat16* pairs = workspace.take<BFloat16>(kTile * plan.row_len_v);
-    const uint64_t not_finite = copy_rows(count, row, problem.head_dim_v, rows, plan.row_len_v);
+    const uint64_t not_finite = copy_tile(count, row, problem.head_dim_v, rows, plan.row_len_v);
     transpose_rows(rows, plan.row_len_v, pairs, reinterpret_cast<BFloat16*>(values));
     return not_finite;
   }
@@ -48,7 +48,7 @@ class AmxForwardProducts {
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
   void set_queries(int64_t count, float sign, const Row& row) {
-    copy_rows(count, row, head_dim_, q_rows_, row_len_);
+    copy_tile(count, row, head_dim_, q_rows_, row_len_);
     if (sign < 0) {
       for (int64_t i = 0; i < kTile * row_len_; ++i) q_rows_[i].bits ^= 0x8000;
     }

@@ -4,9 +4,7 @@
 // (2i, n) and (2i + 1, n) lie side by side, so that 16 rows of 16 pairs make a tile. (Intel SDM volume 1, chapter 18.)
 #pragma once
 
-#include "cpu/convert.h"
-#include "cpu/plan.h"
-#include "cpu/touch.h"
+#include "cpu/pair_layouts.h"
 
 namespace jattn::cpu {
 namespace {
@@ -170,124 +168,17 @@ inline void amx_multiply(int64_t rows, int64_t columns, int64_t inner, AmxOperan
   amx_multiply<kAccumulate>(rows, columns, &term, 1, result);
 }
 
-inline Vec<uint32_t> as_words(Vec<float> floats) { return reinterpret_cast<Vec<uint32_t>>(floats); }
+// For PairBackwardProducts.
+struct AmxUnit {
+  using Session = AmxSession;
+  using Term = AmxTerm;
+  using Result = AmxResult;
 
-// Copies row(i) for i < count into a tile of kTile rows of `row_len` elements; everything else in it becomes 0. Returns a
-// bit for each row that is not finite.
-template <typename Row>
-inline uint64_t copy_rows(int64_t count, const Row& row, int64_t row_size, BFloat16* to, int64_t row_len) {
-  constexpr int64_t kStep = 32;
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  uint64_t not_finite = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    __mmask32 bad = 0;
-    for (int64_t d = 0; d < row_len; d += kStep) {
-      const int64_t rest = row_size - d;
-      const __mmask32 present = rest >= kStep ? ~__mmask32{0} : rest <= 0 ? 0 : (__mmask32{1} << rest) - 1;
-      const BFloat16* const from = row(i) + d;
-      touch(from, 2 * (rest < kStep ? rest : kStep));
-      const __m512i value = _mm512_maskz_loadu_epi16(present, from);
-      bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(value, exponent), exponent);
-      _mm512_storeu_si512(to + i * row_len + d, value);
-    }
-    not_finite |= static_cast<uint64_t>(bad != 0) << i;
+  template <bool kAccumulate>
+  static void multiply(int64_t rows, int64_t columns, const Term* terms, int64_t num_terms, Result result) {
+    amx_multiply<kAccumulate>(rows, columns, terms, num_terms, result);
   }
-  clear(to + count * row_len, (kTile - count) * row_len);
-  return not_finite;
-}
-
-// Moves 32-bit words; the bits are only carried, never interpreted.
-inline void transpose_words(const void* from, int64_t from_stride_bytes, int64_t rows, int64_t columns, void* to,
-                            int64_t to_stride_bytes) {
-  constexpr int64_t kWordBytes = 4;
-  transpose(static_cast<const float*>(from), from_stride_bytes / kWordBytes, rows, columns, static_cast<float*>(to),
-            to_stride_bytes / kWordBytes);
-}
-
-// The functions below work on tiles of kTile rows of `row_len`.
-
-// The transpose of the first `count` rows as pairs: to[d / 2][row][d % 2]. The right operand of a product over d.
-inline void transpose_to_pairs(const BFloat16* rows, int64_t count, int64_t row_len, BFloat16* to) {
-  transpose_words(rows, row_len * 2, count, row_len / 2, to, count * 4);
-}
-
-// Pairs of consecutive rows: to[row / 2][d][row % 2]. The right operand of a product over rows.
-inline void interleave_rows(const BFloat16* rows, int64_t row_len, BFloat16* to) {
-  for (int64_t row = 0; row < kTile; row += 2) {
-    for (int64_t d = 0; d < row_len; d += kWidth<float>) {
-      const Vec<uint32_t> even = load_16bit(rows + row * row_len + d);
-      const Vec<uint32_t> odd = load_16bit(rows + (row + 1) * row_len + d);
-      store(reinterpret_cast<uint32_t*>(to + row * row_len + 2 * d), even | odd << 16);
-    }
-  }
-}
-
-// to[d][row]. The left operand of a product over rows. `pairs` is room for as many elements as `rows`.
-inline void transpose_rows(const BFloat16* rows, int64_t row_len, BFloat16* pairs, BFloat16* to) {
-  interleave_rows(rows, row_len, pairs);
-  transpose_words(pairs, row_len * 4, kTile / 2, row_len, to, kTile * 2);
-}
-
-// Copies rows of kTile elements with the columns in `excluded` set to 0.
-inline void copy_without_columns(const BFloat16* from, int64_t rows, uint64_t excluded, BFloat16* to) {
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const int64_t at = row * kTile + half * 32;
-      const auto kept = static_cast<__mmask32>(~excluded >> (half * 32));
-      touch(from + at, kAmxRowBytes);
-      _mm512_storeu_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
-    }
-  }
-}
-
-// Two float vectors rounded (half up) to bfloat16, lane by lane side by side.
-inline Vec<uint32_t> round_to_pairs(Vec<float> even, Vec<float> odd) {
-  constexpr uint32_t kHalf = 0x8000;
-  return (as_words(even) + kHalf) >> 16 | ((as_words(odd) + kHalf) & 0xffff0000u);
-}
-
-// A float tile [kTile][kTile] as pairs of consecutive rows; rows from `rows` on become 0.
-inline void round_tile_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
-  for (int64_t row = 0; row < kTile; row += 2) {
-    for (int64_t column = 0; column < kTile; column += kWidth<float>) {
-      const Vec<float> even = row < rows ? load(tile + row * kTile + column) : Vec<float>{};
-      const Vec<float> odd = row + 1 < rows ? load(tile + (row + 1) * kTile + column) : Vec<float>{};
-      store(reinterpret_cast<uint32_t*>(to + row * kTile + 2 * column), round_to_pairs(even, odd));
-    }
-  }
-}
-
-// In the order of halves the columns (or rows) i and i + 16 of every 32 lie side by side: that is how two vectors of
-// floats, rounded, make one of 16-bit elements. A product over them takes any order that its two operands share.
-
-// A float tile [kTile][kTile] with columns in the order of halves; rows from `rows` and columns from `columns` on become
-// 0.
-inline void round_tile_to_halves(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
-  for (int64_t row = 0; row < kTile; ++row) {
-    for (int64_t column = 0; column < kTile; column += kAmxInner) {
-      const auto half = [&](int64_t first) {
-        const int64_t present = row < rows ? columns - first : 0;
-        const __mmask16 mask = present >= 16 ? 0xffff : present <= 0 ? 0 : (1 << present) - 1;
-        touch(tile + row * kTile + first, 4 * (present < 16 ? present : 16));
-        return reinterpret_cast<Vec<float>>(_mm512_maskz_loadu_ps(mask, tile + row * kTile + first));
-      };
-      store(reinterpret_cast<uint32_t*>(to + row * kTile + column), round_to_pairs(half(column), half(column + 16)));
-    }
-  }
-}
-
-// The right operand of a product over rows in the order of halves: to[row / 2][d][row % 2].
-inline void interleave_halves(const BFloat16* rows, int64_t row_len, BFloat16* to) {
-  for (int64_t first = 0; first < kTile; first += kAmxInner) {
-    for (int64_t i = 0; i < kAmxInner / 2; ++i) {
-      for (int64_t d = 0; d < row_len; d += kWidth<float>) {
-        const Vec<uint32_t> even = load_16bit(rows + (first + i) * row_len + d);
-        const Vec<uint32_t> odd = load_16bit(rows + (first + i + kAmxInner / 2) * row_len + d);
-        store(reinterpret_cast<uint32_t*>(to + (first + 2 * i) * row_len + 2 * d), even | odd << 16);
-      }
-    }
-  }
-}
+};
 
 }  // namespace
 }  // namespace jattn::cpu

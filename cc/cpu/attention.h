@@ -25,7 +25,7 @@ int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias);
 void forward(const Problem& problem, const ForwardResults& results, void* scratch, const Threads& threads);
 void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const Threads& threads);
 
-// Instruction sets compiled in that this machine can run, best first ("amx", "avx512", "avx2", "baseline", ...).
+// Instruction sets compiled in that this machine can run, best first ("amx", "avx512_bf16", "avx512", "avx2", "baseline", ...).
 std::vector<std::string> instruction_sets();
 
 // Forces one of instruction_sets() for the process (tests), or the best one for "". False if it cannot run here.

@@ -178,16 +178,19 @@ class ForwardPass {
   // ones then come from memory while these are multiplied.
   void multiply_keys(const Task& task, const Sequence& sequence, const Products& products, int64_t lanes,
                      const Workspace& workspace, Step& step, Acc* scores) const {
-    if (plan_.packs_first || !kPacksByParts) {
-      if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, lanes, scores);
-      return;
+    if constexpr (kPacksByParts) {
+      if (!plan_.packs_first) {
+        for (int64_t at = 0; at < step.keys.count; at += Products::kPackedTogether) {
+          const KeyRange keys{step.keys.first + at, min_of(Products::kPackedTogether, step.keys.count - at)};
+          const KvTile to{Products::packed_row(step.kv_tile.keys, at, plan_.row_len),
+                          Products::packed_row(step.kv_tile.values, at, plan_.row_len_v), 0};
+          step.kv_tile.not_finite |= pack_rows(sequence, task.kv_head, keys, to, workspace).not_finite << at;
+          products.multiply_keys(keys.count, to.keys, lanes, scores + at * kPanel);
+        }
+        return;
+      }
     }
-    for (int64_t at = 0; at < step.keys.count; at += Products::kPackedTogether) {
-      const KeyRange keys{step.keys.first + at, min_of(Products::kPackedTogether, step.keys.count - at)};
-      const KvTile to{step.kv_tile.keys + at * plan_.row_len, step.kv_tile.values + at * plan_.row_len_v, 0};
-      step.kv_tile.not_finite |= pack_rows(sequence, task.kv_head, keys, to, workspace).not_finite << at;
-      products.multiply_keys(keys.count, to.keys, lanes, scores + at * kPanel);
-    }
+    if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, lanes, scores);
   }
 
   // A row in the place of padding.

@@ -61,8 +61,9 @@ class ForwardProducts {
   static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
   static constexpr int64_t kMostRunTiles = 0;
-  static constexpr int64_t kPackedTogether =
-      2 * kBlockRows;  // rows that can be packed and multiplied before the next are
+  // Rows that can be packed and multiplied before the next are, and where row `row` begins.
+  static constexpr int64_t kPackedTogether = 2 * kBlockRows;
+  static Acc* packed_row(Acc* tile, int64_t row, int64_t row_len) { return tile + row * row_len; }
   void start_probabilities(int64_t) {}
   void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}
 

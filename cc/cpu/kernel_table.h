@@ -31,7 +31,8 @@ extern const KernelTable kBaselineKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
-extern const KernelTable kAmxKernels;  // of all but float64
+extern const KernelTable kAvx512Bf16Kernels;  // of bfloat16
+extern const KernelTable kAmxKernels;         // of all but float64
 #endif
 
 // 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.

@@ -1,20 +1,27 @@
 // The matrix product of small tiles that every product of the vector kernels goes through.
 #pragma once
 
-#include "cpu/vec.h"
+#include "cpu/convert.h"
 
 namespace jattn::cpu {
 namespace {
 
-// Element (row, inner) of the left operand is data[row * row_stride + inner * inner_stride]: a plain tile or, with the
-// strides exchanged, its transpose. It is read one scalar at a time, so the order costs nothing.
+// Elements of one operand that meet the other's in one step along the inner dimension. bfloat16 goes in pairs (vdpbf16ps):
+// two elements that follow each other along that dimension lie side by side, and an odd last one beside a zero.
+template <typename T>
+constexpr int64_t kElementsPerStep = 1;
+template <>
+constexpr int64_t kElementsPerStep<BFloat16> = 2;
+
+// Step i of row r of the left operand is at data[r * row_stride + i * inner_stride]: a plain tile or, with the strides
+// exchanged, its transpose. It is read one scalar, or pair, at a time, so the order costs nothing.
 template <typename T>
 struct LeftTile {
   const T* data;
   int64_t row_stride, inner_stride;
 };
 
-// Row-major; the columns of the right operand and of the result lie in the vector lanes.
+// Row-major, a row for each step; the columns of the right operand and of the result lie in the vector lanes.
 template <typename T>
 struct RightTile {
   const T* data;
@@ -35,36 +42,65 @@ constexpr int kBlockVectors = 4;
 constexpr int kBlockVectors = 2;
 #endif
 
+template <typename T>
+inline Vec<T> broadcast_step(const T* at) {
+  return broadcast<T>(*at);
+}
+template <typename T>
+inline Vec<T> load_step(const T* at) {
+  return load(at);
+}
+template <typename V>
+inline V add_product(V sum, V left, V right) {
+  return sum + left * right;
+}
+#if defined(__AVX512BF16__)
+inline __m512bh broadcast_step(const BFloat16* at) {
+  int32_t pair;
+  memcpy(&pair, at, sizeof(pair));
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+inline __m512bh load_step(const BFloat16* at) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(at)); }
+// Subnormal numbers count as 0, and sums are rounded to nearest, whatever the thread's mode.
+inline Vec<float> add_product(Vec<float> sum, __m512bh left, __m512bh right) {
+  return reinterpret_cast<Vec<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), left, right));
+}
+#endif
+
 // The product is summed up by itself before it is added: a chain through all tiles of a long row would lose more to rounding.
 template <bool kAccumulate, int kRows, int kVectors, typename T>
 inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTile<T> left, RightTile<T> right,
-                                                          ResultTile<T> result) {
-  Vec<T> sum[kRows][kVectors] = {};
+                                                          ResultTile<Accumulator<T>> result) {
+  using Acc = Accumulator<T>;
+  Vec<Acc> sum[kRows][kVectors] = {};
   const T* left_column = left.data;
   const T* right_row = right.data;
-  for (int64_t i = 0; i < inner; ++i, left_column += left.inner_stride, right_row += right.stride) {
-    Vec<T> vectors[kVectors];
+  for (int64_t i = 0; i < inner; i += kElementsPerStep<T>) {
+    decltype(load_step(right_row)) vectors[kVectors];
 #pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) vectors[c] = load(right_row + c * kWidth<T>);
+    for (int c = 0; c < kVectors; ++c) vectors[c] = load_step(right_row + c * kWidth<Acc> * kElementsPerStep<T>);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec<T> scalar = broadcast<T>(left_column[r * left.row_stride]);
+      const auto scalar = broadcast_step(left_column + r * left.row_stride);
 #pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) sum[r][c] += scalar * vectors[c];
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = add_product(sum[r][c], scalar, vectors[c]);
     }
+    left_column += left.inner_stride;
+    right_row += right.stride;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) {
-      T* const to = result.data + r * result.stride + c * kWidth<T>;
+      Acc* const to = result.data + r * result.stride + c * kWidth<Acc>;
       store(to, kAccumulate ? load(to) + sum[r][c] : sum[r][c]);
     }
   }
 }
 
 template <bool kAccumulate, int kVectors, typename T>
-inline void multiply_columns(int64_t rows, int64_t inner, LeftTile<T> left, RightTile<T> right, ResultTile<T> result) {
+inline void multiply_columns(int64_t rows, int64_t inner, LeftTile<T> left, RightTile<T> right,
+                             ResultTile<Accumulator<T>> result) {
   const auto advance = [&](int64_t done) {
     left.data += done * left.row_stride;
     result.data += done * result.stride;
@@ -85,20 +121,22 @@ inline void multiply_columns(int64_t rows, int64_t inner, LeftTile<T> left, Righ
   if (rows >= 1) multiply_block<kAccumulate, 1, kVectors>(inner, left, right, result);
 }
 
-// result = left * right, or result += left * right. `columns` is a multiple of kWidth.
+// result = left * right, or result += left * right. `columns` is a multiple of kWidth; `inner` counts elements.
 template <bool kAccumulate, typename T>
 inline void multiply(int64_t rows, int64_t columns, int64_t inner, LeftTile<T> left, RightTile<T> right,
-                     ResultTile<T> result) {
+                     ResultTile<Accumulator<T>> result) {
+  constexpr int64_t kLanes = kWidth<Accumulator<T>>;
   int64_t column = 0;
   const auto block = [&](auto vectors) {
-    multiply_columns<kAccumulate, vectors()>(rows, inner, left, {right.data + column, right.stride},
+    multiply_columns<kAccumulate, vectors()>(rows, inner, left,
+                                             {right.data + column * kElementsPerStep<T>, right.stride},
                                              {result.data + column, result.stride});
-    column += vectors() * kWidth<T>;
+    column += vectors() * kLanes;
   };
-  while (column + kBlockVectors * kWidth<T> <= columns) block(std::integral_constant<int, kBlockVectors>());
+  while (column + kBlockVectors * kLanes <= columns) block(std::integral_constant<int, kBlockVectors>());
   if constexpr (kBlockVectors == 4) {
-    if (column + 3 * kWidth<T> <= columns) block(std::integral_constant<int, 3>());
-    if (column + 2 * kWidth<T> <= columns) block(std::integral_constant<int, 2>());
+    if (column + 3 * kLanes <= columns) block(std::integral_constant<int, 3>());
+    if (column + 2 * kLanes <= columns) block(std::integral_constant<int, 2>());
   }
   if (column < columns) block(std::integral_constant<int, 1>());
 }

@@ -117,7 +117,13 @@ def test_a_call_that_fills_a_round_runs_once_a_round() -> None:
 def test_flags_of_a_set_are_those_of_the_build(name: str) -> None:
     flags = cpu_tiles.flags_of(name)
     assert not any("$" in flag for flag in flags)
-    needed = {"amx": "-mamx-bf16", "avx512": "-mavx512f", "avx2": "-mavx2", "baseline": ""}
+    needed = {
+        "amx": "-mamx-bf16",
+        "avx512_bf16": "-mavx512bf16",
+        "avx512": "-mavx512f",
+        "avx2": "-mavx2",
+        "baseline": "",
+    }
     assert needed[name] in [*flags, ""]
 
 

@@ -130,6 +130,58 @@ def test_tasks_of_several_key_tiles_agree_with_the_oracle(
     compare.assert_close(case, operands, results, solution=solution)
 
 
+# Products of bfloat16 take elements in pairs (AMX, AVX-512-BF16): odd head dims, odd numbers of keys and queries beside
+# memory that must not be read, and rows that tasks pack for themselves, twelve at a time.
+PAIR_CASES = (
+    Case("odd", q_len=71, kv_len=131, head_dim=33, head_dim_v=41, is_causal=True),
+    Case("odd-lengths", q_len=69, kv_len=133, q_lengths=(69, 5), kv_lengths=(77, 131)),
+    Case("packs-for-itself", batch=1, q_len=45, kv_len=1111, num_heads=2, window=(501, 7)),
+    Case("one-key", q_len=130, kv_len=1, head_dim=5, head_dim_v=3, softcap=9.0),
+    Case("few-heads", q_len=193, kv_len=67, head_dim=130, head_dim_v=64, mask_form="bnts"),
+)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("case", PAIR_CASES, ids=str)
+def test_pairs_of_bfloat16_agree_with_the_oracle(
+    case: Case, instruction_set: str, best_set_afterwards: None
+) -> None:
+    assert _core.cpu_force_instruction_set(instruction_set)
+    case = dataclasses.replace(case, dtype="bfloat16")
+    operands, solution = compare.solved(case)
+    results = run.run(case, inputs.poison(case, operands), "cpu").results
+    compare.assert_close(case, operands, results, solution=solution)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("special", [np.inf, np.nan])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_a_value_that_is_not_finite_reaches_its_readers_alone(
+    name: str, special: float, instruction_set: str, best_set_afterwards: None
+) -> None:
+    """Row 70 of 131, whose neighbour shares a pair with it. Causal: the first 70 rows do not see that key."""
+    assert _core.cpu_force_instruction_set(instruction_set)
+    case = Case("special", batch=1, q_len=131, kv_len=131, is_causal=True, dtype="bfloat16")
+    operands = inputs.make(case)
+    changed = getattr(operands, name).copy()
+    changed[:, 70, :, 3] = special
+    results = run.run(case, dataclasses.replace(operands, **{name: changed}), "cpu").results
+    is_finite = {
+        key: np.isfinite(results[key].astype(np.float32)).all(axis=(0, 2, 3))
+        for key in ("out", "dq", "dk", "dv")
+    }
+    before, after = slice(70), slice(71, None)
+    assert is_finite["out"][before].all()
+    assert is_finite["dq"][before].all()
+    if name in ("q", "dout"):
+        assert is_finite["out"][after].all()
+        assert is_finite["dq"][after].all()
+        assert is_finite["dk"][after].all()
+        assert is_finite["dv"][after].all()
+    read_by = {"q": "out", "k": "out", "v": "out", "dout": "dv"}[name]
+    assert not is_finite[read_by].all()
+
+
 def long_row_results(random: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """out, dq, dk, dv of one head with 4096 keys, by the kernel in float32 and by the definition in float64."""
     length, head_dim = 4096, 64

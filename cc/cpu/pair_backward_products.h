@@ -1,10 +1,11 @@
-// The five products of the backward pass on the matrix unit, for bfloat16. P and dS are rounded to 8 bits.
+// The five products of the backward pass on pairs of bfloat16, by the matrix unit or vdpbf16ps (`Unit`). P and dS are
+// rounded to 8 bits.
 //
 // dk and dv are summed transposed: their left operands, Q and dout transposed, are packed once for all tasks, and P and
 // dS need only be interleaved.
 #pragma once
 
-#include "cpu/amx_tiles.h"
+#include "cpu/pair_layouts.h"
 #include "cpu/scores.h"
 #include "cpu/table_exp2.h"
 #include "cpu/transposed_sum.h"
@@ -12,7 +13,8 @@
 namespace jattn::cpu {
 namespace {
 
-class AmxBackwardProducts {
+template <typename Unit>
+class PairBackwardProducts {
  public:
   // Layout of packed tiles: rows [kTile][row_len], then transposed [row_len][kTile]. Returns a bit for each row where
   // either is not finite.
@@ -23,7 +25,7 @@ class AmxBackwardProducts {
     BFloat16* pairs = workspace.take<BFloat16>(kTile * max_of(plan.row_len, plan.row_len_v));
     const auto pack = [&](const auto& row, int64_t row_size, int64_t row_len, float* to) {
       BFloat16* rows = reinterpret_cast<BFloat16*>(to);
-      const uint64_t not_finite = copy_rows(count, row, row_size, rows, row_len);
+      const uint64_t not_finite = copy_tile(count, row, row_size, rows, row_len);
       transpose_rows(rows, row_len, pairs, rows + kTile * row_len);
       return not_finite;
     };
@@ -41,7 +43,7 @@ class AmxBackwardProducts {
            (2 * kMostWaiting + 1) * Workspace::bytes<BFloat16>(kTile * kTile);
   }
 
-  AmxBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
+  PairBackwardProducts(const Problem& problem, const BackwardPlan& plan, Workspace& workspace)
       : head_dim_(problem.head_dim),
         head_dim_v_(problem.head_dim_v),
         row_len_(plan.row_len),
@@ -64,10 +66,10 @@ class AmxBackwardProducts {
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
-    const uint64_t not_finite = copy_rows(count, key_row, head_dim_, k_rows_, row_len_);
+    const uint64_t not_finite = copy_tile(count, key_row, head_dim_, k_rows_, row_len_);
     interleave_halves(k_rows_, row_len_, k_row_pairs_);
     transpose_to_pairs(k_rows_, kTile, row_len_, k_pairs_);
-    copy_rows(count, value_row, head_dim_v_, finite_, row_len_v_);
+    copy_tile(count, value_row, head_dim_v_, finite_, row_len_v_);
     transpose_to_pairs(finite_, kTile, row_len_v_, v_pairs_);
     dk_.reset();
     dv_.reset();
@@ -87,10 +89,10 @@ class AmxBackwardProducts {
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
   void multiply_queries(int64_t queries, int64_t keys, float* s) const {
-    amx_multiply<false>(queries, keys, row_len_, {q_rows_, row_len_}, {k_pairs_, 2 * kTile}, {s, kTile});
+    multiply<false>(queries, keys, {head_dim_, {q_rows_, row_len_}, {k_pairs_, 2 * kTile}}, {s, kTile});
   }
   void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
-    amx_multiply<false>(queries, keys, row_len_v_, {dout_rows_, row_len_v_}, {v_pairs_, 2 * kTile}, {dp, kTile});
+    multiply<false>(queries, keys, {head_dim_v_, {dout_rows_, row_len_v_}, {v_pairs_, 2 * kTile}}, {dp, kTile});
   }
 
   // The queries, or keys, in `excluded` are left out of the sum.
@@ -113,7 +115,8 @@ class AmxBackwardProducts {
       interleave_halves(finite_, row_len_, finite_pairs_);
       k_row_pairs = finite_pairs_;
     }
-    amx_multiply<true>(queries, row_len_, keys, {ds_rows_, kTile}, {k_row_pairs, 2 * row_len_}, {dq, row_len_});
+    multiply<true>(queries, head_dim_, {round_up(keys, kHalvesLen), {ds_rows_, kTile}, {k_row_pairs, 2 * row_len_}},
+                   {dq, row_len_});
   }
 
   // Whether find_p_and_ds and the two functions after it serve tiles of which only a band and lengths hide pairs.
@@ -140,15 +143,16 @@ class AmxBackwardProducts {
   }
   // For several tiles of keys at once, products[i] with keys[i] of them: dq is loaded and stored once.
   template <int64_t kMost>
-  static void add_dq(int64_t queries, const AmxBackwardProducts* const (&products)[kMost], const int64_t (&keys)[kMost],
-                     int64_t count, float* dq) {
-    AmxTerm terms[kMost];
+  static void add_dq(int64_t queries, const PairBackwardProducts* const (&products)[kMost],
+                     const int64_t (&keys)[kMost], int64_t count, float* dq) {
+    Term terms[kMost];
     for (int64_t i = 0; i < count; ++i) {
-      const AmxBackwardProducts& of_tile = *products[i];
-      terms[i] = {keys[i], {of_tile.ds_rows_, kTile}, {of_tile.k_row_pairs_, 2 * of_tile.row_len_}};
+      const PairBackwardProducts& of_tile = *products[i];
+      terms[i] = {
+          round_up(keys[i], kHalvesLen), {of_tile.ds_rows_, kTile}, {of_tile.k_row_pairs_, 2 * of_tile.row_len_}};
     }
-    const int64_t row_len = products[0]->row_len_;
-    amx_multiply<true>(queries, row_len, terms, count, {dq, row_len});
+    const PairBackwardProducts& first = *products[0];
+    Unit::template multiply<true>(queries, first.head_dim_, terms, count, {dq, first.row_len_});
   }
 
   // dk and dv are complete after this; 0 from key `keys` on.
@@ -163,6 +167,14 @@ class AmxBackwardProducts {
   float* dv() { return dv_.rows(); }
 
  private:
+  using Term = typename Unit::Term;
+
+  // result = left * right, or result += left * right.
+  template <bool kAccumulate>
+  static void multiply(int64_t rows, int64_t columns, const Term& term, typename Unit::Result result) {
+    Unit::template multiply<kAccumulate>(rows, columns, &term, 1, result);
+  }
+
   template <bool kMasked>
   void find_p_and_ds(int64_t queries, const float* s, const float* dp, const float* lse, const float* delta,
                      float scale, const uint64_t* visible) {
@@ -226,7 +238,7 @@ class AmxBackwardProducts {
 
   void add_waiting() {
     if (num_waiting_ == 0) return;
-    AmxTerm terms[kMostWaiting];
+    Term terms[kMostWaiting];
     if (waiting_[0].dout_columns != nullptr) {
       for (int64_t i = 0; i < num_waiting_; ++i) {
         terms[i] = {waiting_[i].queries, {waiting_[i].dout_columns, kTile}, {waiting_[i].pairs, 2 * kTile}};
@@ -242,9 +254,9 @@ class AmxBackwardProducts {
     num_waiting_ = 0;
   }
 
-  void add_terms(const AmxTerm* terms, int64_t keys, int64_t row_len, TransposedSum& sum) const {
+  void add_terms(const Term* terms, int64_t keys, int64_t row_len, TransposedSum& sum) const {
     sum.add_product([&](float* columns, auto accumulates) {
-      amx_multiply<accumulates()>(row_len, keys, terms, num_waiting_, {columns, kTile});
+      Unit::template multiply<accumulates()>(row_len, keys, terms, num_waiting_, {columns, kTile});
     });
   }
 
@@ -258,11 +270,11 @@ class AmxBackwardProducts {
       left = finite_;
     }
     sum.add_product([&](float* columns, auto accumulates) {
-      amx_multiply<accumulates()>(row_len, keys, queries, {left, kTile}, {pairs, 2 * kTile}, {columns, kTile});
+      multiply<accumulates()>(row_len, keys, {queries, {left, kTile}, {pairs, 2 * kTile}}, {columns, kTile});
     });
   }
 
-  AmxSession session_;
+  typename Unit::Session session_;
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *k_rows_, *k_row_pairs_, *k_pairs_, *v_pairs_;  // rows, halves of rows, and pairs of the transpose
   const BFloat16 *q_rows_ = nullptr, *dout_rows_ = nullptr;

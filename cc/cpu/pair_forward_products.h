@@ -1,0 +1,95 @@
+// The two products of the forward pass on pairs of bfloat16 in vectors (vdpbf16ps). P is rounded to 8 bits.
+//
+// As in ForwardProducts the queries are the columns of every result, so that the softmax is the same. The pairs of scores
+// follow each other along the elements of a row, so K is read as it lies; those of the values along the keys.
+#pragma once
+
+#include "cpu/pair_product.h"
+#include "cpu/tasks.h"
+
+namespace jattn::cpu {
+namespace {
+
+class PairForwardProducts {
+ public:
+  static constexpr int64_t kPanel = kPanelRows[static_cast<int>(kDType<BFloat16>)];
+
+  // Layout of packed tiles: keys as rows [kTile][row_len], values as pairs of rows [kTile / 2][row_len_v][2].
+  template <typename Row>
+  static void pack_keys(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row, float* keys) {
+    copy_rows(count, row, problem.head_dim, reinterpret_cast<BFloat16*>(keys), plan.row_len);
+  }
+  // Returns a bit for each row that is not finite.
+  template <typename Row>
+  static uint64_t pack_values(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row,
+                              float* values, Workspace) {
+    return copy_row_pairs(count, row, problem.head_dim_v, reinterpret_cast<BFloat16*>(values), plan.row_len_v);
+  }
+  static int64_t pack_bytes(const ForwardPlan&) { return 0; }
+
+  // Rows that can be packed and multiplied before the next are, and where row `row`, an even one, begins.
+  static constexpr int64_t kPackedTogether = 2 * kBlockRows;
+  static float* packed_row(float* tile, int64_t row, int64_t row_len) { return tile + row / 2 * row_len; }
+
+  static int64_t workspace_bytes(const ForwardPlan& plan) {
+    return 2 * Workspace::bytes<BFloat16>(kTile * plan.row_len) + Workspace::bytes<BFloat16>(kTile * plan.row_len_v) +
+           Workspace::bytes<BFloat16>(kTile * kPanel);
+  }
+
+  PairForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
+      : head_dim_(problem.head_dim),
+        head_dim_v_(problem.head_dim_v),
+        row_len_(plan.row_len),
+        row_len_v_(plan.row_len_v),
+        q_rows_(workspace.take<BFloat16>(kTile * plan.row_len)),
+        q_pairs_(workspace.take<BFloat16>(kTile * plan.row_len)),
+        finite_values_(workspace.take<BFloat16>(kTile * plan.row_len_v)),
+        p_pairs_(workspace.take<BFloat16>(kTile * kPanel)) {}
+
+  // Takes row(i) for i < count as the queries, times `sign`.
+  template <typename Row>
+  void set_queries(int64_t count, float sign, const Row& row) {
+    copy_tile(count, row, head_dim_, q_rows_, row_len_);
+    if (sign < 0) {
+      for (int64_t i = 0; i < kTile * row_len_; ++i) q_rows_[i].bits ^= 0x8000;
+    }
+    transpose_to_pairs(q_rows_, kPanel, row_len_, q_pairs_);
+  }
+
+  // scores[key * kPanel + lane] = k . q
+  void multiply_keys(int64_t count, const float* keys, int64_t lanes, float* scores) const {
+    multiply<false, BFloat16>(count, lanes, head_dim_, {reinterpret_cast<const BFloat16*>(keys), row_len_, 2},
+                              {q_pairs_, 2 * kPanel}, {scores, kPanel});
+  }
+
+  static constexpr bool kInterleaves = false;
+  static constexpr bool kFused = true;
+  static constexpr bool kShortExp2 = true;  // rounds probabilities to 16 bits
+  static constexpr bool kReadsScores = false;
+  static constexpr int64_t kMostRunTiles = 0;
+  void start_probabilities(int64_t) {}
+  void take_probabilities(int64_t key, int64_t lane, Vec<float> even, Vec<float> odd) {
+    store(reinterpret_cast<uint32_t*>(p_pairs_ + key * kPanel + 2 * lane), round_to_pairs(even, odd));
+  }
+
+  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
+  void add_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded,
+                  float* out) const {
+    const BFloat16* v_pairs = reinterpret_cast<const BFloat16*>(values);
+    if (excluded != 0) {
+      copy_pairs_without_rows(v_pairs, count, row_len_v_, excluded, finite_values_);
+      v_pairs = finite_values_;
+    }
+    multiply<true, BFloat16>(head_dim_v_, lanes, count, {v_pairs, 2, 2 * row_len_v_}, {p_pairs_, 2 * kPanel},
+                             {out, kPanel});
+  }
+
+ private:
+  int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
+  BFloat16 *q_rows_, *q_pairs_;  // [kTile][row_len], [row_len / 2][kPanel][2]
+  BFloat16* finite_values_;      // [kTile / 2][row_len_v][2]
+  BFloat16* p_pairs_;            // [kTile / 2][kPanel][2]
+};
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -122,7 +122,8 @@ def slice_result(case: Case, name: str, result: object, batch: int, kv_head: int
     array = jnp.asarray(result)
     if name == "dbias":
         shape = (1,) * (4 - array.ndim) + array.shape
-        return array.reshape(shape)[0, _heads(case, kv_head) if shape[1] > 1 else slice(None)]
+        heads = _heads(case, kv_head) if shape[1] > 1 else slice(None)
+        return array.reshape(shape)[batch if shape[0] > 1 else 0, heads]
     heads = _heads(case, kv_head) if name in ("out", "dq") else slice(kv_head, kv_head + 1)
     return array[batch, :, heads].swapaxes(0, 1)
 
@@ -130,18 +131,22 @@ def slice_result(case: Case, name: str, result: object, batch: int, kv_head: int
 def solve(
     case: Case, arrays: Arrays, batch: int, kv_head: int, wide: str, *, rounded: bool
 ) -> Tensors:
-    """Solves one key/value head of one batch entry; sums a bias gradient over the entries that share it."""
+    """Solves one key/value head of one batch entry; sums a bias gradient over the entries and queries that share it."""
     solution = _solve(case, arrays, batch, kv_head, wide, rounded)
     if case.bias_form is not None:
-        if case.bias_form.rjust(4, "1")[1:] != "nts" or case.num_heads != case.num_kv_heads:
+        form = case.bias_form.rjust(4, "1")
+        if form[1] != "n" or form[3] != "s" or case.num_heads != case.num_kv_heads:
             raise ValueError(
                 f"{case.name}: bias form {case.bias_form!r} is not one that the check can sum up"
             )
-        if case.bias_form.rjust(4, "1")[0] == "1":
-            for other in range(case.batch):
-                if other != batch:
-                    dbias = _solve(case, arrays, other, kv_head, wide, rounded)["dbias"]
-                    solution["dbias"] = solution["dbias"] + dbias
+        parts = []
+        entries = range(case.batch) if form[0] == "1" else [batch]
+        for entry in entries:
+            own = entry == batch
+            solved = solution if own else _solve(case, arrays, entry, kv_head, wide, rounded)
+            dbias = solved["dbias"]
+            parts.append(dbias.sum(axis=1, keepdims=True) if form[2] == "1" else dbias)
+        solution["dbias"] = sum(parts[1:], parts[0])
     return solution
 
 

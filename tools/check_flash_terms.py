@@ -341,36 +341,29 @@ _SQUARE: dict[str, dict[str, Any]] = {
 }
 _Q_IN_REGISTERS: dict[str, dict[str, Any]] = {"q in registers": {"q_in_registers": True}}
 _Q_SHARED: dict[str, dict[str, Any]] = {"q shared": {"q_in_registers": False}}
-_AS_FLOATS: dict[str, dict[str, Any]] = {"as floats": {"bias_in_product": False}}
-_ROWS = {
-    "bias (1,N,1,S)": _AS_FLOATS,
-    "bias (B,1,1,S)": _AS_FLOATS,
-    "bias (1,N,1,S) causal": _AS_FLOATS,
-}
 # Other tiles than the one that is picked, as changes of it.
 TILES: dict[int, dict[str, dict[str, dict[str, Any]]]] = {
-    128: _ROWS
-    | {
+    128: {
         "bias (1,N,T,S)": _TURNS,
         "mask (1,1,T,S) random": _Q_IN_REGISTERS | _TURNS,
         "mask (1,1,T,S) causal": _Q_IN_REGISTERS | _TURNS,
         "softcap": _TURNS | _Q_SHARED,
         "alibi": _NO_TURNS | _Q_SHARED,
         "alibi causal": _NO_TURNS | _Q_SHARED,
+        "bias (1,N,1,S)": _TURNS | _Q_SHARED | _WIDE_IN_SERIES,
+        "bias (1,N,1,S) causal": _TURNS | _WIDE_IN_SERIES,
         "dropout 0.1": _TURNS,
         "dropout 0.1 causal": _TURNS,
     },
-    64: _ROWS
-    | {
+    64: {
         "bias (1,N,T,S)": _NO_TURNS | _IN_SERIES,
         "mask (1,1,T,S) random": _NO_TURNS | _SQUARE,
         "softcap": _SQUARE,
         "alibi": _NO_TURNS | _SQUARE,
+        "bias (1,N,1,S)": _NO_TURNS,
+        "bias (1,N,1,S) causal": _NO_TURNS,
         "dropout 0.1": _TURNS | _WIDE_IN_SERIES,
     },
-    96: _ROWS,
-    192: _ROWS,
-    256: _ROWS,
 }
 
 

@@ -76,7 +76,6 @@ constexpr Member kMembers[] = {
     {"dq_order", &Config::dq_order, {0, 2, 1}},
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
-    {"bias_in_product", &Config::bias_in_product},
     {"drops_beside", &Config::drops_beside},
 };
 

@@ -210,12 +210,6 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   if (config.row_bias) {
     JATTN_REQUIRE(problem.bias.stride_query == 0, "kernel ", kernel.text, " needs a bias without a query axis");
   }
-  if (config.bias_in_product) {
-    JATTN_REQUIRE(problem.scale >= sm90::kLeastScale && problem.scale <= sm90::kLargestScale, "scale is ",
-                  problem.scale, ", but kernel ", kernel.text, " takes scales from ", sm90::kLeastScale, " to ",
-                  sm90::kLargestScale);
-    params.inverse_scale = static_cast<float>(1.0 / static_cast<double>(params.problem.scale));
-  }
   if (config.cap_series) {
     params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
     params.short_cap_series =

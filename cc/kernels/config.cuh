@@ -58,8 +58,6 @@ struct Config {
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =
       false;  // sm_90: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
-  bool bias_in_product =
-      false;                  // forward: the row of the bias is one more step of the first product (sm90/bias_step.cuh)
   bool drops_beside = false;  // forward: warps beside the producer call Philox for dropout (sm90/drops.cuh)
 };
 

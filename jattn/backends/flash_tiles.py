@@ -37,8 +37,6 @@ MAX_SHARED_BYTES = 227 * 1024
 
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
-# Scales of problems whose bias may be a step of the first product, as cc/kernels/sm90/forward_params.cuh says.
-LEAST_PRODUCT_SCALE, LARGEST_PRODUCT_SCALE = 2.0**-20, 2.0
 _DOCUMENT_TILE_BYTES = 32
 _MOST_DOCUMENT_TILES = 2  # for each tile of a grid, as cc/kernels/sm90/forward_params.cuh says
 
@@ -50,7 +48,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       in_series, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series, documents, bias_in_product, drops_beside: see ``Config``.
+        cap_series, documents, drops_beside: see ``Config``.
     """
 
     head_dim: int
@@ -66,7 +64,6 @@ class Tile:
     take_turns: bool = False
     cap_series: bool = False
     documents: bool = False
-    bias_in_product: bool = False
     drops_beside: bool = False
 
     @property
@@ -89,20 +86,17 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     stage = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
     if tile.staged_bias:
         stage += tile_bytes(tile.tile_q, tile.tile_kv)
-    if tile.bias_in_product:
-        stage += 2 * 16 * tile.tile_kv
-    row_of_floats = tile.row_bias and not tile.bias_in_product
     slots = 2
     columns = tile.stages * tile.tile_kv
     barriers = 8 * (3 + 4 * tile.stages)
     lost_items = 3 * 4 * (tile.tile_q // 64)
     control = barriers + 8 + 8 * tile.stages + slots * (32 + 4) + 8 + 4 * lost_items
     control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
-    control += 4 * columns if row_of_floats else 0
+    control += 2 * 4 * columns if tile.row_bias else 0
     control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
     head_numbers = _has_head_numbers(spec)
     control += 24 * slots if head_numbers else 0
-    if spec.mask is not None or row_of_floats or spec.positions or head_numbers:
+    if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
     if tile.drops_beside:
         row = -(-(tile.tile_kv * 2 - 64) // 128) * 128 + 64
@@ -146,18 +140,6 @@ def _caps_by_series(spec: Spec) -> bool:
     narrow = max(spec.head_dim, spec.head_dim_v) <= 128
     has_room = spec.dropout is None or (narrow and _count_terms(spec) == 2)
     return spec.softcap > 0 and spec.scale > 0 and not adds_terms and has_room
-
-
-def _has_bias_for_product(spec: Spec) -> bool:
-    """Whether the bias may be a step of the first product (``Config::bias_in_product``).
-
-    It is the same for all queries, comes before everything else that acts on scores, and divided by the scale it is a
-    float for all but the largest floats.
-    """
-    if spec.bias is None or spec.bias[2] != 1:
-        return False
-    alone = not spec.softcap > 0 and spec.alibi_slopes is None
-    return alone and LEAST_PRODUCT_SCALE <= spec.scale <= LARGEST_PRODUCT_SCALE
 
 
 def can_stage_bias(spec: Spec) -> bool:
@@ -259,6 +241,23 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     return found
 
 
+def _tile_with_row_bias(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
+    """Picks the tile of a problem with a bias that all queries share.
+
+    Beside a mask, or dropout, it is that which the problem has without the bias.
+    """
+    rest = dataclasses.replace(spec, bias=None, bias_dtype="")
+    dropout = rest.dropout is not None and not rest.dropout.rows
+    if _count_terms(rest) == 1 and (dropout or rest.mask is not None):
+        tile = dataclasses.replace(_tile_with_terms(rest, head_dim, head_dim_v), row_bias=True)
+        if tile.in_series and head_dim_v > 96:
+            # With three consumer warpgroups 8 bytes of registers spill.
+            tile = dataclasses.replace(tile, tile_q=128, in_series=False, take_turns=True)
+        if forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
+            return tile
+    return _tile_with_terms(spec, head_dim, head_dim_v)
+
+
 def _head_dim_tile(head_dim: int) -> int:
     return next(tile for tile in _HEAD_DIM_TILES if tile >= head_dim)
 
@@ -272,8 +271,7 @@ _CHANGES: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.Context
 def forward_tile_changes(**changes: Any) -> Iterator[None]:
     """Changes members of the tiles that are picked, for calls traced in the context by this thread.
 
-    For measurements of tiles that are not picked. Turns stay away from tiles in series, a bias in the product from
-    what it has no form for.
+    For measurements of tiles that are not picked. Turns stay away from tiles in series.
     """
     token = _CHANGES.set(changes)
     try:
@@ -293,12 +291,11 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     changes = _CHANGES.get() or {}
-    tile: Tile | None = None
-    if _has_bias_for_product(spec) and not partial and changes.get("bias_in_product", True):
-        tile = _tile_with_bias_in_product(spec, head_dim, head_dim_v)
-    if tile is None:
+    if spec.bias is not None and spec.bias[2] == 1:
+        pick = _tile_with_row_bias
+    else:
         pick = _plain_tile if _is_plain(spec) else _tile_with_terms
-        tile = pick(spec, head_dim, head_dim_v)
+    tile = pick(spec, head_dim, head_dim_v)
     tile = dataclasses.replace(
         tile,
         cap_series=tile.integer_max and _caps_by_series(spec),
@@ -307,28 +304,7 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     if not changes:
         return tile
     tile = dataclasses.replace(tile, **changes)
-    turns = tile.take_turns and not tile.in_series
-    in_product = tile.bias_in_product and not partial and _can_add_in_product(spec, tile)
-    return dataclasses.replace(tile, take_turns=turns, bias_in_product=in_product)
-
-
-def _can_add_in_product(spec: Spec, tile: Tile) -> bool:
-    """Whether a tile has room for the bias as a step of the first product."""
-    tile = dataclasses.replace(tile, bias_in_product=True)
-    fits = forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
-    return _has_bias_for_product(spec) and fits and tile.tile_kv % 32 == 0
-
-
-def _tile_with_bias_in_product(spec: Spec, head_dim: int, head_dim_v: int) -> Tile | None:
-    """Picks the tile that the problem has without the bias, if the bias finds a place beside it."""
-    rest = dataclasses.replace(spec, bias=None, bias_dtype="")
-    pick = _plain_tile if _is_plain(rest) else _tile_with_terms
-    tile = pick(rest, head_dim, head_dim_v)
-    tile = dataclasses.replace(tile, row_bias=True, bias_in_product=True)
-    if tile.drops_beside and tile.tile_q == 192 and head_dim_v > 96:
-        # With three consumer warpgroups 8 bytes of registers spill.
-        tile = dataclasses.replace(tile, tile_q=128, in_series=False, take_turns=True)
-    return tile if _can_add_in_product(spec, tile) else None
+    return dataclasses.replace(tile, take_turns=tile.take_turns and not tile.in_series)
 
 
 def check_head_dims(spec: Spec) -> None:
@@ -414,7 +390,6 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         take_turns=tile.take_turns,
         cap_series=tile.cap_series,
         documents=tile.documents,
-        bias_in_product=tile.bias_in_product,
         drops_beside=tile.drops_beside,
     )
 

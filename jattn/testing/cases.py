@@ -739,6 +739,7 @@ def _feature_benchmark_cases() -> list[Case]:
         "alibi": {"alibi_form": "n"},
         "mask": {"mask_form": "b1ts"},
         "bias": {"bias_form": "1nts"},
+        "bias of keys": {"bias_form": "1n1s"},
         "dropout": {"dropout_rate": 0.1},
     }
     wide = Case(

@@ -24,7 +24,7 @@ WINDOW = Band(left=100, right=0)
 LONG = {"q_len": 4096, "kv_len": 4096}
 DROPOUT = Dropout((2, 4))
 ROW = {"bias": (1, 4, 1, 1024), "bias_dtype": "float32"}
-FORMS = ("take_turns", "cap_series", "documents", "bias_in_product", "drops_beside")
+FORMS = ("take_turns", "cap_series", "documents", "row_bias", "drops_beside")
 # Head dims of q and v, problem, the forms that its kernel has.
 VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] = {
     "softcap": ((128, 128), CAP, ("cap_series",)),
@@ -62,56 +62,55 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "documents 256": ((256, 256), {"segments": True, "band": WINDOW}, ("documents",)),
     "documents softcap": ((128, 128), {"segments": True} | CAP, ("cap_series", "documents")),
     "documents softcap 64": ((64, 64), {"segments": True} | CAP, ("cap_series", "documents")),
-    "row of bias": ((128, 128), ROW, ("bias_in_product",)),
-    "row of bias causal": ((128, 128), ROW | {"band": CAUSAL}, ("bias_in_product",)),
+    "row of bias": ((128, 128), ROW, ("row_bias",)),
+    "row of bias causal": ((128, 128), ROW | {"band": CAUSAL}, ("row_bias",)),
     "row of bias lengths": (
         (128, 128),
         ROW | {"band": WINDOW, "q_lengths": True, "kv_lengths": True, "sinks": (1, 4)},
-        ("bias_in_product",),
+        ("row_bias",),
     ),
-    "row of bias mask": ((128, 128), ROW | {"mask": FULL}, ("bias_in_product",)),
+    "row of bias mask": ((128, 128), ROW | {"mask": FULL}, ("row_bias",)),
     "row of bias positions": (
         (128, 128),
         ROW | {"positions": True, "band": CAUSAL},
-        ("bias_in_product",),
+        ("row_bias",),
     ),
     "row of bias dropout": (
         (128, 128),
         ROW | {"dropout": DROPOUT},
-        ("take_turns", "bias_in_product", "drops_beside"),
+        ("take_turns", "row_bias", "drops_beside"),
     ),
     "row of bias grouped": (
         (128, 128),
         LONG | ROW | {"num_heads": 32, "num_kv_heads": 8, "bias": (2, 1, 1, 4096)},
-        ("bias_in_product",),
+        ("row_bias",),
     ),
-    "row of bias 64": ((64, 64), ROW, ("take_turns", "bias_in_product")),
-    "row of bias 64 segments": (
-        (64, 64),
-        ROW | {"segments": True},
-        ("take_turns", "bias_in_product"),
-    ),
-    "row of bias 64 mask": ((64, 64), ROW | {"mask": FULL}, ("take_turns", "bias_in_product")),
+    "row of bias 64": ((64, 64), ROW, ("take_turns", "row_bias")),
+    "row of bias 64 segments": ((64, 64), ROW | {"segments": True}, ("row_bias",)),
+    "row of bias 64 mask": ((64, 64), ROW | {"mask": FULL}, ("take_turns", "row_bias")),
     "row of bias 64 float16": (
         (64, 64),
         ROW | {"dtype": "float16", "bias_dtype": "float16"},
-        ("take_turns", "bias_in_product"),
+        ("take_turns", "row_bias"),
     ),
     "row of bias 64 causal": (
         (64, 64),
         ROW | {"band": CAUSAL},
-        ("take_turns", "bias_in_product"),
+        ("take_turns", "row_bias"),
     ),
-    "row of bias 96": ((96, 96), ROW | {"band": CAUSAL}, ("bias_in_product",)),
-    "row of bias 192-128": ((192, 128), ROW, ("bias_in_product",)),
-    "row of bias 192": ((192, 192), ROW | {"band": CAUSAL}, ("bias_in_product",)),
-    "row of bias 256": ((256, 256), ROW, ("bias_in_product",)),
+    "row of bias 96": ((96, 96), ROW | {"band": CAUSAL}, ("row_bias",)),
+    "row of bias 192-128": ((192, 128), ROW, ("row_bias",)),
+    "row of bias 192": ((192, 192), ROW | {"band": CAUSAL}, ("row_bias",)),
+    "row of bias 256": ((256, 256), ROW, ("row_bias",)),
     "row of bias 256 dropout mask": (
         (256, 256),
         ROW | {"dropout": DROPOUT, "mask": FULL},
-        ("bias_in_product",),
+        ("row_bias",),
     ),
-    "one number of bias": ((128, 128), ROW | {"bias": (2, 4, 1, 1)}, ("bias_in_product",)),
+    "row of bias, negative scale": ((128, 128), ROW | {"scale": -0.1}, ("row_bias",)),
+    "row of bias softcap": ((128, 128), ROW | CAP, ("row_bias",)),
+    "row of bias slopes 64": ((64, 64), ROW | SLOPES, ("row_bias",)),
+    "one number of bias": ((128, 128), ROW | {"bias": (2, 4, 1, 1)}, ("row_bias",)),
 }
 # Problems that look like those above and have none of these forms.
 WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
@@ -133,12 +132,6 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "segments, positions": (128, {"segments": True, "positions": True, "band": CAUSAL}),
     "segments, mask": (128, {"segments": True, "mask": FULL}),
     "segments, one tile": (128, {"segments": True, "q_len": 128}),
-    "row of bias, negative scale": (128, ROW | {"scale": -0.1}),
-    "row of bias, no scale": (128, ROW | {"scale": 0.0}),
-    "row of bias, tiny scale": (128, ROW | {"scale": 1e-7}),
-    "row of bias, large scale": (128, ROW | {"scale": 2.5}),
-    "row of bias, softcap": (128, ROW | CAP),
-    "row of bias, slopes": (64, ROW | SLOPES),
     "bias of queries": (128, ROW | {"bias": (1, 4, 1024, 1)}),
     "bias of pairs": (128, ROW | {"bias": FULL}),
 }
@@ -176,12 +169,10 @@ def test_picked_and_compiles_well(
 def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> None:
     problems = []
     for head_dims, terms, wanted in VARIANTS.values():
-        if "bias_in_product" in wanted:
+        if "row_bias" in wanted:
             biased = spec(*head_dims, **terms)
             tile = flash_tiles.forward_tile(biased)
-            problems += [
-                (biased, dataclasses.replace(tile, bias_in_product=x)) for x in (False, True)
-            ]
+            problems += [(biased, dataclasses.replace(tile, row_bias=x)) for x in (False, True)]
         if "drops_beside" in wanted:
             dropped = spec(*head_dims, **terms)
             tile = flash_tiles.forward_tile(dropped)
@@ -253,43 +244,7 @@ def test_parts_of_the_keys_add_a_row_of_floats() -> None:
     few = spec(128, q_len=256, kv_len=65536, bias=(1, 4, 1, 65536), bias_dtype="float32")
     plan = flash_tiles.plan_forward(few, heads=4)
     assert "partial_results=1" in plan.kernels
-    assert forms(plan) == ()
-    assert forms(flash_tiles.plan_forward(few)) == ("bias_in_product",)
-
-
-def test_a_bias_stays_out_of_products_that_cannot_have_it() -> None:
-    with flash_tiles.forward_tile_changes(bias_in_product=True):
-        for terms in (
-            {},
-            ROW | CAP,
-            ROW | {"scale": -0.1},
-            {"bias": FULL, "bias_dtype": "float32"},
-        ):
-            assert not flash_tiles.forward_tile(spec(128, **terms)).bias_in_product
-
-
-# Instructions of the loop that a row of floats takes beside a step of the product, at least: of 64 scores a thread the
-# multiply-adds, and their loads.
-FEWER_INSTRUCTIONS = {64: 60, 128: 70}
-
-
-@pytest.mark.parametrize("head_dim", FEWER_INSTRUCTIONS)
-def test_a_row_of_the_bias_is_one_product_more(
-    head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    toolchain.require_nvrtc()
-    toolchain.require_cuobjdump(monkeypatch)
-    loops = []
-    for in_product in (False, True):
-        with flash_tiles.forward_tile_changes(bias_in_product=in_product):
-            key = flash_tiles.plan_forward(spec(head_dim, **ROW)).kernels.split(";")[0]
-        cubin = tmp_path / f"{in_product}.cubin"
-        cubin.write_bytes(_core.compile_kernel(key)[0])
-        loops.append(sm90_listing.main_loop(sm90_listing.listing(cubin)))
-    of_floats, in_product = loops
-    steps = head_dim // 16 + 128 // 16
-    assert (of_floats.count("HGMMA"), in_product.count("HGMMA")) == (steps, steps + 1)
-    assert len(of_floats.body) - len(in_product.body) >= FEWER_INSTRUCTIONS[head_dim]
+    assert forms(plan) == ("row_bias",)
 
 
 def test_turns_stay_away_from_tiles_in_series() -> None:

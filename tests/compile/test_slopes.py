@@ -1,4 +1,4 @@
-"""The slopes of the Hopper forward kernel, run on the host: every score of a warp gets the term of its own distance.
+"""Slopes and row of the bias of the Hopper forward kernel, run on the host: every score of a warp gets its own term.
 
 The unit is compiled by the host compiler; its threads are one after the other.
 """
@@ -13,6 +13,7 @@ MORE_SHIM = """
 #include "attn/dropout.cuh"
 
 struct uint2 { unsigned x, y; };
+struct float4 { float x, y, z, w; };
 namespace jattn {
 struct QueryRowDrops {  // only device compilers are shown it
   struct TwoWords {
@@ -75,7 +76,41 @@ double error_of_warp(int q_begin, int warp_row, int kv_tile, bool lower_right, f
   return worst * 16777216.0;
 }
 
+// What the softmax makes of a score whose term is the addend of the exponent, but for the power.
+struct Exponents {
+  void add_merged(float& s, float term, int) const { s += term; }
+};
+
+// Whether every score of a warp gets the number of its column, merged or added.
+template <int kTileKv>
+bool columns_are_right() {
+  constexpr Config kConfig{.tile_q = 128, .tile_kv = kTileKv, .bias = true, .row_bias = true};
+  static sm90::ForwardParams params{};
+  static ForwardControl<kConfig> control{};
+  params.problem.scale = 1.0f;
+  for (int column = 0; column < kTileKv; ++column) {
+    control.row_bias[1][place_in_row(column)] = float(column);
+    control.row_bias[1][kTileKv + place_in_row(column)] = float(-column);
+  }
+  bool right = true;
+  for (int lane = 0; lane < 32; ++lane) {
+    const FragmentPlace place{lane / 4, lane % 4 * 2};
+    const TileContext<kConfig> context{params, control, ItemRecord{}, {0, 0}, 1, 0, place, 0};
+    float added[kTileKv / 2]{}, merged[kTileKv / 2]{};
+    Exponents exponents;
+    add_terms<kConfig>(added, context, [](int) { return 0u; });
+    merge_row_bias<kConfig>(merged, context, exponents);
+    for (int i = 0; i < kTileKv / 2; ++i) {
+      const float column = float(place.column + i / 4 * 8 + i % 2);
+      right = right && added[i] == column && merged[i] == -column;
+    }
+  }
+  return right;
+}
+
 int main() {
+  const bool wide = columns_are_right<128>() && columns_are_right<96>();
+  std::cout << (wide && columns_are_right<64>() && columns_are_right<32>()) << std::endl;
   for (int kv_tile = 0; kv_tile < 7; ++kv_tile) {
     for (int q_begin : {0, 128, 256, 384, 512}) {
       for (int warp_row = 0; warp_row < 128; warp_row += 16) {
@@ -92,9 +127,11 @@ int main() {
 """
 
 
-def test_every_score_has_its_distance(tmp_path: Path) -> None:
+def test_every_score_has_its_distance_and_its_column(tmp_path: Path) -> None:
     program = build_host_program(SHIM + MORE_SHIM + MAIN, tmp_path, "-w")
     done = subprocess.run([program], capture_output=True, text=True, check=True)
-    errors = [float(word) for word in done.stdout.split()]
+    columns, *errors = done.stdout.split()
+    assert columns == "1"
     assert len(errors) == 2 * 7 * 5 * 8 * 2 * 3
-    assert max(errors) < 2.0  # units of 2^-24: three roundings of half a unit and one of the sum
+    # Units of 2^-24: three roundings of half a unit and one of the sum.
+    assert max(map(float, errors)) < 2.0

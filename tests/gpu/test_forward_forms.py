@@ -171,7 +171,7 @@ FORMS = [
     *(("alibi", case) for case in ALIBI),
     *(("cap_series", case) for case in SERIES),
     *(("documents", case) for case in DOCUMENTS),
-    *(("bias_in_product", case) for case in ROWS),
+    *(("row_bias", case) for case in ROWS),
 ]
 
 
@@ -208,7 +208,7 @@ def test_numbers_that_hide_keys(base: Case, dtype: str, number: float) -> None:
     hidden = np.random.default_rng(0).random((case.batch, 1, 1, case.kv_len)) < 0.5
     hidden[..., 0] = False
     outcome = run(case, with_number(operands, hidden, number), "flash")
-    assert "bias_in_product=1" in outcome.lowered
+    assert "row_bias=1" in outcome.lowered
     truth = with_number(operands, hidden, -np.inf)
     solution = oracle.solve(case, truth)
     compare.assert_close(case, truth, outcome.results, solution=solution)
@@ -221,7 +221,7 @@ def test_rows_of_one_large_bias(base: Case, number: float) -> None:
     case = base.but("one-bias", bias_form="b11s", bias_dtype="float32")
     operands = with_number(inputs.make(case), 1, number)
     outcome = run(case, operands, "flash")
-    assert "bias_in_product=1" in outcome.lowered
+    assert "row_bias=1" in outcome.lowered
     results = {name: np.asarray(x, np.float32) for name, x in outcome.results.items()}
     v = np.repeat(np.asarray(operands.v[1], np.float64), case.group_size, axis=1)
     wanted = np.zeros(v.shape[1:]) if number == -np.inf else v.mean(axis=0)
@@ -238,7 +238,7 @@ def test_a_bias_that_is_no_number_is_seen_by_all_queries() -> None:
     case = BASE.but("nan-bias", bias_form="b11s", bias_dtype="float32")
     operands = with_number(inputs.make(case), (1, 0, 0, 300), np.nan)
     outcome = run(case, operands, "flash", backward=False)
-    assert "bias_in_product=1" in outcome.lowered
+    assert "row_bias=1" in outcome.lowered
     out = np.asarray(outcome.results["out"], np.float32)
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[0]).all()

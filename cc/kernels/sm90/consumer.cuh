@@ -18,7 +18,9 @@ namespace jattn::sm90 {
 template <Config C>
 struct Consumer {
   using S = Shape<C>;
-  using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max>;
+  // A float16 probability has less room: 2^8, as beside a maximum that follows.
+  static constexpr int kNearZeroLog2 = !ScoreStage<C>::kMergesRowBias ? 0 : C.element == Element::kBF16 ? 48 : 8;
+  using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max, kNearZeroLog2>;
   using Scores = float[C.tile_kv / 2];
   using Probabilities = unsigned[C.tile_kv / 4];
   using Output = float[C.head_dim_v / 2];
@@ -64,9 +66,6 @@ struct Consumer {
 
   __device__ __forceinline__ unsigned q_address() const { return tiles + first_row() * kChunkRowBytes; }
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
-  __device__ __forceinline__ unsigned bias_step_address(int stage) const {
-    return tiles + S::kBiasStepOffset + stage * S::kBiasStepBytes;
-  }
   __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
 
   // Of this warpgroup's rows of the tile.
@@ -79,10 +78,8 @@ struct Consumer {
     return control.headers[ring.index];
   }
 
-  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free. And sets what
-  // stands beside them.
+  // Reads the fragments of q, if the first product takes them from registers; shared memory is then free.
   __device__ __forceinline__ void load_queries(Queries& q) const {
-    if constexpr (C.bias_in_product) make_ones(q + QueryWords<C>::kOfQ);
     if constexpr (C.q_in_registers) {
 #pragma unroll
       for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
@@ -105,9 +102,9 @@ struct Consumer {
 
   __device__ __forceinline__ void start_scores_of_stage(Scores& s, Queries& q) const {
     if constexpr (C.q_in_registers) {
-      start_scores<C>(s, q, k_address(ring.index), bias_step_address(ring.index));
+      start_scores<C>(s, q, k_address(ring.index));
     } else {
-      start_scores<C>(s, q_address(), q, k_address(ring.index), bias_step_address(ring.index));
+      start_scores<C>(s, q_address(), k_address(ring.index));
     }
   }
 
@@ -153,11 +150,24 @@ struct Consumer {
     return true;
   }
 
+  // The same where the row of the bias can be the addend of the exponent.
+  __device__ __forceinline__ bool finish_by_merging(Scores& s, const TileHeader& header, Softmax& softmax) const {
+    if ((header.flags & kMasks) || !softmax.at_zero()) return false;
+    softmax.rescale = false;
+    merge_row_bias<C>(s, context(header), softmax);
+    if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
+    if constexpr (reads_beside_k(C)) release(&control.k_empty[ring.index]);
+    return true;
+  }
+
   // From raw products to probabilities; frees the k tile on the way.
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
     if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
       if (finish_by_series(s, header, softmax)) return;
+    }
+    if constexpr (ScoreStage<C>::kMergesRowBias) {
+      if (finish_by_merging(s, header, softmax)) return;
     }
     ScoreStage<C>::apply(s, params, !(header.flags & kMasks));
     if constexpr (ScoreStage<C>::kAddsTerms) {
@@ -577,7 +587,6 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     Softmax softmax;
     softmax.scale_log2 = params.problem.scale_log2;
-    softmax.scale = params.problem.scale;
     turns().start();
     for (bool more = true; more; ++items) {
       wait(&control.q_full, items % 2);

@@ -21,8 +21,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(!C.mask || C.tile_kv <= 128);                          // a word holds the bits of 32 pairs
   static_assert(C.tile_kv % 32 == 0 || !(C.positions || C.row_bias));  // lanes of the producer carry whole columns
   static_assert(!C.bias || !C.staged_bias || C.bias_element == C.element);
-  static_assert(!C.bias_in_product ||
-                (C.row_bias && !C.softcap && !C.alibi && !C.scale_first && !C.partial_results && !C.documents));
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
   static_assert(!C.drops_beside || (C.dropout && !C.dropout_rows));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
@@ -68,7 +66,6 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) {
       Producer<C> producer{params, control, tiles};
-      if constexpr (C.bias_in_product) producer.clear_bias_steps();
       producer.run();
     } else if constexpr (C.drops_beside) {
       DropWarp<C>{params, control, warp - 1}.run();

@@ -17,9 +17,6 @@ struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
 
-// The scales of problems with Config::bias_in_product, as jattn/backends/flash_tiles.py knows them.
-inline constexpr float kLeastScale = 0x1p-20f, kLargestScale = 2.0f;
-
 // A tile of one run of equal segment ids, and the run of the same id on the other axis, empty where there is none. The forward
 // kernel owns queries, the backward keys.
 struct alignas(32) DocumentTile {
@@ -74,7 +71,6 @@ struct ForwardParams {
   CapSeries<3> short_cap_series;
   const DocumentTile* documents;  // of this and the next: read if Config::documents
   void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
-  float inverse_scale;            // 1 / scale; read if Config::bias_in_product
 };
 
 // sm90/forward_combine.cuh

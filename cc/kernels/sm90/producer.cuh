@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attn/score.cuh"
-#include "sm90/bias_step.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/work.cuh"
 
@@ -303,34 +302,14 @@ struct Producer {
       for (int i = 0; i < Columns::kCount; ++i) {
         const int column = 32 * i + int(threadIdx.x % 32);
         if constexpr (C.positions) control.kv_positions[k_ring.index][column] = columns.positions[i];
-        if constexpr (has_row_of_floats(C)) control.row_bias[k_ring.index][column] = columns.bias[i];
-        if constexpr (C.bias_in_product) store_bias_parts(columns.bias[i], column);
+        if constexpr (C.row_bias) {
+          float* const place = &control.row_bias[k_ring.index][place_in_row(column)];
+          place[0] = columns.bias[i];
+          place[C.tile_kv] = columns.bias[i] * kLog2E;
+        }
       }
-      if constexpr (C.bias_in_product) fence_async_proxy();
       __syncwarp();
     }
-  }
-
-  __device__ __forceinline__ unsigned bias_step_tile(int stage) const {
-    return tiles + S::kBiasStepOffset + stage * S::kBiasStepBytes;
-  }
-
-  __device__ __forceinline__ void store_bias_parts(float bias, int column) const {
-    asm volatile("" : "+f"(bias));  // not before the store of the column before: that takes registers
-    const BiasParts parts = split_bias(bias, params.problem.scale, params.inverse_scale);
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(bias_step_tile(k_ring.index) + column * kBiasPartsBytes),
-                 "r"(parts.first), "r"(parts.second)
-                 : "memory");
-  }
-
-  // The tiles of the bias, whose columns without parts stay zero. Ordered before the products by the fences and arrivals
-  // that follow the parts of the first tiles.
-  __device__ __forceinline__ void clear_bias_steps() const {
-#pragma unroll 1
-    for (int byte = threadIdx.x % 32 * 16; byte < C.stages * S::kBiasStepBytes; byte += 32 * 16) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(bias_step_tile(0) + byte), "r"(0) : "memory");
-    }
-    __syncwarp();
   }
 
   // Copies what travels beside a tile of k and announces its bytes.

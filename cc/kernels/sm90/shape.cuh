@@ -36,11 +36,10 @@ JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
 }
 JATTN_HOST_DEVICE constexpr int drop_rows(const Config& config) { return config.tile_q / 8; }
 
-// Whether the producer looks up segments, or splits a bias or fetches numbers of a head beside more: 24 registers then spill.
+// Whether the producer looks up segments, or fetches numbers of a head beside more: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
-  const bool splits_beside = config.bias_in_product && (config.positions || config.dropout);
   const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
-  return num_consumers(config) == 2 && (config.segments || splits_beside || fetches_numbers || config.drops_beside);
+  return num_consumers(config) == 2 && (config.segments || fetches_numbers || config.drops_beside);
 }
 
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
@@ -82,20 +81,8 @@ JATTN_HOST_DEVICE constexpr bool has_head_numbers(const Config& config) {
   return config.alibi || config.sinks || config.dropout;
 }
 
-// Whether a row of the bias travels beside k as floats.
-JATTN_HOST_DEVICE constexpr bool has_row_of_floats(const Config& config) {
-  return config.row_bias && !config.bias_in_product;
-}
-
-// Bytes of the tile of bias_step.cuh: 16 columns of 16 bits beside each key.
-inline constexpr int kBiasStepColumns = 16;
-JATTN_HOST_DEVICE constexpr int bias_step_bytes(const Config& config) {
-  return config.bias_in_product ? 2 * kBiasStepColumns * config.tile_kv : 0;
-}
-
 JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
-  return config.mask || has_row_of_floats(config) || config.positions || config.partial_results ||
-         has_head_numbers(config);
+  return config.mask || config.row_bias || config.positions || config.partial_results || has_head_numbers(config);
 }
 
 // Barriers, tile headers, item records: everything but the tiles.
@@ -106,7 +93,7 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int records = kItemSlots * (32 + 4) + 8 + 4 * lost_items_room(config);
   const int ids = config.segments ? 4 * (rows + columns) : 0;
   const int positions = config.positions ? 4 * (rows + columns) : 0;
-  const int row_bias = has_row_of_floats(config) ? 4 * columns : 0;
+  const int row_bias = config.row_bias ? 2 * 4 * columns : 0;
   const int mask = config.mask ? 16 * config.stages * config.tile_q : 0;
   const int numbers = has_head_numbers(config) ? 24 * kItemSlots : 0;
   const int parts = config.partial_results ? 4 * kItemSlots : 0;
@@ -118,7 +105,7 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
 
 JATTN_HOST_DEVICE constexpr int stage_bytes(const Config& config) {
   return tile_bytes(config.tile_kv, config.head_dim) + tile_bytes(config.tile_kv, config.head_dim_v) +
-         staged_bias_bytes(config) + bias_step_bytes(config);
+         staged_bias_bytes(config);
 }
 
 JATTN_HOST_DEVICE constexpr int q_bytes(const Config& config) { return tile_bytes(config.tile_q, config.head_dim); }
@@ -156,10 +143,6 @@ JATTN_HOST_DEVICE constexpr int bias_offset(const Config& config) {
   return v_offset(config) + config.stages * tile_bytes(config.tile_kv, config.head_dim_v);
 }
 
-JATTN_HOST_DEVICE constexpr int bias_step_offset(const Config& config) {
-  return bias_offset(config) + config.stages * staged_bias_bytes(config);
-}
-
 JATTN_HOST_DEVICE constexpr int control_offset(const Config& config) {
   return k_offset(config) + config.stages * stage_bytes(config);
 }
@@ -170,7 +153,7 @@ JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
 
 // Warps read what travels beside k after the product with k.
 JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
-  return config.segments || config.positions || config.mask || has_row_of_floats(config) || config.staged_bias;
+  return config.segments || config.positions || config.mask || config.row_bias || config.staged_bias;
 }
 
 // Arrivals that free a buffer, per consumer warpgroup. After a product of the whole warpgroup one thread speaks for
@@ -206,8 +189,6 @@ struct Shape {
   static constexpr int kKOffset = k_offset(C);
   static constexpr int kVOffset = v_offset(C);
   static constexpr int kBiasOffset = bias_offset(C);
-  static constexpr int kBiasStepBytes = bias_step_bytes(C);
-  static constexpr int kBiasStepOffset = bias_step_offset(C);
 };
 
 }  // namespace jattn::sm90

@@ -90,16 +90,11 @@ __device__ __forceinline__ void greatest_bits(int (&most)[2], const float (&s)[k
   for (int r = 0; r < 2; ++r) most[r] = max(bits[r][0], bits[r][1]);
 }
 
-// Finite quotients bias / scale are held below it, so that times the scale, at most kLargestScale, they stay finite in every
-// base. The least floats, as biases that hide keys, stay least.
-inline constexpr float kLargestQuotient = 0x1p126f;
-
 // Units of the scores that the softmax is given, and by what the exponent multiplies them.
 enum class ScoreUnits {
-  kRaw,        // products: by a positive scale_log2
-  kRawBiased,  // the same, bias / scale added: a score may be as large as kLargestQuotient
-  kLog2,       // by nothing
-  kNatural,    // by log2(e); a score may be as large as any float (a bias)
+  kRaw,      // products: by a positive scale_log2
+  kLog2,     // by nothing
+  kNatural,  // by log2(e); a score may be as large as any float (a bias)
 };
 
 // row_max is the maximum that probabilities refer to, not always the true one. The results out / row_sum and lse do not
@@ -109,18 +104,21 @@ enum class ScoreUnits {
 // FlashAttention-4). A settled row whose later scores exceed row_max by far ends with a sum or an output that is too large
 // for its type; the sum tells (Consumer::list_if_lost), and the item is computed again with rows that do not settle.
 // Measured on H200: +8 % at head_dim 128, +10 to 13 % at 64.
-template <ScoreUnits kUnits, bool kIntegerMax>
+//
+// kNearZeroLog2: if positive, rows settle at zero where their maxima are no farther from it. Then exponents have no shift, and
+// a term of the score can be their addend (add_merged).
+template <ScoreUnits kUnits, bool kIntegerMax, int kNearZeroLog2 = 0>
 struct OnlineSoftmax {
   static constexpr bool kScaled = kUnits == ScoreUnits::kLog2;
-  static constexpr bool kHasTerms = kUnits == ScoreUnits::kNatural || kUnits == ScoreUnits::kRawBiased;
+  static constexpr bool kHasTerms = kUnits == ScoreUnits::kNatural;
   static constexpr float kLazyLog2 = 8.0f;
   static constexpr float kLazyForGoodLog2 = 9.0f;  // of rows that may not settle
+  static constexpr float kLazyAtZero = 0x1p126f;
   static constexpr float kLeastSettledLog2 = -64.0f;
   static constexpr float kLargestExactShift = 16777216.0f;  // 2^24: from here on neighbouring floats are 2 apart
 
   float scale_log2;
-  float scale;       // read if kRawBiased
-  float lazy;        // kLazyLog2 or kLazyForGoodLog2; below 0 once a shift is inexact; infinite once settled
+  float lazy;  // kLazyLog2 or kLazyForGoodLog2; below 0 once a shift is inexact; kLazyAtZero or infinite once settled
   float row_max[2];  // -inf: no visible key yet
   float row_sum[2];  // over this thread's columns
   float alpha[2];    // factor of the output so far; 1 unless rescale
@@ -150,8 +148,6 @@ struct OnlineSoftmax {
   // Moves row_max to the largest of the row, if a row of the warp has outgrown it; returns whether.
   __device__ __forceinline__ bool follow(float (&largest)[2]) {
     const float unit = this->unit();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
     const bool outgrown = (largest[0] - row_max[0]) * unit > lazy || (largest[1] - row_max[1]) * unit > lazy;
     rescale = __any_sync(~0u, outgrown);
     if (rescale) {
@@ -165,7 +161,11 @@ struct OnlineSoftmax {
     return rescale;
   }
 
-  __device__ __forceinline__ bool settled() const { return lazy == infinity(); }
+  // at_zero: with row_max 0 in all rows that take part.
+  __device__ __forceinline__ bool settled() const {
+    return kNearZeroLog2 > 0 ? lazy >= kLazyAtZero : lazy == infinity();
+  }
+  __device__ __forceinline__ bool at_zero() const { return lazy == kLazyAtZero; }
 
   // 0 for a row of -inf, whose p must be exp2(-inf) and not exp2(-inf + inf), and after shift_ahead().
   __device__ __forceinline__ void set_shift() {
@@ -187,6 +187,37 @@ struct OnlineSoftmax {
       open = open || !(ordinary || row_max[r] == infinity());
     }
     if (!__any_sync(~0u, open)) lazy = infinity();
+  }
+
+  __device__ __forceinline__ bool are_near_zero(const float (&largest)[2]) const {
+    bool far = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      far = far || !(fabsf(largest[r]) * unit() <= kNearZeroLog2 || row_max[r] == infinity());
+    }
+    return !__any_sync(~0u, far);
+  }
+
+  // Settles the rows of a warp at zero, whatever they referred to before.
+  __device__ __forceinline__ void move_to_zero() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row_max[r] == infinity()) {
+        alpha[r] = 1.0f;
+        continue;
+      }
+      alpha[r] = exp2_fast(row_max[r] * unit());
+      row_sum[r] *= alpha[r];
+      row_max[r] = 0.0f;
+    }
+    rescale = true;
+    lazy = kLazyAtZero;
+  }
+
+  // From a raw product to a probability, of a row settled at zero; term: what is added to the score, in base 2.
+  __device__ __forceinline__ void add_merged(float& s, float term, int r) {
+    s = exp2_fast(fmaf(s, scale_log2, term));
+    row_sum[r] += s;
   }
 
   // The same as update(), of settled rows, from raw products of magnitude below series.limit, all of them visible: the
@@ -218,10 +249,16 @@ struct OnlineSoftmax {
       } else {
         raise_row_max(largest, s);
       }
-      if (follow(largest)) {
-        if constexpr (!kScaled) shift_ahead(s);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) largest[r] = quad_max(largest[r]);
+      if (kNearZeroLog2 > 0 && has_room && lazy == kLazyLog2 && are_near_zero(largest)) {
+        move_to_zero();
+      } else {
+        if (follow(largest)) {
+          if constexpr (!kScaled) shift_ahead(s);
+        }
+        if (has_room && lazy == kLazyLog2) settle();
       }
-      if (has_room && lazy == kLazyLog2) settle();
       set_shift();
     }
 #pragma unroll
@@ -300,17 +337,12 @@ struct OnlineSoftmax {
 
   // The maximum that the sum refers to, in natural units.
   __device__ __forceinline__ float natural_max(int r) const {
-    // A quotient that was held says no more than that the score is large: of such rows the backward makes no probabilities.
-    if constexpr (kUnits == ScoreUnits::kRawBiased) {
-      const bool held = row_max[r] >= kLargestQuotient && row_max[r] < infinity();
-      return held ? kLargestNatural : row_max[r] * scale;
-    }
     return kUnits == ScoreUnits::kNatural ? row_max[r] : row_max[r] * unit() * kLn2;
   }
 
   __device__ __forceinline__ float lse(int r) const {
     if constexpr (kHasTerms) {
-      return row_sum[r] == 0.0f ? -infinity() : raised_lse(natural_max(r) + log2_fast(row_sum[r]) * kLn2);
+      return row_sum[r] == 0.0f ? -infinity() : bounded_lse(natural_max(r) + log2_fast(row_sum[r]) * kLn2);
     } else {
       return row_sum[r] == 0.0f ? -infinity() : (row_max[r] * unit() + log2_fast(row_sum[r])) * kLn2;
     }
@@ -319,16 +351,6 @@ struct OnlineSoftmax {
   // A backward pass multiplies lse by log2(e), which must not turn a finite one into infinity.
   __device__ __forceinline__ static float bounded_lse(float lse) {
     return fabsf(lse) < infinity() ? fminf(fmaxf(lse, -kLargestNatural), kLargestNatural) : lse;
-  }
-
-  // A backward pass computes scores from the bias itself: with an lse below them by 2^-22 of the bias, as bias_step.cuh
-  // allows, probabilities could overflow where that exceeds 1. There the lse is raised by more; a row of nothing but such
-  // scores then has small gradients.
-  __device__ __forceinline__ static float raised_lse(float lse) {
-    if constexpr (kUnits == ScoreUnits::kRawBiased) {
-      lse = fabsf(lse) > kLargestExactShift * kLn2 ? fmaf(fabsf(lse), 0x1p-21f, lse) : lse;
-    }
-    return bounded_lse(lse);
   }
 
   // The row with one more key of score `sink` (natural units, may be infinite) that has no value: lse, and what the
@@ -342,7 +364,7 @@ struct OnlineSoftmax {
     const float keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);
     const float sink_part = sink == greatest ? 1.0f : exp2_fast((sink - greatest) * kLog2E);
     const float total = fmaf(row_sum[r], keys_part, sink_part);
-    return {keys_part / total, raised_lse(greatest + log2_fast(total) * kLn2)};
+    return {keys_part / total, bounded_lse(greatest + log2_fast(total) * kLn2)};
   }
 };
 

@@ -2,7 +2,6 @@
 // Source: PTX ISA, asynchronous warpgroup level matrix instructions; layouts of section "matrix descriptor".
 #pragma once
 
-#include "sm90/bias_step.cuh"
 #include "sm90/shape.cuh"
 #include "sm90/wgmma_shapes.cuh"
 
@@ -63,25 +62,19 @@ __device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
                : "memory");
 }
 
-// Words of q and of what stands beside it that a consumer holds in registers for the first product.
+// Words of q that a consumer holds in registers for the first product.
 template <Config C>
 struct QueryWords {
-  static constexpr int kOfQ = C.q_in_registers ? C.head_dim / 4 : 0;
-  static constexpr int kOnes = C.bias_in_product ? kOnesWords : 0;  // behind those of q
-  static constexpr int kCount = kOfQ + kOnes > 0 ? kOfQ + kOnes : 1;
+  static constexpr int kCount = C.q_in_registers ? C.head_dim / 4 : 1;
 };
 
-// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major. bias_address: of the tile of
-// bias_step.cuh, where there is one.
+// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major.
 template <Config C>
-__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned q_address,
-                                             unsigned (&words)[QueryWords<C>::kCount], unsigned k_address,
-                                             unsigned bias_address) {
+__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned q_address, unsigned k_address) {
   const unsigned long long q = descriptor(q_address, kUnusedLeading);
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
-  if constexpr (C.bias_in_product) pin_registers(words);
   begin_products();
 #pragma unroll
   for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
@@ -95,7 +88,6 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
       Wgmma<C.tile_kv>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);
     }
   }
-  if constexpr (C.bias_in_product) add_bias_step<C>(s, words + QueryWords<C>::kOfQ, bias_address);
   commit_products();
   pin_registers(s);
 }
@@ -103,7 +95,7 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
 // Starts s = q k^T with q as fragments in registers.
 template <Config C>
 __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned (&q)[QueryWords<C>::kCount],
-                                             unsigned k_address, unsigned bias_address) {
+                                             unsigned k_address) {
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
@@ -118,7 +110,6 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
       Wgmma<C.tile_kv>::template registers<C.element, true, 0>(s, q + 4 * step, k + k_step);
     }
   }
-  if constexpr (C.bias_in_product) add_bias_step<C>(s, q + QueryWords<C>::kOfQ, bias_address);
   commit_products();
   pin_registers(s);
 }

@@ -50,13 +50,20 @@ struct HeadNumbers {
   Dropout dropout;
 };
 
+// Where the number of a column of the tile stands in a row of numbers of all columns: those of a thread in two neighbouring
+// blocks of eight columns, which a fragment has in pairs, beside each other.
+__device__ __forceinline__ int place_in_row(int column) {
+  return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
+}
+
 // What travels beside the tiles in some variants. Empty in the others, whose control block then does not move.
 template <Config C, bool kThere = has_control_extras(C)>
 struct ControlExtras {};
 template <Config C>
 struct ControlExtras<C, true> {
   alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
-  float row_bias[has_row_of_floats(C) ? C.stages : 1][has_row_of_floats(C) ? C.tile_kv : 2];  // natural units
+  // The row of the bias in the order of place_in_row(), in natural units and behind it times log2(e).
+  alignas(C.row_bias ? 16 : 4) float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? 2 * C.tile_kv : 2];
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
   int q_positions[C.positions ? kItemSlots : 1][C.positions ? C.tile_q : 2];
   HeadNumbers numbers[has_head_numbers(C) ? kItemSlots : 1];

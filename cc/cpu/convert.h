@@ -72,9 +72,14 @@ inline void narrow(float* to, Vec<float> value) { store(to, value); }
 inline void narrow(double* to, Vec<double> value) { store(to, value); }
 
 inline void narrow(BFloat16* to, Vec<float> value) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(value))));
+#else
   const Vec<uint32_t> bits = reinterpret_cast<Vec<uint32_t>>(value);
   const Vec<uint32_t> nearest_even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   store_16bit(to, (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : nearest_even);
+#endif
 }
 
 inline void narrow(Float16* to, Vec<float> value) {

@@ -504,7 +504,11 @@ class ForwardPass {
     const uint64_t not_finite = step.kv_tile.not_finite;
     const bool is_masked = step.covered == Coverage::kPartial || not_finite != 0;
     if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
-    if (is_masked) {
+    const bool only_band =
+        problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+    if (is_masked && only_band && not_finite == 0) {
+      hide_outside_band(panel.rows, keys, panel.lanes, tiles.scores);
+    } else if (is_masked) {
       find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
       transpose(tiles.by_query, kTile, kPanel, kTile, tiles.visible, kPanel);
       hide(tiles.visible, keys.count, panel.lanes, tiles.scores);
@@ -571,6 +575,27 @@ class ForwardPass {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t at = key * kPanel; at < key * kPanel + lanes; at += kWidth<Acc>) {
         store(scores + at, load(visible + at) != 0 ? load(scores + at) : broadcast(kMinusInfinity));
+      }
+    }
+  }
+
+  // The same where lengths and band alone decide, without a tile of what is visible.
+  static void hide_outside_band(const QueryRows& rows, KeyRange keys, int64_t lanes, Acc* scores) {
+    Bits<Acc> first[kPanel] = {}, end[kPanel] = {};
+    const auto within_tile = [&](int64_t key) {
+      return static_cast<Bits<Acc>>(min_of(max_of(key - keys.first, 0), kTile));
+    };
+    for (int64_t row = 0; row < rows.count; ++row) {
+      first[row] = within_tile(rows.first_key[row]);
+      end[row] = within_tile(rows.end_key[row]);
+    }
+    for (int64_t lane = 0; lane < lanes; lane += kWidth<Acc>) {
+      const Vec<Bits<Acc>> from = load(first + lane), to = load(end + lane);
+      Vec<Bits<Acc>> at{};
+      for (int64_t key = 0; key < keys.count; ++key, at += 1) {
+        Acc* const score = scores + key * kPanel + lane;
+        const Vec<Acc> seen = from <= at ? load(score) : broadcast(-static_cast<Acc>(__builtin_inf()));
+        store(score, at < to ? seen : broadcast(-static_cast<Acc>(__builtin_inf())));
       }
     }
   }

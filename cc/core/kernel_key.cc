@@ -72,6 +72,7 @@ constexpr Member kMembers[] = {
     {"partial_results", &Config::partial_results},
     {"key_splits", &Config::key_splits, {1, 256, 1}},
     {"stores_ds", &Config::stores_ds},
+    {"sums_bias", &Config::sums_bias},
     {"take_turns", &Config::take_turns},
     {"dq_order", &Config::dq_order, {0, 2, 1}},
     {"cap_series", &Config::cap_series},

@@ -23,15 +23,16 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wan
   return shape;
 }
 
-void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, const DbiasShape& shape, const float* partials,
-               CUstream stream) {
+void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, int64_t elements, int64_t group, int64_t splits,
+               const float* partials, CUstream stream) {
   const Kernel& kernel = require_family(plan, "sum_partials");
   const SumPartialsParams params{.partials = partials,
                                  .result = buffers.dbias,
-                                 .elements = shape.elements(),
-                                 .splits = static_cast<int32_t>(shape.splits)};
+                                 .elements = elements,
+                                 .group = group,
+                                 .splits = static_cast<int32_t>(splits)};
   const int threads = sum_partials_threads(kernel.config());
-  launch(kernel, {.grid = {.x = ceil_div(shape.elements(), threads)}, .num_threads = threads}, &params, stream);
+  launch(kernel, {.grid = {.x = ceil_div(elements, threads)}, .num_threads = threads}, &params, stream);
 }
 
 void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream) {

@@ -25,9 +25,9 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wan
 // Without queries or keys nothing depends on anything: all gradients are 0.
 void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream);
 
-// Adds up shape.splits partial sums into dbias.
-void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, const DbiasShape& shape, const float* partials,
-               CUstream stream);
+// Adds up partial sums [elements / group, splits, group] into dbias.
+void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, int64_t elements, int64_t group, int64_t splits,
+               const float* partials, CUstream stream);
 
 // Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward` is
 // filled in; block: threads and shared memory.
@@ -46,7 +46,8 @@ void launch_dbias_tiles(const BackwardBuffers& buffers, const Plan& plan, const 
   params.splits = static_cast<int32_t>(shape.splits);
   block.grid = {.x = shape.tiles() * shape.splits};
   launch(kernel, block, &params, stream);
-  if (shape.splits > 1) sum_dbias(buffers, plan, shape, partials, stream);
+  const int64_t elements = shape.elements();
+  if (shape.splits > 1) sum_dbias(buffers, plan, elements, elements, shape.splits, partials, stream);
 }
 
 }  // namespace jattn::cuda

@@ -45,6 +45,8 @@ bool has_senders(const Kernels& kernels) {
 
 bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
+bool sums_bias(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().sums_bias; }
+
 // Rows of the packed mask are the axis that the kernel owns.
 MaskTiling mask_tiling(const Config& config, bool owns_keys) {
   return owns_keys ? MaskTiling{MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q}
@@ -92,7 +94,7 @@ struct Scratch {
   void* key_mask = nullptr;  // packed masks, likewise
   void* query_mask = nullptr;
   void* dbias_mask = nullptr;
-  float* partials = nullptr;  // of dbias
+  float* partials = nullptr;  // of dbias; sums of keys if the kernel that owns them makes these
   void* ds = nullptr;         // DsParts
   int64_t bytes = 0;
 };
@@ -130,6 +132,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   take_tiles(kernels.keys(), true, scratch.key_ranges, scratch.key_mask);
   take_tiles(kernels.dq, false, scratch.query_ranges, scratch.query_mask);
   if (stores_ds(kernels) && buffers.dbias != nullptr) scratch.ds = take(DsParts(problem).bytes(problem));
+  if (sums_bias(kernels) && buffers.dbias != nullptr) {
+    const int64_t sums = problem.batch * problem.num_kv_heads * problem.kv_len;
+    scratch.partials = static_cast<float*>(take(sums * int64_t{sizeof(float)}));
+  }
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     take_tiles(kernels.dbias, false, scratch.dbias_ranges, scratch.dbias_mask);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedDbiasBlocks);
@@ -288,11 +294,28 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
   }
 }
 
+// Makes dbias of the sums of keys [B, K, S]: adds up the batch entries and heads that share the bias.
+void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                      const Scratch& scratch, CUstream stream) {
+  const BroadcastTensor& bias = problem.bias;
+  JATTN_REQUIRE(bias.stride_query == 0 && bias.stride_key != 0, "kernel ", kernel.text,
+                " makes dbias of a bias of keys, but that of the problem has other axes");
+  JATTN_REQUIRE(bias.stride_head == 0 || problem.group_size() == 1, "kernel ", kernel.text,
+                " adds up dbias over the query heads of a key/value head, but each has a bias of its own");
+  const int64_t entries = bias.stride_batch != 0 ? problem.batch : 1;
+  const int64_t heads = bias.stride_head != 0 ? problem.num_kv_heads : 1;
+  const int64_t splits = problem.batch * problem.num_kv_heads / (entries * heads);
+  sum_dbias(buffers, plan, entries * heads * problem.kv_len, heads * problem.kv_len, splits, scratch.partials, stream);
+}
+
 // dk and dv; in the fused form dq's accumulator too.
 void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                  bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   sm90::BackwardParams params = backward_params(problem, buffers, kernel, scratch);
+  JATTN_REQUIRE(!config.sums_bias || buffers.dbias != nullptr, "kernel ", kernel.text,
+                " makes dbias, which is not asked for");
+  params.key_sums = scratch.partials;
   params.wants_dk = buffers.dk != nullptr;
   params.wants_dv = buffers.dv != nullptr;
   if (params.wants_dk) {
@@ -330,6 +353,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   } else {
     launch(kernel, shape, &params, stream);
   }
+  if (config.sums_bias) launch_bias_sums(problem, buffers, plan, kernel, scratch, stream);
 }
 
 void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& fused,
@@ -410,7 +434,7 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
   JATTN_REQUIRE(buffers.dq == nullptr || kernels.fused != nullptr || kernels.dq != nullptr,
                 "dq is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(!wants_keys || kernels.keys() != nullptr, "dk or dv is wanted, but the plan has no kernel for it");
-  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr || stores_ds(kernels),
+  JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr || stores_ds(kernels) || sums_bias(kernels),
                 "dbias is wanted, but the plan has no kernel for it");
   constexpr int64_t kMaxItems = std::numeric_limits<int32_t>::max();
   const int64_t rows = std::max(problem.num_heads * problem.q_len, problem.num_kv_heads * problem.kv_len);

@@ -48,9 +48,10 @@ struct Config {
   int key_register_steps = 0;   // backward: steps of 16 columns of the scores' product that take k from registers
   bool bulk_reduce = false;     // dq is added up by bulk reductions from shared memory, not by threads from registers
   bool partial_results =
-      false;                // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
-  int key_splits = 1;       // forward_combine: the parts
-  bool stores_ds = false;   // backward: gradients of the scores leave for memory in the place of a staged bias
+      false;               // a block sees a part of an item's keys and leaves the rest to sm90/forward_combine.cuh
+  int key_splits = 1;      // forward_combine: the parts
+  bool stores_ds = false;  // backward: gradients of the scores leave for memory in the place of a staged bias
+  bool sums_bias = false;  // backward: sums of the gradients of scores over the queries, for that of a bias of the keys
   bool take_turns = false;  // consumer warpgroups start their products one after the other (sm90/turns.cuh)
   int dq_order = 0;  // backward: dq is added up 0: to zeros, in any order; by warps of their own (backward_sender.cuh)
                      // 1: in any order, the first block stores; 2: in the order of the key tiles, likewise

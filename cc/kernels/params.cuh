@@ -197,9 +197,10 @@ struct DbiasParams {
 
 // passes/sum_partials.cuh
 struct SumPartialsParams {
-  const float* partials;  // [splits, elements]
+  const float* partials;  // [elements / group, splits, group]
   void* result;           // [elements]
   int64_t elements;
+  int64_t group;  // elements of the result that lie beside each other in every split
   int32_t splits;
 };
 

@@ -58,7 +58,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       stages: tiles of the visited axis in flight; of the kernel for dbias, places for two tiles each.
-      bulk_reduce, staged_bias, stores_ds: see ``Config``.
+      bulk_reduce, staged_bias, stores_ds, sums_bias: see ``Config``.
       takes_items: blocks stay and take items by a counter, and warpgroups take turns (``Config::schedule`` 2,
         ``Config::take_turns``).
       dq_order: how dq is added up (``Config::dq_order``); 2: the same bits every time.
@@ -75,6 +75,7 @@ class Tile:
     bulk_reduce: bool = False
     staged_bias: bool = False
     stores_ds: bool = False
+    sums_bias: bool = False
     takes_items: bool = False
     dq_order: int = 0
     key_register_steps: int = 0
@@ -139,6 +140,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) else 0
     features += 16 * tile.stages if tile.staged_bias else 0
+    features += 4 * tile.tile_kv if tile.sums_bias else 0
     return -(-(statistics + ids + 16 * tile.stages + 32 + barriers + features) // 16) * 16
 
 
@@ -220,6 +222,23 @@ def can_store_ds(spec: Spec) -> bool:
     return widest <= _LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
 
 
+def can_sum_bias(spec: Spec) -> bool:
+    """Whether the kernel that owns keys can sum up the gradients of the scores of a key, of which dbias is made.
+
+    The bias is one of the keys, and the query heads of a key/value head share it; the gradients contain the slope of a
+    softcap. Beside segments or positions there are no registers for it at head dim 128.
+    """
+    if not _is_row_bias(spec) or spec.softcap > 0 or not is_number(spec.batch):
+        return False
+    if spec.segments or spec.positions:
+        return False
+    assert spec.bias is not None
+    widest = max(_head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v))
+    of_keys = spec.bias[3] == spec.kv_len > 1
+    of_kv_heads = spec.bias[1] == 1 or spec.num_heads == spec.num_kv_heads
+    return widest <= _LARGEST_UNSPLIT_HEAD_DIM and of_keys and of_kv_heads
+
+
 def _split_tile(spec: Spec, *, fused: bool) -> Tile:
     """The tile of head dims for which dk and dv are of one warpgroup each."""
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
@@ -273,10 +292,10 @@ def _has_room_for_results(tile: Tile) -> bool:
     return dv <= places and (dv + dk <= places or tile.bulk_reduce)
 
 
-def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
+def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bool = False) -> Tile:
     """Picks the tile of the kernels that own keys: with dq, as far as the head dims allow, or without it.
 
-    ``stores_ds``: see ``can_store_ds``.
+    ``stores_ds``, ``sums_bias``: see ``can_store_ds``, ``can_sum_bias``.
 
     Raises:
       ValueError: a head dim is larger than LARGEST_HEAD_DIM.
@@ -287,13 +306,21 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False) -> Tile:
     if max(head_dim, head_dim_v) > _LARGEST_UNSPLIT_HEAD_DIM:
         return _split_tile(spec, fused=fused)
     tile = Tile(
-        head_dim, head_dim_v, tile_q=64, tile_kv=128, staged_bias=staged, stores_ds=stores_ds
+        head_dim,
+        head_dim_v,
+        tile_q=64,
+        tile_kv=128,
+        staged_bias=staged,
+        stores_ds=stores_ds,
+        sums_bias=sums_bias,
     )
     capped = spec.softcap > 0 and (_has_step_terms(spec) or spec.mask is not None)  # registers
     if capped or head_dim != head_dim_v:
         return tile
     if head_dim == 64:
-        if _is_crowded(spec, staged_bias=staged):
+        others = spec.alibi_slopes is not None or spec.dropout is not None
+        crowded_by_sums = sums_bias and (others or not spec.band.unbounded)
+        if _is_crowded(spec, staged_bias=staged) or crowded_by_sums:
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
         # Two tiles of a bias are worth more than the room for bulk reductions, which pay off where warps of their own
         # send them, else with a band.
@@ -333,13 +360,13 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
 
 
 def _pick_keys(
-    spec: Spec, *, fused: bool, stores_ds: bool, deterministic: bool
+    spec: Spec, *, fused: bool, stores_ds: bool, sums_bias: bool, deterministic: bool
 ) -> tuple[Tile, bool]:
     """The tile of the kernel that owns keys, and whether it makes dq, too.
 
     ``fused``: whether it is asked for all three.
     """
-    keys = keys_tile(spec, fused=fused, stores_ds=stores_ds)
+    keys = keys_tile(spec, fused=fused, stores_ds=stores_ds, sums_bias=sums_bias)
     if fused and (not _splits(keys) or keys.dq_warpgroup):
         # Kernels that store ds are launched for some heads at a time.
         takes_items = not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
@@ -351,7 +378,8 @@ def _pick_keys(
         keys = _with_senders(keys, spec, order)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
-    return keys_tile(spec, fused=fused and not deterministic, stores_ds=stores_ds), False
+    fused = fused and not deterministic
+    return keys_tile(spec, fused=fused, stores_ds=stores_ds, sums_bias=sums_bias), False
 
 
 def queries_tile(spec: Spec) -> Tile:
@@ -419,6 +447,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,
+        sums_bias=tile.sums_bias,
         schedule=2 if tile.takes_items else None,
         take_turns=tile.takes_items and spec.dropout is None,
         dq_order=tile.dq_order or None,
@@ -452,8 +481,13 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     want_keys = want_k or want_v
     element = ELEMENTS[spec.dtype]
     stores_ds = want_bias and want_keys and can_store_ds(spec)
+    sums_bias = want_bias and want_keys and can_sum_bias(spec)
     keys, fused = _pick_keys(
-        spec, fused=want_q and want_keys, stores_ds=stores_ds, deterministic=deterministic
+        spec,
+        fused=want_q and want_keys,
+        stores_ds=stores_ds,
+        sums_bias=sums_bias,
+        deterministic=deterministic,
     )
 
     rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
@@ -477,6 +511,9 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     if stores_ds:
         kernels.append(compose_key("backward_sum", KEY_ARCH, element=element))
         scratch += _ds_bytes(spec)
+    elif sums_bias:
+        kernels.append(compose_key("sum_partials", KEY_ARCH, bias_element=bias_element(spec)))
+        scratch += spec.batch * spec.num_kv_heads * spec.kv_len * 4 + SCRATCH_ALIGNMENT
     elif want_bias and spec.bias is not None:
         tile = dbias_tile(spec)
         kernels.append(_attention_key("sm90_backward_dbias", spec, tile))

@@ -203,9 +203,12 @@ def test_keys_say_what_the_problem_has(term: str) -> None:
         main = {"sm90_backward_dkv", "sm90_backward_dq"} if deterministic else {"sm90_backward"}
         stores_ds = tiles.can_store_ds(spec)
         assert stores_ds == (term == "staged-bias")
-        own_kernel = spec.bias is not None and not stores_ds
+        sums_bias = tiles.can_sum_bias(spec)
+        assert sums_bias == (term in {"row-bias", "row-negative-scale"})
+        own_kernel = spec.bias is not None and not stores_ds and not sums_bias
         assert families == main | ({"sm90_backward_dbias"} if own_kernel else set())
         assert sum("stores_ds=1" in key.split() for key in keys) == int(stores_ds)
+        assert sum("sums_bias=1" in key.split() for key in keys) == int(sums_bias)
         for key in keys:
             assert wanted <= set(key.split())
 
@@ -229,6 +232,56 @@ def test_ds_is_stored_where_it_is_the_gradient_of_the_bias(
 ) -> None:
     spec = test_flash_terms.problem((128, 128), **(TERMS["staged-bias"] | change))
     assert tiles.can_store_ds(spec) == stored
+
+
+SUMMED: dict[str, dict[str, object]] = {
+    "plain": {},
+    "of-heads": {"bias": (2, 4, 1, 1024), "band": Band(right=0)},
+    "of-entries": {"bias": (2, 1, 1, 1024), "num_heads": 8, "q_lengths": True, "kv_lengths": True},
+    "mask-slopes": {"mask": (1, 1, 1024, 1024), "alibi_slopes": (1, 4)},
+    "dropout": {"dropout": test_flash_terms.TERMS["dropout"]["dropout"], "band": Band(right=0)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("name", SUMMED)
+def test_sums_of_keys_do_not_spill(name: str, head_dims: tuple[int, int], form: str) -> None:
+    toolchain.require_nvrtc()
+    spec = test_flash_terms.problem(head_dims, **(TERMS["row-bias"] | SUMMED[name]))
+    wants = (True, True, True, True)
+    plan = tiles.plan_backward(spec, wants=wants, deterministic=FORMS[form])
+    [key] = [key for key in plan.kernels.split(";") if "sums_bias=1" in key.split()]
+    _, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bias": (1, 4, 1024, 1)},  # of queries
+        {"bias": (1, 4, 1, 1)},
+        {"num_heads": 8, "bias": (1, 8, 1, 1024)},  # heads of a key/value head differ
+        {"softcap": 30.0},
+        {"segments": True},
+        {"positions": True, "band": Band(right=0)},
+        {"head_dim": 192},
+    ],
+    ids=str,
+)
+def test_other_biases_have_a_kernel_for_their_gradient(change: dict[str, object]) -> None:
+    spec = test_flash_terms.problem((128, 128), **(TERMS["row-bias"] | change))
+    plan = tiles.plan_backward(spec, wants=(True,) * 4, deterministic=False)
+    assert "sums_bias=1" not in plan.kernels
+    assert "family=sm90_backward_dbias" in plan.kernels
+
+
+def test_sums_of_keys_are_for_who_wants_them() -> None:
+    spec = test_flash_terms.problem((128, 128), **TERMS["row-bias"])
+    for wants in ((True, True, True, False), (False, False, False, True)):
+        plan = tiles.plan_backward(spec, wants=wants, deterministic=False)
+        assert "sums_bias=1" not in plan.kernels
+        assert ("family=sm90_backward_dbias" in plan.kernels) == wants[3]
 
 
 def shared_bytes(keys: list[str], folder: Path) -> list[int]:
@@ -270,7 +323,10 @@ def test_shared_memory_is_counted_as_the_kernels_count_it(tmp_path: Path) -> Non
                     counted.append(tiles.dbias_shared_bytes(tiles.dbias_tile(spec), spec))
                 else:
                     stores_ds = tiles.can_store_ds(spec)
-                    tile = tiles.keys_tile(spec, fused=not deterministic, stores_ds=stores_ds)
+                    sums_bias = tiles.can_sum_bias(spec)
+                    tile = tiles.keys_tile(
+                        spec, fused=not deterministic, stores_ds=stores_ds, sums_bias=sums_bias
+                    )
                     takes_items = "schedule=2" in key.split()
                     order = int("dq_order=1" in key.split())
                     tile = dataclasses.replace(tile, takes_items=takes_items, dq_order=order)

@@ -72,6 +72,45 @@ def test_lists_of_documents(case: Case) -> None:
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
 
 
+# A bias of the keys, whose gradient is made of sums of keys: over queries, heads of a group, heads and batch entries.
+APART = BASE.but("apart", num_kv_heads=4)
+NARROW_APART = NARROW.but("apart", num_kv_heads=4)
+SUMMED = [
+    APART.but("sums", bias_form="1n1s"),
+    APART.but("sums-entries", bias_form="bn1s", is_causal=True),
+    BASE.but("sums-heads", bias_form="b11s", bias_dtype="float32", dtype="float16"),
+    BASE.but("sums-one", bias_form="111s", kv_len=611),
+    BASE.but("sums-group", bias_form="b11s", num_heads=6, num_kv_heads=2, is_causal=True),
+    BASE.but("sums-group-one", bias_form="111s", num_heads=6, num_kv_heads=2),
+    APART.but(
+        "sums-lengths",
+        bias_form="1n1s",
+        q_lengths=(333, 0),
+        kv_lengths=(700, 77),
+        lower_right=True,
+        is_causal=True,
+    ),
+    BASE.but("sums-no-keys", bias_form="b11s", q_lengths=(700, 65), kv_lengths=(0, 700)),
+    APART.but("sums-window", bias_form="1n1s", window=(90, 30), kv_len=611),
+    APART.but("sums-mask", bias_form="1n1s", mask_form="b1ts"),
+    APART.but("sums-alibi", bias_form="1n1s", alibi_form="n", is_causal=True),
+    BASE.but("sums-dropout", bias_form="b11s", dropout_rate=0.2),
+    APART.but("sums-uneven", bias_form="1n1s", head_dim=120, head_dim_v=72, is_causal=True),
+    NARROW_APART.but("sums", bias_form="1n1s"),
+    NARROW.but("sums-causal", bias_form="b11s", is_causal=True),
+    NARROW_APART.but("sums-dropout", bias_form="1n1s", dropout_rate=0.2, dtype="float16"),
+    NARROW_APART.but("sums-mask", bias_form="bn1s", mask_form="b1ts"),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", SUMMED, ids=str)
+@pytest.mark.backends("flash")
+def test_sums_of_keys(case: Case, deterministic: bool) -> None:
+    with jattn.deterministic("strict" if deterministic else "off"):
+        verify(case, "flash", kernel="sums_bias=1")
+
+
 # Where warps of their own send dq off (Config::dq_order): what bulk reductions stage; in order, unfiltered tiles alone.
 IN_ORDER = [case for case in CASES if case.segments is None and case.mask_form is None]
 

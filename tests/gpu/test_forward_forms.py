@@ -1,6 +1,6 @@
 """Forms of the Hopper forward kernel that few problems have.
 
-Turns, the series of the softcap, lists of documents, a row of the bias as a step of the product, warps beside the
+Turns, the series of the softcap, lists of documents, a row of the bias as the addend of exponents, warps beside the
 producer that call Philox.
 """
 

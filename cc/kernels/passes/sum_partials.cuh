@@ -15,8 +15,10 @@ __device__ __forceinline__ void sum_partials(const SumPartialsParams& params) {
   using Traits = ElementTraits<kConfig.bias_element>;
   const int64_t index = int64_t(blockIdx.x) * sum_partials_threads(kConfig) + threadIdx.x;
   if (index >= params.elements) return;
+  const int64_t group = index / params.group;
+  const float* part = params.partials + group * params.splits * params.group + (index - group * params.group);
   float sum = 0.0f;
-  for (int split = 0; split < params.splits; ++split) sum += params.partials[split * params.elements + index];
+  for (int split = 0; split < params.splits; ++split, part += params.group) sum += *part;
   static_cast<typename Traits::Storage*>(params.result)[index] = Traits::from_float(sum);
 }
 

@@ -47,6 +47,8 @@ struct BackwardParams {
   // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, of each consumer
   // warpgroup (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
   int32_t* dq_turns;
+  float*
+      key_sums;  // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
 };
 
 // backward_dbias.cuh

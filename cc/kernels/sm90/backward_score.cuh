@@ -261,18 +261,35 @@ __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], con
   for (int i = 0; i < kCount / 2; ++i) packed[i] = ElementTraits<C.element>::pack(weights[2 * i], weights[2 * i + 1]);
 }
 
+// Sums of the gradients of scores over a thread's queries, for its two keys: of them the gradient of a bias of the keys is
+// made. Nothing without Config::sums_bias.
+template <Config C>
+struct KeySums {
+  float key[C.sums_bias ? 2 : 1];
+
+  __device__ __forceinline__ void clear() {
+    if constexpr (C.sums_bias) key[0] = key[1] = 0.0f;
+  }
+  __device__ __forceinline__ void add(int r, float low, float high) {
+    if constexpr (C.sums_bias) key[r] += low + high;
+  }
+};
+
 // ds = weights (dp - delta), packed as the operand of dk = ds q.
 template <Config C, int kCount>
-__device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const float (&weights)[kCount],
-                                                     const float (&dp)[kCount], unsigned delta_address, float factor) {
+__device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], KeySums<C>& sums,
+                                                     const float (&weights)[kCount], const float (&dp)[kCount],
+                                                     unsigned delta_address, float factor) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const float2 delta = load_pair(delta_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int low = 4 * i + 2 * r;
-      ds[2 * i + r] = ElementTraits<C.element>::pack(score_gradient<C>(weights[low], dp[low], delta.x, factor),
-                                                     score_gradient<C>(weights[low + 1], dp[low + 1], delta.y, factor));
+      const int index = 4 * i + 2 * r;
+      const float low = score_gradient<C>(weights[index], dp[index], delta.x, factor);
+      const float high = score_gradient<C>(weights[index + 1], dp[index + 1], delta.y, factor);
+      sums.add(r, low, high);
+      ds[2 * i + r] = ElementTraits<C.element>::pack(low, high);
     }
   }
 }

@@ -80,7 +80,8 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
   const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
   const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
-  return positions + mask + terms + barriers;
+  const int key_sums = config.sums_bias ? 4 * config.tile_kv : 0;
+  return positions + mask + terms + barriers + key_sums;
 }
 
 // Barriers, headers, statistics, ids: everything but the tiles.

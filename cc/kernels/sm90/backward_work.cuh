@@ -95,6 +95,10 @@ template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
 };
+template <int kKeys>
+struct KeySumsPart {
+  float key_sums[kKeys];  // of the gradients of the scores of the item's keys so far
+};
 template <int kKind>
 struct NoPart {};
 
@@ -126,13 +130,17 @@ using DqStepsOf = Conditional<has_dq_warpgroup(C), DqStepsPart, NoPart<4>>;
 template <Config C>
 using SendersOf = Conditional<has_senders(C), SendersPart, NoPart<5>>;
 
+template <Config C>
+using KeySumsOf = Conditional<C.sums_bias, KeySumsPart<C.tile_kv>, NoPart<6>>;
+
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
                                      PositionsOf<C, kOwnsQueries>,
                                      BiasBarriersOf<C>,
                                      DqStepsOf<C>,
-                                     SendersOf<C> {
+                                     SendersOf<C>,
+                                     KeySumsOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];

@@ -23,7 +23,7 @@ from benchmarks import (
     tables,
     timing,
 )
-from benchmarks.rivals import Rival, jax_contender
+from benchmarks.rivals import Rival, jattn_contender, jax_contender
 from jattn import _core
 from jattn.call_plan import Kernel
 from jattn.testing.cases import Case
@@ -68,6 +68,21 @@ def test_a_solution_serves_all_contenders_of_a_problem() -> None:
     verdict = check.Expected(CASE, operands).judge(wrong)
     assert not verdict.passed
     assert [name for name, ratio in verdict.ratios.items() if ratio > 1] == ["dk"]
+
+
+@pytest.mark.parametrize("form", ["1n1s", "bn1s", "1nts", "bnts"])
+def test_the_gradient_of_a_bias_is_summed_up_like_ours(form: str) -> None:
+    """Over what shares the bias; one that is not is wrong."""
+    case = CASE.but("bias", batch=3, q_len=60, kv_len=70, is_causal=False, bias_form=form)
+    operands = arrays.make(case)
+    expected = check.Expected(case, operands, [(1, 2)])
+    contender, backends = jattn_contender(case, operands, True, "cpu")
+    assert backends == "cpu/cpu"
+    called = contender.enqueue()
+    contender.wait(called)
+    results = contender.results(called)
+    assert expected.judge(results).passed
+    assert not expected.judge(results | {"dbias": results["dbias"] + 1e-3}).passed
 
 
 def test_errors_of_normal_numbers_and_of_outliers_come_from_their_own_entries(

@@ -40,7 +40,7 @@ bool can_run_avx512() {
 bool can_run_avx512_bf16() { return can_run_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
 // Whether vdpbf16ps, which does the work of two multiply-adds, takes less time than they do: on a Zen 5 half of it, on
-// the fourth and fifth generation of Xeons twice as much (there the matrix unit multiplies bfloat16).
+// a Xeon of the fifth generation twice as much (there the matrix unit multiplies bfloat16).
 bool has_fast_avx512_bf16() { return __builtin_cpu_is("amd"); }
 
 // The tile registers are large state, which the kernel grants on request, once per process (Linux, "Using XSTATE

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,20 @@ def test_errors_of_normal_numbers_and_of_outliers_come_from_their_own_entries(
         for name in ("jattn cpu", "jax-xla"):
             rms = found[name][inputs]["rms"]
             assert all(1e-4 < rms[tensor] < 1e-2 for tensor in ("out", "dq", "dk", "dv")), name
+
+
+def test_a_round_begins_when_the_threads_of_the_one_before_rest() -> None:
+    burning_until = time.perf_counter() + 0.3
+
+    def burn() -> None:
+        while time.perf_counter() < burning_until:
+            pass
+
+    thread = threading.Thread(target=burn)
+    thread.start()
+    timing.come_to_rest(0.02)
+    assert time.perf_counter() >= burning_until
+    thread.join()
 
 
 def test_a_call_that_fills_a_round_runs_once_a_round() -> None:

@@ -103,7 +103,7 @@ tables: $(VENV)/.installed  ## write the tables and figures of README and docs f
 bench: $(VENV)/.installed-kernels  ## benchmarks/run.py, for example ARGS="--tag bench --rivals jax-cudnn"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
-bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn, and PyTorch if it is installed: under five minutes
+bench-cpu: $(VENV)/.installed  ## the CPU kernel against jax.nn, and PyTorch if it is installed: five minutes, eight where PyTorch is slow
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 # Written beside the checkout's records first, so that none of them changes the checkout that the next one names.

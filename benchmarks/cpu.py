@@ -1,6 +1,6 @@
 """The CPU kernel against PyTorch (where it is installed) and jax.nn, on the cores of this machine.
 
-  python -m benchmarks.cpu                                  # what make bench-cpu runs: five to eight minutes on two cores
+  python -m benchmarks.cpu                                  # what make bench-cpu runs: five to eight minutes
   python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
   python -m benchmarks.cpu --decode                         # one to 32 queries on many keys, forward alone
 

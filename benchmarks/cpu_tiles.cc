@@ -1,6 +1,6 @@
 // The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
-// is compiled for (of the matrix unit and of AVX-512-BF16: of their products), the tile products, the softmax of a tile, and the whole passes.
-// benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right before the peak, many times, on
+// is compiled for (of the matrix unit and of AVX-512-BF16: of their products), the tile products, the softmax of a tile,
+// and the whole passes. benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right before the peak, many times, on
 // the thread's CPU clock; the least time counts, so that a busy machine disturbs it little.
 //
 // Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak in

@@ -48,11 +48,7 @@ class AmxForwardProducts {
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
   void set_queries(int64_t count, float sign, const Row& row) {
-    copy_tile(count, row, head_dim_, q_rows_, row_len_);
-    if (sign < 0) {
-      for (int64_t i = 0; i < kTile * row_len_; ++i) q_rows_[i].bits ^= 0x8000;
-    }
-    transpose_to_pairs(q_rows_, kPanel, row_len_, q_pairs_);
+    transpose_queries(count, sign, row, head_dim_, q_rows_, row_len_, kPanel, q_pairs_);
   }
 
   // scores[key * kPanel + lane] = k . q

@@ -84,6 +84,18 @@ inline void transpose_to_pairs(const BFloat16* rows, int64_t count, int64_t row_
   transpose_words(rows, row_len * 2, count, row_len / 2, to, count * 4);
 }
 
+// row(i) for i < count, times `sign`, as the right operand of scores: the transpose of `panel` rows as pairs. `rows` is
+// room for a tile.
+template <typename Row>
+inline void transpose_queries(int64_t count, float sign, const Row& row, int64_t row_size, BFloat16* rows,
+                              int64_t row_len, int64_t panel, BFloat16* to) {
+  copy_tile(count, row, row_size, rows, row_len);
+  if (sign < 0) {
+    for (int64_t i = 0; i < kTile * row_len; ++i) rows[i].bits ^= 0x8000;
+  }
+  transpose_to_pairs(rows, panel, row_len, to);
+}
+
 // Pairs of rows as interleave_rows makes them, straight from row(i) for i < count; the partner of an odd last one is 0.
 // Returns a bit for each row that is not finite.
 template <typename Row>

@@ -156,7 +156,7 @@ struct Consumer {
     softmax.rescale = false;
     merge_row_bias<C>(s, context(header), softmax);
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
-    if constexpr (reads_beside_k(C)) release(&control.k_empty[ring.index]);
+    release(&control.k_empty[ring.index]);
     return true;
   }
 

@@ -40,7 +40,7 @@ struct ScoreStage {
                                                                     : ScoreUnits::kRaw;
 
   // Whether the term of a tile without masks can be the addend of the exponent, once rows are settled at zero: it depends on
-  // the key alone. (Slopes as well: measured 984 us instead of 895 by three warpgroups in series.)
+  // the key alone. (Slopes as well, but they lose by it: docs/kernels/log.md, "The row of the bias as an addend".)
   static constexpr bool kMergesRowBias = C.row_bias && !C.softcap && !C.alibi;
 
   // all_visible: no test hides a pair of the tile, so that a NaN may spread over its row.

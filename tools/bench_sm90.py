@@ -50,7 +50,7 @@ from sm90_bench import (
 
 OWN_MEMBERS = (
     *("q", "k", "v", "out", "lse", "next_item", "tiles", "items", "first_rows", "section_heads"),
-    *("last_section", "cap_series", "short_cap_series"),
+    *("last_section", "cap_series", "short_cap_series", "trusted_sum"),
 )
 
 FLAGS = (
@@ -294,6 +294,15 @@ def cap_series(coefficients: list[float], case: Case) -> bytes:
     return struct.pack(f"<{len(coefficients)}f", coefficients[0] / to_argument, *factors)
 
 
+def trusted_sum(coefficients: list[float], case: Case) -> float:
+    """Returns ForwardParams::trusted_sum; the coefficients are the limit of the short series and its own."""
+    limit, *factors = coefficients
+    capped = (
+        (case.softcap or 0.0) * LOG2E * sum(c * limit ** (2 * i + 1) for i, c in enumerate(factors))
+    )
+    return 2.0**capped if 10.0 <= capped < 100.0 else 0.0
+
+
 def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:
     """Returns a function that launches a variant on a case's data."""
     variant, case = loaded.variant, data.case
@@ -317,6 +326,7 @@ def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable
             "last_section": NO_LAST_SECTION,
             "cap_series": cap_series(loaded.series[0], case),
             "short_cap_series": cap_series(loaded.series[1], case),
+            "trusted_sum": trusted_sum(loaded.series[1], case),
         }
         | problem_values(torch, data, variant.tile_q, variant.tile_kv, keep),
     )

@@ -180,6 +180,14 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   return {static_cast<int32_t>(full_sections(std::max(by_bytes, at_work), heads))};
 }
 
+// Whether rows have statistics for a kernel that drops pairs for nothing; others would be wrong by them.
+bool scales_statistics(const Kernels& kernels) {
+  const bool scales = kernels.fused != nullptr && sm90::has_scaled_statistics(kernels.fused->config());
+  JATTN_REQUIRE(!scales || (kernels.dq == nullptr && kernels.dbias == nullptr), "kernel ", kernels.fused->text,
+                " goes with none that makes dq or dbias");
+  return scales;
+}
+
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                     const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "backward_prepare");
@@ -192,6 +200,8 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .lse = static_cast<const float*>(buffers.lse),
       .dlse = static_cast<const float*>(buffers.dlse),
       .q_lengths = problem.q_lengths,
+      .dropout_rate = scales_statistics(kernels) ? problem.dropout_rate.data : nullptr,
+      .dropout_rate_stride = static_cast<int32_t>(problem.dropout_rate.stride_batch),
       .lse_log2 = scratch.lse_log2,
       .delta = scratch.delta,
       .row_flags = scratch.row_flags,

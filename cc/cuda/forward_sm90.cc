@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "core/require.h"
@@ -89,6 +90,16 @@ bool packs_heads(const Problem& problem, const Config& config) {
   const bool by_row = config.band || config.segments || config.positions || config.mask || config.bias ||
                       config.alibi || config.dropout || config.sinks || problem.q_lengths != nullptr;
   return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
+}
+
+// ForwardParams::trusted_sum: the probability, referred to zero, of a score at the limit of the short series.
+float trusted_sum(double softcap_log2) {
+  constexpr double kSquare = sm90::kShortCapSeriesLimit * sm90::kShortCapSeriesLimit;
+  constexpr const auto& kFactors = sm90::kShortCapSeries;
+  constexpr double kCapped =
+      sm90::kShortCapSeriesLimit * (kFactors[0] + kSquare * (kFactors[1] + kSquare * kFactors[2]));
+  const double at_limit = softcap_log2 * kCapped;
+  return at_limit >= sm90::kLeastTrustedLog2 && at_limit < 100.0 ? static_cast<float>(std::exp2(at_limit)) : 0.0f;
 }
 
 // Results of all parts: statistics of the rows, then rows of the output.
@@ -214,6 +225,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
     params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
     params.short_cap_series =
         sm90::cap_series(sm90::kShortCapSeriesLimit, sm90::kShortCapSeries, problem.scale, problem.softcap);
+    if (params.short_cap_series.limit > 0.0f) params.trusted_sum = trusted_sum(params.problem.softcap_log2);
   }
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);

@@ -59,7 +59,8 @@ struct Config {
       false;  // forward: softcap by a polynomial, in tiles without masks whose scores are small enough for it
   bool documents =
       false;  // sm_90: tiles begin with the runs of segment ids where each id has one (sm90/document_tiles.cuh)
-  bool drops_beside = false;  // forward: warps beside the producer call Philox for dropout (sm90/drops.cuh)
+  bool drops_beside =
+      false;  // warps beside the producer call Philox for dropout (sm90/drops.cuh, sm90/backward_drops.cuh)
 };
 
 // What a band is measured by. Index bands cut a range out of the tiles; position bands filter tiles one by one.

@@ -65,6 +65,7 @@ class Tile:
       key_register_steps: see ``Config``.
       dq_warpgroup: a third consumer warpgroup computes dq and nothing else; head dims above 128.
       documents: tiles of keys begin with runs of segment ids (``Config::documents``).
+      drops_beside: see ``Config``.
     """
 
     head_dim: int
@@ -81,6 +82,7 @@ class Tile:
     key_register_steps: int = 0
     dq_warpgroup: bool = False
     documents: bool = False
+    drops_beside: bool = False
 
 
 @contextlib.contextmanager
@@ -138,9 +140,10 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     barriers += 192 if tile.dq_order else 0
     features = per_row if spec.positions else 0
     features += 16 * tile.stages * owned if spec.mask is not None else 0
-    features += 32 * tile.stages if _has_step_terms(spec) else 0
+    features += 32 * tile.stages if _has_step_terms(spec) and not tile.drops_beside else 0
     features += 16 * tile.stages if tile.staged_bias else 0
     features += 4 * tile.tile_kv if tile.sums_bias else 0
+    features += 16 * tile.tile_q + 192 if tile.drops_beside else 0
     return -(-(statistics + ids + 16 * tile.stages + 32 + barriers + features) // 16) * 16
 
 
@@ -359,6 +362,18 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
     return found if keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES else tile
 
 
+def _with_drop_warps(tile: Tile, spec: Spec) -> Tile:
+    """The tile with warps that find the pairs which dropout removes (``Config::drops_beside``), where these are idle.
+
+    At head dims up to 64 the bits of a step take the place of a part of dq, which costs more than they gain. Statistics
+    of rows are scaled for that kernel: no other may read them, as one for dbias would.
+    """
+    drops = spec.dropout is not None and not (spec.dropout.rows or _has_scores_terms(spec))
+    idle = tile.takes_items and tile.dq_order == 0
+    is_wide = max(tile.head_dim, tile.head_dim_v) > 64
+    return dataclasses.replace(tile, drops_beside=drops and idle and is_wide)
+
+
 def _pick_keys(
     spec: Spec, *, fused: bool, stores_ds: bool, sums_bias: bool, deterministic: bool
 ) -> tuple[Tile, bool]:
@@ -376,6 +391,7 @@ def _pick_keys(
         any_order = 1 if spec.dropout is None else 0  # as measured
         order = (2 if deterministic else any_order) if forced is None else forced
         keys = _with_senders(keys, spec, order)
+        keys = _with_drop_warps(keys, spec)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
     fused = fused and not deterministic
@@ -449,10 +465,11 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         stores_ds=tile.stores_ds,
         sums_bias=tile.sums_bias,
         schedule=2 if tile.takes_items else None,
-        take_turns=tile.takes_items and spec.dropout is None,
+        take_turns=tile.takes_items and (spec.dropout is None or tile.drops_beside),
         dq_order=tile.dq_order or None,
         key_register_steps=tile.key_register_steps or None,
         documents=tile.documents,
+        drops_beside=tile.drops_beside,
     )
 
 

@@ -5,7 +5,8 @@ The model holds every wait, signal, read and write of the producer and of each w
 any numbers of steps. What reads shared memory behind a warp's back has programs of its own: the
 matrix unit for each warpgroup, whose product reads once all warps have started it and ends for all
 of them at once, and the copy engine for each warp, whose stores and reductions read at any time
-until they are waited for. With ``Config::dq_order`` two more warps send dq off (backward_sender.cuh); that
+until they are waited for. With ``Config::drops_beside`` a warp for each warpgroup finds bits for its steps
+(backward_drops.cuh). With ``Config::dq_order`` two more warps send dq off (backward_sender.cuh); that
 other blocks let them is taken for granted here, and shown in ``test_dq_order.py``.
 ``test_backward_steps.py`` has the kernels with a block for each item.
 """
@@ -39,6 +40,8 @@ class Form:
       chunks: of 64 queries in a tile. Where a tile has two, each warpgroup makes dq of one of them.
       slots: places to stage dq for reductions; 0 if threads add it up themselves.
       senders: warps of their own add up what is staged.
+      drops: warps of their own find the pairs that dropout removes.
+      drop_steps: places for records of steps for them.
       dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
       ahead: tiles of queries that come before the keys of their item.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
@@ -48,6 +51,8 @@ class Form:
     chunks: int = 1
     slots: int = 2
     senders: bool = False
+    drops: bool = False
+    drop_steps: int = 4
     dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
     dk: tuple[tuple[int, int], ...] = ()
     stages: int = 2
@@ -122,6 +127,7 @@ class Program:
             if count <= ahead:
                 self.start_item(number, count)
         self.announce_dq()
+        self.announce_drops()
         self.start_item(len(self.items), 0)
         return self.steps
 
@@ -141,7 +147,28 @@ class Program:
             self.write("turn", self.step % TURNS)
             self.signal("turn full", self.step % TURNS)
 
+    def announce_drops(self) -> None:
+        if self.form.drops:
+            place = self.step % self.form.drop_steps
+            self.write("drop step", place)
+            self.signal("drop step full", place)
+
+    def find_drops(self) -> list[Step]:
+        """The warp that finds the bits of a warpgroup."""
+        for number in range(sum(self.items) + 1):
+            places = self.form.drop_steps
+            place, version = number % places, number // places + 1
+            self.wait(("drop step full", place), version, 1)
+            self.read("drop step", place, version=version)
+            if number == sum(self.items):
+                break
+            self.wait(("drops empty", self.warpgroup), number, WARPS)
+            self.write("bits", self.warpgroup)
+            self.signal("drops full", self.warpgroup)
+        return self.steps
+
     def load_queries(self) -> None:
+        self.announce_drops()
         stage, rounds = self.step % self.form.stages, self.step // self.form.stages
         for kind in ("q", "d"):
             self.wait((f"{kind} empty", stage), rounds, 2)
@@ -308,6 +335,10 @@ class Program:
             self.start(v, self.tile("d"))
             if i > 0 or self.form.without == END_IN_FIRST_STEP:
                 self.end_turn()
+            if self.form.drops:
+                self.wait(("drops full", self.warpgroup), self.step + 1, 1)
+                self.read("bits", self.warpgroup, version=self.step + 1)
+                self.signal("drops empty", self.warpgroup)
             self.wait_products(1)
             self.read("record", version=record)
             self.read_tile("q")
@@ -394,6 +425,8 @@ def programs(form: Form, items: list[int]) -> list[list[Step]]:
     if form.senders:
         givers = enumerate(warps[::WARPS])
         found += [Program(form, items, i).send_dq(giver.handed) for i, giver in givers]
+    if form.drops:
+        found += [Program(form, items, i).find_drops() for i in range(2)]
     found += [warp.copies for warp in warps]
     found += [warp.products for warp in (warps[::WARPS] if form.products_meet else warps)]
     # Whoever has the shared memory next writes over it.
@@ -431,6 +464,9 @@ FORMS = {
     "128-one-slot-senders": Form(slots=1, senders=True),
     "64-senders": dataclasses.replace(HEAD_DIM_64, slots=1, senders=True, empty_rows=True),
     "128-senders-without-turns": Form(turns=False, senders=True),
+    "128-drops": Form(drops=True),
+    "128-one-slot-drops": Form(slots=1, drops=True, empty_rows=True),
+    "64-narrow-drops": Form(dv=((0, 0),), dk=((1, 0),), drops=True),
 }
 ITEMS: tuple[list[int], ...] = (
     [],
@@ -507,11 +543,22 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128-one-slot-senders", "turn empty", "turn is read late"),
         ("64-senders", "place of staging", "staging is read late"),
         ("128", END_IN_FIRST_STEP, "turns of 1 left over"),
+        ("128-drops", "drops full", "bits is read early"),
+        ("128-drops", "drops empty", "bits is read late"),
+        ("128-drops", "drop step full", "drop step is read early"),
     ],
 )
 def test_what_is_left_out_is_found(name: str, without: str, fault: str) -> None:
     form = dataclasses.replace(FORMS[name], without=without)
     assert fault in faults(form, [3, 0, 1, 2, 1, 5])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_drop_warps_need_a_record_more_than_there_are_stages(stages: int) -> None:
+    for places in range(1, stages + 3):
+        form = Form(stages=stages, ahead=stages, drops=True, drop_steps=places)
+        is_late = "drop step is read late" in faults(form, [3, 0, 1, 2, 1, 5])
+        assert is_late == (places <= stages), places
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,21 @@ def test_backward_tanh_and_slope(softcap: float) -> None:
     assert np.abs(t - want).max() < 2.0**-21
     slope = fused(-t, t, np.ones_like(t))
     assert np.abs(slope - (1 - want**2)).max() < 2.0**-20
+
+
+@pytest.mark.parametrize("softcap", [25.5, 30.0, 50.0, 55.0])
+def test_sums_prove_that_the_short_series_holds(softcap: float) -> None:
+    """A score beyond the limit exceeds the bound by itself; 32 below the negative limit hardly change a sum of 1."""
+    coefficients, limit = SERIES["kShortCapSeries"]
+    x = np.linspace(0.0, 60.0, 2_000_001)
+
+    def series(x: F64) -> F64:
+        first, second, third = coefficients
+        return x * (first + x**2 * (second + x**2 * third))
+
+    assert np.all(np.diff(series(x)) > 0)
+    at_limit = softcap * LOG2E * series(np.array([limit]))[0]
+    assert at_limit >= header_numbers("kLeastTrustedLog2")[0]
+    low = -x[x > limit]
+    wrong = np.exp2(softcap * LOG2E * series(low)) - np.exp2(softcap * LOG2E * np.tanh(low))
+    assert 32 * np.abs(wrong).max() < 2e-6

@@ -72,6 +72,35 @@ def test_lists_of_documents(case: Case) -> None:
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
 
 
+# Where two warps beside the producer find the pairs that dropout removes.
+DROPS_BESIDE = [
+    BASE.but("beside", dropout_rate=0.2),
+    BASE.but("beside-causal", dropout_rate=0.5, is_causal=True, dtype="float16"),
+    BASE.but("beside-window", dropout_rate=0.2, window=(90, 30), kv_len=611),
+    BASE.but("beside-grouped", dropout_rate=0.2, q_len=1024, num_heads=8, num_kv_heads=2),
+    BASE.but(
+        "beside-lengths",
+        dropout_rate=0.2,
+        q_lengths=(333, 0),
+        kv_lengths=(700, 77),
+        lower_right=True,
+        is_causal=True,
+    ),
+    BASE.but("beside-no-keys", dropout_rate=0.2, q_lengths=(700, 65), kv_lengths=(0, 700)),
+    BASE.but("beside-few", dropout_rate=0.2, q_len=3, kv_len=1500),
+    BASE.but("beside-many", dropout_rate=0.1, batch=9, num_heads=16, num_kv_heads=4),
+    BASE.but("beside-sinks", dropout_rate=0.2, sinks_form="n", is_causal=True),
+    BASE.but("beside-uneven", dropout_rate=0.2, head_dim=120, head_dim_v=104, is_causal=True),
+    BASE.but("beside-most", dropout_rate=0.999, is_causal=True),  # counts as 255/256
+]
+
+
+@pytest.mark.parametrize("case", DROPS_BESIDE, ids=str)
+@pytest.mark.backends("flash")
+def test_drop_warps(case: Case) -> None:
+    verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*drops_beside=1")
+
+
 # A bias of the keys, whose gradient is made of sums of keys: over queries, heads of a group, heads and batch entries.
 APART = BASE.but("apart", num_kv_heads=4)
 NARROW_APART = NARROW.but("apart", num_kv_heads=4)

@@ -80,6 +80,10 @@ SERIES = [
     BASE.but("dropout", softcap=30.0, dropout_rate=0.2),
     BASE.but("mask", softcap=30.0, mask_form="b1ts"),
     BASE.but("few-queries", softcap=5.0, q_len=65, kv_len=4096),
+    BASE.but("rising", softcap=30.0, distribution="rising"),
+    BASE.but("falling", softcap=30.0, distribution="falling", is_causal=True),
+    BASE.but("late", softcap=30.0, distribution="late"),
+    BASE.but("grouped", softcap=50.0, q_len=2048, num_heads=8, num_kv_heads=2, is_causal=True),
     NARROW.but("mixed", softcap=5.0, is_causal=True),
     NARROW.but("lengths", softcap=20.0, dtype="float16", kv_lengths=(700, 77)),
     D96.but("window", softcap=5.0, window=(90, 30)),
@@ -179,6 +183,58 @@ FORMS = [
 def test_picked_form(form: str, case: Case) -> None:
     """Runs a case, poisoned, by the kernel of the form, and compares it with the oracle."""
     verify(case, "flash", backward=False, kernel=form if "=" in form else f"{form}=1")
+
+
+# Forms that look at sums behind the softcap's series: what may be wrong with the scores of a later tile than the first.
+BY_SUMS = BASE.but("by-sums", softcap=30.0)
+SPOILED_CASES = [
+    BY_SUMS,
+    BY_SUMS.but("causal", is_causal=True),
+    BY_SUMS.but("lengths", q_lengths=(333, 0), kv_lengths=(700, 650), is_causal=True),
+    BY_SUMS.but("segments", segments="random", num_segments=2),
+    BY_SUMS.but("sinks", sinks_form="n", q_len=64, kv_len=2000),
+    BY_SUMS.but("dropout", dropout_rate=0.2),
+    BY_SUMS.but("mask", mask_form="b1ts", mask_density=1.0),
+]
+
+
+def with_key(operands: inputs.Operands, key: int, value: np.ndarray) -> inputs.Operands:
+    """The operands with another key in the last batch entry, for all heads."""
+    k = operands.k.copy()
+    k[-1, key] = value
+    return dataclasses.replace(operands, k=k)
+
+
+@pytest.mark.parametrize("spoil", ["large", "beyond the cap", "low", "huge"])
+@pytest.mark.parametrize("case", SPOILED_CASES, ids=str)
+def test_scores_that_spoil_a_series(case: Case, spoil: str) -> None:
+    """Sums tell, whatever the first tile (that of the last keys) has promised."""
+    operands = inputs.make(case)
+    direction = np.ones(case.head_dim) / np.sqrt(case.head_dim)
+    if spoil == "low":
+        # Scores of a whole tile near -13: no row has a sum of 1 there.
+        k = operands.k.copy()
+        k[:, :128] = (-13.0 * direction).astype(k.dtype)
+        q = (np.asarray(operands.q, np.float32) * 0.1 + 11.3 * direction).astype(operands.q.dtype)
+        k[:, 128:] = (np.asarray(k[:, 128:], np.float32) * 0.1).astype(k.dtype)
+        operands = dataclasses.replace(operands, q=q, k=k)
+    else:
+        number = {"large": 14.0, "beyond the cap": 80.0, "huge": 1e37}[spoil]
+        along = np.asarray(operands.q[-1, 5, 0], np.float32)
+        value = along / np.sum(along**2) * number * np.sqrt(case.head_dim)
+        operands = with_key(operands, 7, value.astype(operands.k.dtype))
+    outcome = run(case, operands, "flash", backward=False)
+    assert "cap_series=1" in outcome.lowered
+    compare.assert_close(case, operands, outcome.results)
+
+
+def test_a_key_that_is_no_number_spoils_a_series() -> None:
+    case = BY_SUMS.but("nan")
+    operands = with_key(inputs.make(case), 7, np.full(case.head_dim, np.nan, "float32"))
+    outcome = run(case, operands, "flash", backward=False)
+    out = np.asarray(outcome.results["out"], np.float32)
+    assert np.isnan(out[-1]).all()
+    assert np.isfinite(out[0]).all()
 
 
 # What hides keys, by the type of the bias: a number that stands in half of the keys.

@@ -232,9 +232,11 @@ JATTN_HOST_DEVICE constexpr bool has_far_rows(int row0) { return (row0 & 16) != 
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ int dropout_threshold(const ProblemParams& problem, int batch) {
-  const float rate = __ldg(problem.dropout_rate + int64_t(batch) * problem.dropout_rate_stride);
+__device__ __forceinline__ int dropout_threshold(float rate) {
   return min(max(__float2int_rn(rate * float(kDropoutLevels)), 0), kMostDropoutThreshold);
+}
+__device__ __forceinline__ int dropout_threshold(const ProblemParams& problem, int batch) {
+  return dropout_threshold(__ldg(problem.dropout_rate + int64_t(batch) * problem.dropout_rate_stride));
 }
 
 // What a kept pair is multiplied by.

@@ -8,6 +8,7 @@
 // Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 #pragma once
 
+#include "sm90/backward_drops.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_sender.cuh"
@@ -37,6 +38,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(!C.take_turns || (kFused && !kSplit));
   static_assert(C.key_register_steps == 0 || (!kSplit && C.key_register_steps <= C.head_dim / kStepDepth));
   static_assert(!has_senders(C) || (takes_items(C) && C.bulk_reduce));
+  static_assert(!C.drops_beside || (takes_items(C) && !has_senders(C) && C.dropout && !C.dropout_rows));
   static_assert(!orders_dq(C) || (!C.segments && !C.mask && !has_position_band(C)));
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -66,6 +68,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       KeyProducer<C, kFused>{params, control, tiles}.run();
     } else if constexpr (has_senders(C)) {
       if (warp <= kBackwardConsumers && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
+    } else if constexpr (C.drops_beside) {
+      if (warp <= kBackwardDropWarps) BackwardDropWarp<C>{params, control, warp - 1}.run();
     }
   } else if constexpr (has_dq_warpgroup(C)) {
     if (warpgroup == 1) {

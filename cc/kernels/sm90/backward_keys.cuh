@@ -101,7 +101,7 @@ struct KeyConsumer {
   // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited for
   // then, so that nothing else is done.
   __device__ __forceinline__ void decide_drops(Drops<C, kScores, true>& drops, RingPosition<C.stages> step) const {
-    if constexpr (C.dropout) {
+    if constexpr (C.dropout && !C.drops_beside) {
       wait(&control.first_full[step.index], step.parity);
       const int row = first_row() + warp_row() + lane() / 4, column = lane() % 4 * 2;
       const FragmentOrigin origin{control.item.first + row, control.headers[step.index].first + column, row, column};
@@ -113,12 +113,23 @@ struct KeyConsumer {
       }
     }
   }
+  // The same where drop warps have found them, of the step at hand.
+  __device__ __forceinline__ void read_drops(Drops<C, kScores, true>& drops) const {
+    if constexpr (C.drops_beside) {
+      wait(&control.drops_full[warpgroup], step & 1);
+      const int thread = ptx::thread_index_anew() - kWarpgroupThreads;
+#pragma unroll
+      for (int word = 0; word < drop_words(C); ++word) drops.words[word] = control.drop_bits[word][thread];
+      pin_registers(drops.words);
+      release_by_warp(&control.drops_empty[warpgroup]);
+    }
+  }
   __device__ __forceinline__ float dropout_factor() const {
-    if constexpr (C.dropout) return control.terms[ring.index].factor;
+    if constexpr (C.dropout && !has_scaled_statistics(C)) return control.terms[ring.index].factor;
     return 1.0f;
   }
   __device__ __forceinline__ float dropout_factor(int batch) const {
-    if constexpr (C.dropout) return kept_factor(params.problem, batch);
+    if constexpr (C.dropout && !has_scaled_statistics(C)) return kept_factor(params.problem, batch);
     return 1.0f;
   }
 
@@ -322,6 +333,7 @@ struct KeyConsumer {
       if (late_target != kNoTarget) turns().end();
       FetchedBias<C, kScores> fetched;
       if constexpr (FetchedBias<C, kScores>::kUsed) fetched.fetch(params.problem, control.terms[ring.index], origin());
+      read_drops(drops);
       wait_products<1>();
       pin_registers(s);
       finish_scores(s, p, flags, drops, fetched);
@@ -344,7 +356,7 @@ struct KeyConsumer {
       const Target target = late_target;
       late_target = dq_target(ring.index);
       start_dk(dk, ds);
-      if constexpr (C.dropout) {
+      if constexpr (C.dropout && !C.drops_beside) {
         if (!last) {
           RingPosition<C.stages> next = ring;
           next.advance();

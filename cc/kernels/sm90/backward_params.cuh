@@ -20,8 +20,10 @@ struct BackwardParams {
   TensorMap dk;    // axes (D, S, K, B); read if wants_dk
   TensorMap dv;    // axes (Dv, S, K, B); read if wants_dv
   ProblemParams problem;
-  const float* lse_log2;     // [B, N, rows_padded]: lse * log2(e); +inf for rows that see no key and beyond T
-  const float* delta;        // [B, N, rows_padded]: rowsum(dout * out) - dlse; 0 for such rows
+  // [B, N, rows_padded]: lse * log2(e), and rowsum(dout * out) - dlse; +inf and 0 for rows that see no key and beyond T. If
+  // has_scaled_statistics(), less the logarithm of the factor of kept pairs, and over it.
+  const float* lse_log2;
+  const float* delta;
   const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
   float*
       dq_accumulator;  // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
@@ -73,12 +75,14 @@ struct SumParams {
 
 // backward_prepare.cuh
 struct PrepareParams {
-  const void* out;           // [B, T, N, Dv]
-  const void* dout;          // [B, T, N, Dv]
-  const float* lse;          // [B, N, T]
-  const float* dlse;         // [B, N, T] or null
-  const int32_t* q_lengths;  // [B] or null
-  float* lse_log2;           // as in BackwardParams
+  const void* out;            // [B, T, N, Dv]
+  const void* dout;           // [B, T, N, Dv]
+  const float* lse;           // [B, N, T]
+  const float* dlse;          // [B, N, T] or null
+  const int32_t* q_lengths;   // [B] or null
+  const float* dropout_rate;  // of batch entries, dropout_rate_stride apart: for has_scaled_statistics(); or null
+  int32_t dropout_rate_stride;
+  float* lse_log2;  // as in BackwardParams
   float* delta;
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null

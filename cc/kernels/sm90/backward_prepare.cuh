@@ -5,6 +5,7 @@
 // head, blocks of a head in a row.
 #pragma once
 
+#include "attn/dropout.cuh"
 #include "base/numeric.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/backward_shape.cuh"
@@ -67,6 +68,14 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
 
   if (params.next_item && blockIdx.x == 0 && threadIdx.x < kDocumentCounters) params.next_item[threadIdx.x] = 0;
 
+  // exp2(score - lse_log2) times the factor of kept pairs, and delta over it.
+  float log2_factor = 0.0f, inverse_factor = 1.0f;
+  if (params.dropout_rate) {
+    const float factor = kept_factor(dropout_threshold(params.dropout_rate[entry * params.dropout_rate_stride]));
+    log2_factor = log2f(factor);
+    inverse_factor = 1.0f / factor;
+  }
+
   bool empty_rows = false;
 #pragma unroll 1
   for (int pass = 0; pass < kPasses; pass += kUnroll) {
@@ -95,8 +104,8 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
       const bool sees_keys = row_lse[i] != -infinity();
       if (threadIdx.x % kLanes == 0) {
         if (sees_keys && params.dlse) sum -= params.dlse[int64_t(flat_head) * params.q_len + row];
-        params.lse_log2[padded + row] = sees_keys ? shifted_lse_log2(row_lse[i]) : infinity();
-        params.delta[padded + row] = sees_keys ? sum : 0.0f;
+        params.lse_log2[padded + row] = sees_keys ? shifted_lse_log2(row_lse[i]) - log2_factor : infinity();
+        params.delta[padded + row] = sees_keys ? sum * inverse_factor : 0.0f;
       }
       empty_rows |= !sees_keys && row < params.q_len;
     }

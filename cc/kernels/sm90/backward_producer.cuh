@@ -21,6 +21,7 @@ struct KeyProducer {
   RingPosition<C.stages> ring{0, 1};
   RingPosition<kLayout.bias_slots> bias_ring{0, 1};
   RingPosition<kDqTurns> turn_ring{0, 1};
+  int drop_place = 0;  // of the next record for the drop warps
   unsigned landed_parity = 0;
   unsigned own_parity = 1;
   int terms_head = -1;        // query head of the records in control.terms
@@ -110,6 +111,18 @@ struct KeyProducer {
     }
   }
 
+  // Tells the drop warps of the next step.
+  __device__ __forceinline__ void announce_drops(const DropStep& step) {
+    if constexpr (C.drops_beside) {
+      static_assert(C.stages < kDropSteps);
+      if (leads()) {
+        control.drop_steps[drop_place] = step;
+        arrive(&control.drop_step_full[drop_place]);
+      }
+      drop_place = (drop_place + 1) % kDropSteps;
+    }
+  }
+
   // What the consumers need of a step beside tiles.
   __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
     const int stage = ring.index, first = step.tile * C.tile_q;
@@ -141,6 +154,7 @@ struct KeyProducer {
     Barrier* q_full = empty_rows ? &control.landed : &control.first_full[stage];
     Barrier* dout_full = empty_rows ? &control.landed : &control.second_full[stage];
     const unsigned q_tile = tiles + kLayout.q + stage * kQBytes, dout_tile = tiles + kLayout.dout + stage * kDoutBytes;
+    announce_drops({item.first, first, item.batch, step.head});
     wait_as_warp(&control.first_empty[stage], ring.parity);
     if constexpr (C.segments) {
       if ((flags & kComparesSegments) || C.dropout_rows) {
@@ -325,6 +339,7 @@ struct KeyProducer {
         number = take();
       }
       announce_dq({0, 0, 0});
+      announce_drops({0, 0, -1, 0});
       BackwardItem none{};
       none.first = kNoItem;
       start_item(none, false);

@@ -246,10 +246,12 @@ __device__ __forceinline__ void weights_of_exponents(float (&s)[kCount], unsigne
   }
 }
 
-// weight (dp - delta), where dp is 0 for a dropped pair and multiplied by factor for others. Without dropout plain.
+// weight (dp - delta), where dp is 0 for a dropped pair and multiplied by factor for others. Without dropout plain. If
+// has_scaled_statistics(), the factor is part of the weight, and delta is divided by it.
 template <Config C>
 __device__ __forceinline__ float score_gradient(float weight, float dp, float delta, float factor) {
   if constexpr (!C.dropout) return weight * (dp - delta);
+  if constexpr (has_scaled_statistics(C)) return fmaf(fmaxf(weight, 0.0f), dp, -(fabsf(weight) * delta));
   const bool dropped = __float_as_int(weight) < 0;
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }

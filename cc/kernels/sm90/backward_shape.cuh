@@ -61,12 +61,27 @@ JATTN_HOST_DEVICE constexpr int statistics_bytes(const Config& config) { return 
 // Scores have summands beside the product: exponents are then made in one pass over the fragment.
 JATTN_HOST_DEVICE constexpr bool has_score_terms(const Config& config) { return config.bias || config.alibi; }
 JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
-  return has_score_terms(config) || config.dropout;
+  return has_score_terms(config) || (config.dropout && !config.drops_beside);
 }
+
+// Whether lse and delta of the queries are such that weights have the factor of kept pairs already: what it costs a score to drop
+// pairs decides there. No other kernel reads these statistics then.
+JATTN_HOST_DEVICE constexpr bool has_scaled_statistics(const Config& config) { return config.drops_beside; }
 
 // Bytes of one tile of a bias in shared memory, chunks of 64 keys, queries along rows; 0 if it is read where it lies.
 JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
+}
+
+// Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
+// keys of each consumer warpgroup: for each of its threads some words, of a bit a pair.
+inline constexpr int kBackwardDropWarps = kBackwardConsumers;
+inline constexpr int kDropSteps = 4;  // records of steps for them; more than stages
+JATTN_HOST_DEVICE constexpr int drop_words(const Config& config) { return config.tile_q / 64; }
+JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
+  constexpr int kBarriers = kDropSteps + 2 * kBackwardConsumers;
+  const int bits = 4 * drop_words(config) * kBackwardConsumers * kWarpgroupThreads;
+  return config.drops_beside ? bits + 16 * kDropSteps + 32 * kBackwardDropWarps + 8 * kBarriers : 0;
 }
 
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
@@ -81,7 +96,7 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
   const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
   const int key_sums = config.sums_bias ? 4 * config.tile_kv : 0;
-  return positions + mask + terms + barriers + key_sums;
+  return positions + mask + terms + barriers + key_sums + step_drops_bytes(config);
 }
 
 // Barriers, headers, statistics, ids: everything but the tiles.

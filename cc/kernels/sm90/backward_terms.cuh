@@ -240,6 +240,22 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
   }
 }
 
+// Which of the sixteen pairs of a call are kept, keys being rows, in the lower half of a word; where the pair of value 2 h + e of
+// block n has its bit.
+__device__ __forceinline__ unsigned kept_pairs(const KeyRowBits& bits) {
+  unsigned of_blocks[2];  // 2 n and 2 n + 1, in the upper byte
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    // The upper two bits of each byte, by h. A product adds them up where they belong, none of them to another.
+    const unsigned by_bytes = (bits.kept[n][0] & 0x80808080u) | (bits.kept[n][1] >> 1 & 0x40404040u);
+    of_blocks[n] = by_bytes * (1u << 18 | 1u << 12 | 1u << 6 | 1u);
+  }
+  return __byte_perm(of_blocks[0], of_blocks[1], 0x4473u);
+}
+__device__ __forceinline__ constexpr int kept_bit(int n, int h, int e) {
+  return n / 2 * 8 + 2 * KeyRowBits::byte(n, h, e) + (1 - h);
+}
+
 // Which pairs of a fragment dropout removes, one bit each.
 template <Config C, int kCount, bool kTransposed>
 struct Drops {
@@ -247,15 +263,18 @@ struct Drops {
 
   unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
 
-  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words.
+  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words. The drop warps
+  // put those of neighbours into one byte: seven bits of a byte become predicates by one instruction.
   __device__ __forceinline__ static constexpr int bit_of(int index) {
+    if (C.drops_beside) return kept_bit(index / 4 % 8, index / 2 % 2, index % 2);
     const int n = index / 4 % 8, h = index / 2 % 2;
     return 8 * Bits::byte(n, h, index % 2) + (kTransposed ? n / 2 * 2 + h : n);
   }
 
   __device__ __forceinline__ bool operator[](int index) const {
     if constexpr (!C.dropout) return false;
-    return (words[index / 32] >> bit_of(index) & 1) != 0;
+    const bool bit = (words[index / 32] >> bit_of(index) & 1) != 0;
+    return C.drops_beside ? !bit : bit;  // what drop warps write is which pairs are kept
   }
 
   // origin: of this fragment. q_ids, positions: of the tiles; read only if rows have keys of their own. Whole warps.

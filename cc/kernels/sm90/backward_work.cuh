@@ -99,6 +99,26 @@ template <int kKeys>
 struct KeySumsPart {
   float key_sums[kKeys];  // of the gradients of the scores of the item's keys so far
 };
+// What the drop warps are told of a step.
+struct alignas(16) DropStep {
+  int key, query;  // the first of its tile
+  int batch;       // below 0: the block is done
+  int head;        // query head
+};
+// What a drop warp knows of the head at hand: in shared memory, since it has few registers.
+struct alignas(16) DropSource {
+  PhiloxKey key;
+  DropLimits limits;
+  int batch, head;
+};
+template <int kWords>
+struct StepDropsPart {
+  uint32_t drop_bits[kWords][kBackwardConsumers * kWarpgroupThreads];  // Drops::words of each consumer thread
+  DropStep drop_steps[kDropSteps];
+  DropSource drop_sources[kBackwardDropWarps];
+  Barrier drop_step_full[kDropSteps];
+  Barrier drops_full[kBackwardConsumers], drops_empty[kBackwardConsumers];  // of a warpgroup's bits
+};
 template <int kKind>
 struct NoPart {};
 
@@ -133,6 +153,9 @@ using SendersOf = Conditional<has_senders(C), SendersPart, NoPart<5>>;
 template <Config C>
 using KeySumsOf = Conditional<C.sums_bias, KeySumsPart<C.tile_kv>, NoPart<6>>;
 
+template <Config C>
+using StepDropsOf = Conditional<C.drops_beside, StepDropsPart<drop_words(C)>, NoPart<7>>;
+
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
@@ -140,7 +163,8 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      BiasBarriersOf<C>,
                                      DqStepsOf<C>,
                                      SendersOf<C>,
-                                     KeySumsOf<C> {
+                                     KeySumsOf<C>,
+                                     StepDropsOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -435,6 +459,13 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
         init_barrier(&control.staged_full[slot][warpgroup], kWarpgroupThreads / 32);
         init_barrier(&control.staged_empty[slot][warpgroup], 1);
       }
+    }
+  }
+  if constexpr (C.drops_beside) {
+    for (int step = 0; step < kDropSteps; ++step) init_barrier(&control.drop_step_full[step], 1);
+    for (int warpgroup = 0; warpgroup < kBackwardConsumers; ++warpgroup) {
+      init_barrier(&control.drops_full[warpgroup], 1);
+      init_barrier(&control.drops_empty[warpgroup], kWarpgroupThreads / 32);
     }
   }
   fence_barrier_init();

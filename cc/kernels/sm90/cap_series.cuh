@@ -37,6 +37,14 @@ CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms],
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
 }
 
+// Where scores are not tested, the sums over a thread's columns of a tile, of probabilities that refer to zero, tell afterwards.
+// Below the probability of a score at kShortCapSeriesLimit all scores are below that limit: the series ascends everywhere, and
+// one beyond would exceed the sum by itself. That must be 2^10 at least, so that the sums of ordinary scores are far below.
+// From kLeastTrustedSum on, scores below the negative limit have no part in the sum that counts: their probabilities are
+// less than 2^-10, and wrong by 2e-6 of the sum together (tests/cpu/test_cap_series.py).
+inline constexpr double kLeastTrustedLog2 = 10.0;
+inline constexpr float kLeastTrustedSum = 1.0f;
+
 #ifdef __CUDACC__
 
 // The polynomial without its last factor s.

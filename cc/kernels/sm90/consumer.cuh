@@ -44,6 +44,10 @@ struct Consumer {
   Ring ring;                  // of the tile whose scores are computed next
   unsigned items = 0;         // begun before the present one
   bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
+  // Whether this warp tests scores before it takes them for the softcap's series, or looks at the sums behind it: if the first tile
+  // without masks passes the test, until a sum tells otherwise.
+  enum SeriesProof : int { kNoTileYet, kBySums, kByTest };
+  SeriesProof proof = kNoTileYet;
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -134,12 +138,50 @@ struct Consumer {
     turns().end();
   }
 
+  // The scores of this warp once more, from shared memory.
+  __device__ __forceinline__ void compute_scores_again(Scores& s) const {
+#pragma unroll
+    for (int i = 0; i < C.tile_kv / 2; ++i) s[i] = 0.0f;
+    const int key = lane() / 16 * 8 + lane() % 8;
+#pragma unroll 1
+    for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
+      uint32_t q[4];
+      load_matrix(fragment_address(q_address(), step), q);
+      const unsigned k = k_address(ring.index) + step / 4 * C.tile_kv * kChunkRowBytes + key * kChunkRowBytes +
+                         ((step % 4 * 2 + lane() / 8 % 2) ^ key % 8) * 16;
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 16; ++i) {
+        uint32_t keys[4];
+        load_matrix(k + i * 16 * kChunkRowBytes, keys);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          auto& block = *reinterpret_cast<float (*)[4]>(&s[8 * i + 4 * half]);
+          ptx::mma_m16n8k16<C.element>(block, q, keys[2 * half], keys[2 * half + 1]);
+        }
+      }
+    }
+  }
+
   // From raw products of a softcap's problem to probabilities by a series, if it holds for all scores of the warp; returns whether.
-  __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, Softmax& softmax) const {
+  __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, Softmax& softmax) {
     if ((header.flags & kMasks) || !softmax.settled()) return false;
+    if constexpr (proves_by_sums(C)) {
+      if (proof == kBySums) {
+        if (softmax.update_unproven(s, params.short_cap_series, params.trusted_sum)) {
+          release(&control.k_empty[ring.index]);
+          return true;
+        }
+        proof = kByTest;
+        compute_scores_again(s);
+        return false;
+      }
+    }
     const bool small = __all_sync(~0u, squares_below(s, params.short_cap_series.limit));
+    if constexpr (proves_by_sums(C)) {
+      if (proof == kNoTileYet) proof = small && params.trusted_sum > 0.0f ? kBySums : kByTest;
+    }
     if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit))) return false;
-    if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (holds_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
     if (small) {
       softmax.update_capped(s, params.short_cap_series);
     } else {
@@ -161,8 +203,8 @@ struct Consumer {
   }
 
   // From raw products to probabilities; frees the k tile on the way.
-  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) const {
-    if constexpr (!reads_beside_k(C)) release(&control.k_empty[ring.index]);
+  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) {
+    if constexpr (!holds_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
       if (finish_by_series(s, header, softmax)) return;
     }
@@ -176,7 +218,7 @@ struct Consumer {
     if (header.flags & kMasks) {
       apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }
-    if constexpr (reads_beside_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (holds_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
     // A float16 probability has no room for all that may follow a row's only key in the tile of its diagonal.
     softmax.update(s, C.element == Element::kBF16 || !(header.flags & kMasks));
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
@@ -238,6 +280,7 @@ struct Consumer {
 
   // The output product of the last tile, and the end of its item.
   __device__ __forceinline__ void finish_last_tile(Probabilities& p, Output& out, const Softmax& softmax) {
+    if constexpr (proves_by_sums(C) && kReleasesQAtLastTile) sync_warpgroup();  // no warp reads q any more
     if constexpr (kReleasesQAtLastTile) release_q();
     wait(&control.v_full[ring.index], ring.parity);
     start_output<C>(out, p, v_address(ring.index));
@@ -339,7 +382,7 @@ struct Consumer {
   }
 
   // Starts the statistics of the present item.
-  __device__ __forceinline__ void reset(Softmax& softmax) const {
+  __device__ __forceinline__ void reset(Softmax& softmax) {
     const ItemRecord& item = control.items[items % kItemSlots];
     const int row = item.q_begin + place().row;
     const bool may_settle = control.item_numbers[items % kItemSlots] != kComputedAgain;
@@ -347,6 +390,7 @@ struct Consumer {
     if constexpr (kBoundsScores) {
       if (may_settle && params.problem.softcap_log2 <= kLargestBoundLog2) softmax.settle_at_zero();
     }
+    if constexpr (proves_by_sums(C)) proof = kNoTileYet;
   }
 
   __device__ __forceinline__ static void clear(Output& out) {

@@ -233,6 +233,30 @@ struct OnlineSoftmax {
     }
   }
 
+  // update_capped() where nothing is known of the scores, of rows settled at zero. Returns whether what this thread has of the tile
+  // proves that the series holds for them (cap_series.cuh); if not, nothing has been added to row_sum.
+  template <int kTerms, int kCount>
+  __device__ __forceinline__ bool update_unproven(float (&s)[kCount], const CapSeries<kTerms>& series,
+                                                  float trusted_sum) {
+    static_assert(kScaled);
+    rescale = false;
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i] * s[i]), -row_max[i / 2 % 2]));
+      sum[i / 2 % 2] += s[i];
+    }
+    bool proven = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      proven = proven && ((sum[r] >= kLeastTrustedSum && sum[r] < trusted_sum) || row_max[r] == infinity());
+    }
+    if (!__all_sync(~0u, proven)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_sum[r] += sum[r];
+    return true;
+  }
+
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
   // has_room: whether rows may settle by this tile.
   template <int kCount>

@@ -1,0 +1,103 @@
+// The drop warps of the backward: two warps of the producer's warpgroup find the pairs that dropout removes from a step, as bits,
+// while the consumers compute, each for the keys of a consumer warpgroup. As in the forward (drops.cuh) a call of Philox then
+// serves two consumer warps, where one of these can use but half of its pairs, and wide multiplications stand in no
+// consumer's row of instructions. A consumer thread is left with a word for 32 of its scores.
+//
+// Protocol. The producer writes a record of each step before it waits for room for the tiles (drop_step_full). It has found room for
+// those of the step before, so consumers are done with all but `stages` steps before that, and drop warps have read their
+// records: one place more than stages is enough. There is one place for the bits of a warpgroup's step: a drop warp holds
+// those of the next one in registers until the warps of the warpgroup have read those at hand (drops_empty), writes them and
+// says so (drops_full). A record without a batch entry ends its work.
+// tests/compile/test_backward_item_steps.py has a model of it.
+#pragma once
+
+#include "sm90/backward_terms.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+struct BackwardDropWarp {
+  using Bits = KeyRowBits;
+  static constexpr int kWords = drop_words(C);  // of a consumer thread
+
+  const BackwardParams& params;
+  BackwardControl<C, false>& control;
+  int warp;  // among the drop warps, as its consumer warpgroup among the consumers
+
+  // Words of the four consumer threads that the two calls of this lane serve, by the parity of their keys and the half of 32 keys that
+  // their warp has.
+  struct Found {
+    unsigned words[2][2];
+  };
+
+  // The group of keys of this lane, counted from the step's first, and of queries.
+  __device__ __forceinline__ unsigned key_group() const { return warp * 8 + lane() / 4; }
+  __device__ __forceinline__ static unsigned query_group() { return lane() % 4; }
+  __device__ __forceinline__ static unsigned lane() { return unsigned(ptx::thread_index_anew()) % 32; }
+
+  // Of 64 queries from column0 on: the halves of a word are those of 32. One call after the other: the warp has few registers.
+  __device__ __forceinline__ Found find(const DropStep& step, int column0) const {
+    const DropSource& source = control.drop_sources[warp];
+    // By a shuffle the whole warp has the same key, whose schedule then lies in uniform registers.
+    const PhiloxKey key{__shfl_sync(~0u, source.key.low, 0), __shfl_sync(~0u, source.key.high, 0)};
+    unsigned before[2] = {0, 0};  // of the call before, for both halves of the keys
+    Found found;
+#pragma unroll 1
+    for (int call = 0; call < 2; ++call) {
+      const uint32_t queries = unsigned(step.query + column0) / 8 + query_group() + 4 * call;
+      const uint32_t keys = unsigned(step.key) / 8 + key_group();
+      const PhiloxWords made = philox(key, philox_row_part(key, queries), philox_column_part(key, keys));
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const PairWords pairs = words_of_key(made, odd != 0);
+        const unsigned near = kept_pairs(Bits(pairs, false, source.limits)),
+                       far = kept_pairs(Bits(pairs, true, source.limits));
+        found.words[odd][0] = __byte_perm(before[odd], near, 0x5410u);
+        found.words[odd][1] = __byte_perm(before[odd], far, 0x5432u);
+        before[odd] = __byte_perm(near, far, 0x5410u);
+      }
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void store(const Found& found, int word) const {
+    const unsigned group = key_group();
+    const unsigned thread = group / 4 * 64 + group % 4 * 8 + query_group();
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (int far = 0; far < 2; ++far) control.drop_bits[word][thread + 32 * far + 4 * odd] = found.words[odd][far];
+    }
+  }
+
+  // Looks up the key and the rate of another head.
+  __device__ __forceinline__ void find_source(const DropStep& step) const {
+    DropSource& source = control.drop_sources[warp];
+    if (__all_sync(~0u, source.batch == step.batch && source.head == step.head)) return;
+    const Dropout dropout = dropout_of<C>(params.problem, step.batch, step.head);
+    if (lane() == 0) source = {dropout.key, drop_limits(dropout.threshold), step.batch, step.head};
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (lane() == 0) control.drop_sources[warp].batch = -1;
+    __syncwarp();
+    for (unsigned number = 0;; ++number) {
+      const unsigned place = number % kDropSteps;
+      wait_as_warp(&control.drop_step_full[place], number / kDropSteps & 1);
+      const DropStep step = control.drop_steps[place];
+      if (__any_sync(~0u, step.batch < 0)) return;
+      find_source(step);
+      Found found[kWords];
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) found[word] = find(step, 64 * word);
+      wait_as_warp(&control.drops_empty[warp], ~number & 1);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) store(found[word], word);
+      __syncwarp();
+      if (lane() == 0) arrive(&control.drops_full[warp]);
+    }
+  }
+};
+
+}  // namespace jattn::sm90

@@ -17,8 +17,7 @@ namespace jattn::sm90 {
 
 template <Config C>
 struct BackwardDropWarp {
-  using Bits = KeyRowBits;
-  static constexpr int kWords = drop_words(C);  // of a consumer thread
+  static_assert(C.tile_q == 64 && C.tile_kv == 128);
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -35,8 +34,8 @@ struct BackwardDropWarp {
   __device__ __forceinline__ static unsigned query_group() { return lane() % 4; }
   __device__ __forceinline__ static unsigned lane() { return unsigned(ptx::thread_index_anew()) % 32; }
 
-  // Of 64 queries from column0 on: the halves of a word are those of 32. One call after the other: the warp has few registers.
-  __device__ __forceinline__ Found find(const DropStep& step, int column0) const {
+  // The halves of a word are those of 32 queries. One call after the other: the warp has few registers.
+  __device__ __forceinline__ Found find(const DropStep& step) const {
     const DropSource& source = control.drop_sources[warp];
     // By a shuffle the whole warp has the same key, whose schedule then lies in uniform registers.
     const PhiloxKey key{__shfl_sync(~0u, source.key.low, 0), __shfl_sync(~0u, source.key.high, 0)};
@@ -44,14 +43,14 @@ struct BackwardDropWarp {
     Found found;
 #pragma unroll 1
     for (int call = 0; call < 2; ++call) {
-      const uint32_t queries = unsigned(step.query + column0) / 8 + query_group() + 4 * call;
+      const uint32_t queries = unsigned(step.query) / 8 + query_group() + 4 * call;
       const uint32_t keys = unsigned(step.key) / 8 + key_group();
       const PhiloxWords made = philox(key, philox_row_part(key, queries), philox_column_part(key, keys));
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const PairWords pairs = words_of_key(made, odd != 0);
-        const unsigned near = kept_pairs(Bits(pairs, false, source.limits)),
-                       far = kept_pairs(Bits(pairs, true, source.limits));
+        const unsigned near = kept_pairs(KeyRowBits(pairs, false, source.limits));
+        const unsigned far = kept_pairs(KeyRowBits(pairs, true, source.limits));
         found.words[odd][0] = __byte_perm(before[odd], near, 0x5410u);
         found.words[odd][1] = __byte_perm(before[odd], far, 0x5432u);
         before[odd] = __byte_perm(near, far, 0x5410u);
@@ -60,13 +59,13 @@ struct BackwardDropWarp {
     return found;
   }
 
-  __device__ __forceinline__ void store(const Found& found, int word) const {
+  __device__ __forceinline__ void store(const Found& found) const {
     const unsigned group = key_group();
     const unsigned thread = group / 4 * 64 + group % 4 * 8 + query_group();
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
-      for (int far = 0; far < 2; ++far) control.drop_bits[word][thread + 32 * far + 4 * odd] = found.words[odd][far];
+      for (int far = 0; far < 2; ++far) control.drop_bits[thread + 32 * far + 4 * odd] = found.words[odd][far];
     }
   }
 
@@ -88,12 +87,9 @@ struct BackwardDropWarp {
       const DropStep step = control.drop_steps[place];
       if (__any_sync(~0u, step.batch < 0)) return;
       find_source(step);
-      Found found[kWords];
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) found[word] = find(step, 64 * word);
+      const Found found = find(step);
       wait_as_warp(&control.drops_empty[warp], ~number & 1);
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) store(found[word], word);
+      store(found);
       __syncwarp();
       if (lane() == 0) arrive(&control.drops_full[warp]);
     }

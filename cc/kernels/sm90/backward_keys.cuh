@@ -117,9 +117,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void read_drops(Drops<C, kScores, true>& drops) const {
     if constexpr (C.drops_beside) {
       wait(&control.drops_full[warpgroup], step & 1);
-      const int thread = ptx::thread_index_anew() - kWarpgroupThreads;
-#pragma unroll
-      for (int word = 0; word < drop_words(C); ++word) drops.words[word] = control.drop_bits[word][thread];
+      drops.words[0] = control.drop_bits[ptx::thread_index_anew() - kWarpgroupThreads];
       pin_registers(drops.words);
       release_by_warp(&control.drops_empty[warpgroup]);
     }

@@ -74,14 +74,13 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
 }
 
 // Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
-// keys of each consumer warpgroup: for each of its threads some words, of a bit a pair.
+// keys of each consumer warpgroup: for each of its threads a word, with a bit for each of 32 pairs.
 inline constexpr int kBackwardDropWarps = kBackwardConsumers;
 inline constexpr int kDropSteps = 4;  // records of steps for them; more than stages
-JATTN_HOST_DEVICE constexpr int drop_words(const Config& config) { return config.tile_q / 64; }
 JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
   constexpr int kBarriers = kDropSteps + 2 * kBackwardConsumers;
-  const int bits = 4 * drop_words(config) * kBackwardConsumers * kWarpgroupThreads;
-  return config.drops_beside ? bits + 16 * kDropSteps + 32 * kBackwardDropWarps + 8 * kBarriers : 0;
+  constexpr int kBits = 4 * kBackwardConsumers * kWarpgroupThreads;
+  return config.drops_beside ? kBits + 16 * kDropSteps + 32 * kBackwardDropWarps + 8 * kBarriers : 0;
 }
 
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.

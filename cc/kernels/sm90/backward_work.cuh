@@ -111,9 +111,8 @@ struct alignas(16) DropSource {
   DropLimits limits;
   int batch, head;
 };
-template <int kWords>
 struct StepDropsPart {
-  uint32_t drop_bits[kWords][kBackwardConsumers * kWarpgroupThreads];  // Drops::words of each consumer thread
+  uint32_t drop_bits[kBackwardConsumers * kWarpgroupThreads];  // Drops::words of each consumer thread
   DropStep drop_steps[kDropSteps];
   DropSource drop_sources[kBackwardDropWarps];
   Barrier drop_step_full[kDropSteps];
@@ -154,7 +153,7 @@ template <Config C>
 using KeySumsOf = Conditional<C.sums_bias, KeySumsPart<C.tile_kv>, NoPart<6>>;
 
 template <Config C>
-using StepDropsOf = Conditional<C.drops_beside, StepDropsPart<drop_words(C)>, NoPart<7>>;
+using StepDropsOf = Conditional<C.drops_beside, StepDropsPart, NoPart<7>>;
 
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,

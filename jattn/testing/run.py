@@ -89,15 +89,18 @@ def forward_function(case: Case, operands: Operands, backend: str | None) -> Cal
     return forward
 
 
-def run(
+def compile_case(
     case: Case, operands: Operands, backend: str, *, backward: bool = True, poisoned: bool = True
-) -> Outcome:
-    """Runs a case through a forced backend, forward and, unless switched off, backward for dout and dlse.
+) -> tuple[Callable[[], dict[str, jax.Array]], str]:
+    """Compiles a case for a forced backend, forward and, unless switched off, backward for dout and dlse.
 
     With `poisoned` every element that must not be read holds NaN or infinity.
 
+    Returns:
+      A function that runs it once, and gives tensors by the names of `compare.TENSORS`; the lowered program.
+
     Raises:
-      AssertionError: another backend ran.
+      AssertionError: another backend was lowered.
     """
     operands = inputs.poison(case, operands) if poisoned else operands
     with jax.enable_x64(case.dtype == "float64"):
@@ -131,13 +134,23 @@ def run(
         assert_ran(
             backend, before, text, passes=("forward", "backward") if backward else ("forward",)
         )
-        (out, lse), grads = jax.device_get(lowered.compile()(arrays, cotangents))
-    results = {"out": out, "lse": lse}
-    names = compare.TENSORS[2:]
-    results |= {
-        name: np.asarray(grad) for name, grad in zip(names, grads, strict=True) if grad is not None
-    }
-    return Outcome(results, text)
+        compiled = lowered.compile()
+
+    def call() -> dict[str, jax.Array]:
+        with jax.enable_x64(case.dtype == "float64"):
+            results, gradients = compiled(arrays, cotangents)
+        named = zip(compare.TENSORS, (*results, *gradients), strict=True)
+        return {name: x for name, x in named if x is not None}
+
+    return call, text
+
+
+def run(
+    case: Case, operands: Operands, backend: str, *, backward: bool = True, poisoned: bool = True
+) -> Outcome:
+    """Does `compile_case` and runs the program once."""
+    call, text = compile_case(case, operands, backend, backward=backward, poisoned=poisoned)
+    return Outcome({name: np.asarray(x) for name, x in call().items()}, text)
 
 
 def assert_ran(

@@ -64,8 +64,8 @@ JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
   return has_score_terms(config) || (config.dropout && !config.drops_beside);
 }
 
-// Whether lse and delta of the queries are such that weights have the factor of kept pairs already: what it costs a score to drop
-// pairs decides there. No other kernel reads these statistics then.
+// Whether lse and delta of the queries are such that weights have the factor of kept pairs already, which spares an operation a
+// score. No other kernel reads these statistics then.
 JATTN_HOST_DEVICE constexpr bool has_scaled_statistics(const Config& config) { return config.drops_beside; }
 
 // Bytes of one tile of a bias in shared memory, chunks of 64 keys, queries along rows; 0 if it is read where it lies.

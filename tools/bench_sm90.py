@@ -300,7 +300,7 @@ def trusted_sum(coefficients: list[float], case: Case) -> float:
     capped = (
         (case.softcap or 0.0) * LOG2E * sum(c * limit ** (2 * i + 1) for i, c in enumerate(factors))
     )
-    return 2.0**capped if 10.0 <= capped < 100.0 else 0.0
+    return 2.0**capped if capped >= 10.0 and (case.softcap or 0.0) * LOG2E <= 80.0 else 0.0
 
 
 def launcher(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Callable[[], None]:

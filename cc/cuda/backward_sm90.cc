@@ -180,7 +180,7 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   return {static_cast<int32_t>(full_sections(std::max(by_bytes, at_work), heads))};
 }
 
-// Whether rows have statistics for a kernel that drops pairs for nothing; others would be wrong by them.
+// Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel expects.
 bool scales_statistics(const Kernels& kernels) {
   const bool scales = kernels.fused != nullptr && sm90::has_scaled_statistics(kernels.fused->config());
   JATTN_REQUIRE(!scales || (kernels.dq == nullptr && kernels.dbias == nullptr), "kernel ", kernels.fused->text,

@@ -92,16 +92,6 @@ bool packs_heads(const Problem& problem, const Config& config) {
   return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
 }
 
-// ForwardParams::trusted_sum: the probability, referred to zero, of a score at the limit of the short series.
-float trusted_sum(double softcap_log2) {
-  constexpr double kSquare = sm90::kShortCapSeriesLimit * sm90::kShortCapSeriesLimit;
-  constexpr const auto& kFactors = sm90::kShortCapSeries;
-  constexpr double kCapped =
-      sm90::kShortCapSeriesLimit * (kFactors[0] + kSquare * (kFactors[1] + kSquare * kFactors[2]));
-  const double at_limit = softcap_log2 * kCapped;
-  return at_limit >= sm90::kLeastTrustedLog2 && at_limit < 100.0 ? static_cast<float>(std::exp2(at_limit)) : 0.0f;
-}
-
 // Results of all parts: statistics of the rows, then rows of the output.
 int64_t parts_bytes(const Problem& problem, const Plan& plan) {
   const int64_t splits = key_splits(plan);
@@ -225,7 +215,9 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
     params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
     params.short_cap_series =
         sm90::cap_series(sm90::kShortCapSeriesLimit, sm90::kShortCapSeries, problem.scale, problem.softcap);
-    if (params.short_cap_series.limit > 0.0f) params.trusted_sum = trusted_sum(params.problem.softcap_log2);
+    const double trusted_log2 = sm90::trusted_sum_log2(params.problem.softcap_log2);
+    if (params.short_cap_series.limit > 0.0f && trusted_log2 > 0.0)
+      params.trusted_sum = std::exp2(static_cast<float>(trusted_log2));
   }
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);

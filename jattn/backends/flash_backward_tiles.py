@@ -143,7 +143,8 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     features += 32 * tile.stages if _has_step_terms(spec) and not tile.drops_beside else 0
     features += 16 * tile.stages if tile.staged_bias else 0
     features += 4 * tile.tile_kv if tile.sums_bias else 0
-    features += 1216 if tile.drops_beside else 0
+    # Bits of 256 threads, records of steps and of heads, barriers.
+    features += 4 * 256 + 16 * 4 + 32 * 2 + 8 * 8 if tile.drops_beside else 0
     return -(-(statistics + ids + 16 * tile.stages + 32 + barriers + features) // 16) * 16
 
 

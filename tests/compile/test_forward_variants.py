@@ -253,3 +253,20 @@ def test_turns_stay_away_from_tiles_in_series() -> None:
     assert in_series.in_series
     assert not in_series.take_turns
     assert wide.take_turns
+
+
+def test_sums_are_trusted_where_rows_settle_at_zero(tmp_path: Path) -> None:
+    """Elsewhere a probability refers to a maximum, or the bound is too near to sums of ordinary scores."""
+    program = """
+#include <cstdio>
+#include "sm90/cap_series.cuh"
+int main() {
+  const double caps[] = {10.0, 25.0, 25.5, 30.0, 50.0, 55.4, 55.5, 60.0, 100.0, 250.0};
+  for (double cap : caps) {
+    std::printf("%d\\n", jattn::sm90::trusted_sum_log2(float(cap * 1.4426950408889634)) > 0.0);
+  }
+}
+"""
+    binary = toolchain.build_host_program(program, tmp_path)
+    done = subprocess.run([binary], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0", "1", "1", "1", "1", "0", "0", "0", "0"]

@@ -195,6 +195,11 @@ SPOILED_CASES = [
     BY_SUMS.but("sinks", sinks_form="n", q_len=64, kv_len=2000),
     BY_SUMS.but("dropout", dropout_rate=0.2),
     BY_SUMS.but("mask", mask_form="b1ts", mask_density=1.0),
+    BY_SUMS.but("least", softcap=25.5),
+    BY_SUMS.but("most", softcap=55.0, is_causal=True),
+    # Rows refer to their maxima there: sums prove nothing, and scores are tested.
+    BY_SUMS.but("beyond", softcap=60.0, is_causal=True),
+    BY_SUMS.but("far-beyond", softcap=200.0),
 ]
 
 

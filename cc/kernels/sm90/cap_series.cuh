@@ -45,6 +45,18 @@ CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms],
 inline constexpr double kLeastTrustedLog2 = 10.0;
 inline constexpr float kLeastTrustedSum = 1.0f;
 
+// The largest softcap, in units of log2, whose rows settle at zero before their first tile: sums of 2^20 keys are then at most
+// 2^100 (Consumer::kLargestSum).
+inline constexpr float kLargestBoundLog2 = 80.0f;
+
+// The logarithm of the bound of sums, or 0: where it would be too near to them, and where probabilities refer to a maximum.
+constexpr double trusted_sum_log2(double softcap_log2) {
+  constexpr double kSquare = kShortCapSeriesLimit * kShortCapSeriesLimit;
+  constexpr double kSlope = kShortCapSeries[0] + kSquare * (kShortCapSeries[1] + kSquare * kShortCapSeries[2]);
+  const double at_limit = softcap_log2 * kShortCapSeriesLimit * kSlope;
+  return at_limit >= kLeastTrustedLog2 && softcap_log2 <= kLargestBoundLog2 ? at_limit : 0.0;
+}
+
 #ifdef __CUDACC__
 
 // The polynomial without its last factor s.

@@ -34,7 +34,6 @@ struct Consumer {
   static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
   // Whether a softcap bounds the scores. A float16 probability has no room for scores that refer to 0.
   static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && C.element == Element::kBF16;
-  static constexpr float kLargestBoundLog2 = 80.0f;  // sums of 2^20 keys stay below kLargestSum
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
 
   const ForwardParams& params;

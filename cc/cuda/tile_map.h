@@ -50,13 +50,14 @@ inline sm90::TensorMap bias_map(const Problem& problem, int64_t box_rows) {
 }
 
 // Pairs [batch, heads, queries, keys] of the problem's element type, in the same boxes.
-inline sm90::TensorMap score_map(const void* address, const Problem& problem, int64_t heads, int64_t box_rows) {
+inline sm90::TensorMap score_map(const void* address, const Problem& problem, int64_t entries, int64_t heads,
+                                 int64_t box_rows) {
   const int64_t area = problem.q_len * problem.kv_len;
   const std::array<TensorMapAxis, 4> axes{{
       {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
       {.extent = problem.q_len, .stride = problem.kv_len, .box = box_rows},
       {.extent = heads, .stride = area, .box = 1},
-      {.extent = problem.batch, .stride = heads * area, .box = 1},
+      {.extent = entries, .stride = heads * area, .box = 1},
   }};
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, problem.dtype, axes, Swizzle::k128Bytes));
 }

@@ -49,6 +49,8 @@ _TAKES_ITEMS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("item
 _DQ_ORDER: contextvars.ContextVar[int | None] = contextvars.ContextVar("dq_order", default=None)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
+# Batch entries whose gradients of scores are added up where they are stored (``cc/cuda/backward_sm90.cc``).
+_ENTRIES_OF_PART = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +144,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) and not tile.drops_beside else 0
     features += 16 * tile.stages if tile.staged_bias else 0
+    features += 24 * tile.stages if tile.stores_ds else 0
     features += 4 * tile.tile_kv if tile.sums_bias else 0
     # Bits of 256 threads, records of steps and of heads, barriers.
     features += 4 * 256 + 16 * 4 + 32 * 2 + 8 * 8 if tile.drops_beside else 0
@@ -255,8 +258,8 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
     return direct
 
 
-def _takes_items(spec: Spec) -> bool:
-    """Whether blocks take item after item, as measured: with a dense mask at small head dims no faster."""
+def _wants_items(spec: Spec) -> bool:
+    """Whether blocks had better take item after item, as measured: with a dense mask at small head dims no faster."""
     forced = _TAKES_ITEMS.get()
     if forced is not None:
         return forced
@@ -296,6 +299,17 @@ def _has_room_for_results(tile: Tile) -> bool:
     return dv <= places and (dv + dk <= places or tile.bulk_reduce)
 
 
+def _takes_items(spec: Spec, tile: Tile) -> bool:
+    """Whether blocks take item after item, with this tile.
+
+    Where ds is stored, that spares registers at head dim 64, but not beside segments; at 128 it is no faster.
+    """
+    if tile.stores_ds and (tile.head_dim != 64 or spec.segments or spec.dropout is not None):
+        return False
+    wants = tile.stores_ds or _wants_items(spec)
+    return wants and _has_room_for_results(tile)
+
+
 def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bool = False) -> Tile:
     """Picks the tile of the kernels that own keys: with dq, as far as the head dims allow, or without it.
 
@@ -328,7 +342,7 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bo
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
         # Two tiles of a bias are worth more than the room for bulk reductions, which pay off where warps of their own
         # send them, else with a band.
-        with_bulk = fused and not staged and (_takes_items(spec) or not spec.band.unbounded)
+        with_bulk = fused and not staged and (_wants_items(spec) or not spec.band.unbounded)
         return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
     direct_bias = spec.bias is not None and spec.bias[2] > 1 and not staged
     if direct_bias or (spec.alibi_slopes is not None and spec.positions):
@@ -384,9 +398,7 @@ def _pick_keys(
     """
     keys = keys_tile(spec, fused=fused, stores_ds=stores_ds, sums_bias=sums_bias)
     if fused and (not _splits(keys) or keys.dq_warpgroup):
-        # Kernels that store ds are launched for some heads at a time.
-        takes_items = not stores_ds and _has_room_for_results(keys) and _takes_items(spec)
-        keys = dataclasses.replace(keys, takes_items=takes_items)
+        keys = dataclasses.replace(keys, takes_items=_takes_items(spec, keys))
         keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
         forced = _DQ_ORDER.get()
         any_order = 1 if spec.dropout is None else 0  # as measured
@@ -477,10 +489,11 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
 def _ds_bytes(spec: Spec) -> int:
     """Scratch for gradients of scores (``DsParts`` in ``cc/cuda/backward_sm90.cc``)."""
     assert spec.bias is not None
-    if spec.bias[0] == spec.batch or spec.batch == 0:
+    parts = -(-spec.batch // _ENTRIES_OF_PART)
+    if spec.bias[0] == spec.batch or parts <= 1:
         return 0
-    heads = max(1, spec.num_kv_heads // spec.batch) * spec.group_size
-    return spec.batch * heads * spec.q_len * spec.kv_len * 2 + SCRATCH_ALIGNMENT
+    heads = max(1, spec.num_kv_heads // parts) * spec.group_size
+    return parts * heads * spec.q_len * spec.kv_len * 2 + SCRATCH_ALIGNMENT
 
 
 def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], deterministic: bool) -> Plan:

@@ -6,8 +6,10 @@ any numbers of steps. What reads shared memory behind a warp's back has programs
 matrix unit for each warpgroup, whose product reads once all warps have started it and ends for all
 of them at once, and the copy engine for each warp, whose stores and reductions read at any time
 until they are waited for. With ``Config::drops_beside`` a warp for each warpgroup finds bits for its steps
-(backward_drops.cuh). With ``Config::dq_order`` two more warps send dq off (backward_sender.cuh); that
-other blocks let them is taken for granted here, and shown in ``test_dq_order.py``.
+(backward_drops.cuh). With ``Config::stores_ds`` gradients of scores take the place of a tile of the
+bias, from where one more stores them (backward_storer.cuh). With ``Config::dq_order`` two more warps
+send dq off (backward_sender.cuh); that other blocks let them is taken for granted here, and shown in
+``test_dq_order.py``.
 ``test_backward_steps.py`` has the kernels with a block for each item.
 """
 
@@ -42,6 +44,7 @@ class Form:
       senders: warps of their own add up what is staged.
       drops: warps of their own find the pairs that dropout removes.
       drop_steps: places for records of steps for them.
+      ds_places: of tiles of a bias, which gradients of scores are stored from; 0 if they are not.
       dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
       ahead: tiles of queries that come before the keys of their item.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
@@ -53,6 +56,7 @@ class Form:
     senders: bool = False
     drops: bool = False
     drop_steps: int = 4
+    ds_places: int = 0
     dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
     dk: tuple[tuple[int, int], ...] = ()
     stages: int = 2
@@ -126,9 +130,52 @@ class Program:
                 self.load_queries()
             if count <= ahead:
                 self.start_item(number, count)
+        self.end_ds()
         self.announce_dq()
         self.announce_drops()
         self.start_item(len(self.items), 0)
+        return self.steps
+
+    # Places of a bias, in parts of the warps: each reads its own, and leaves gradients of scores there.
+    def ds_place(self, step: int) -> tuple[int, int]:
+        """The place of a step, and the number of steps that have used it then."""
+        return step % self.form.ds_places, step // self.form.ds_places + 1
+
+    def load_bias(self) -> None:
+        if self.form.ds_places:
+            place, use = self.ds_place(self.step)
+            self.wait(("bias empty", place), use - 1, 1)
+            for warp in range(ALL_WARPS):
+                self.write("bias", place, warp)
+            self.write("where ds goes", place)
+            self.signal("bias full", place)
+
+    def end_ds(self) -> None:
+        if self.form.ds_places:
+            place, use = self.ds_place(self.step)
+            self.wait(("bias empty", place), use - 1, 1)
+            self.write("where ds goes", place)
+            for _ in range(ALL_WARPS):
+                self.signal("ds written", place)
+
+    def read_bias(self) -> None:
+        if self.form.ds_places:
+            place, use = self.ds_place(self.step)
+            self.wait(("bias full", place), use, 1)
+            self.read("bias", place, self.me, version=2 * use - 1)
+
+    def store_ds(self) -> list[Step]:
+        """The warp that stores gradients of scores."""
+        for step in range(sum(self.items) + 1):
+            place, use = self.ds_place(step)
+            self.wait(("ds written", place), use, ALL_WARPS)
+            self.read("where ds goes", place, version=use)
+            if step == sum(self.items):
+                break
+            for warp in range(ALL_WARPS):
+                self.read("bias", place, warp, version=2 * use)
+            self.signal("bias empty", place)
+        self.signal("gone")
         return self.steps
 
     def start_item(self, number: int, count: int) -> None:
@@ -180,6 +227,7 @@ class Program:
         if self.form.empty_rows:
             self.signal("q full", stage)
             self.signal("d full", stage)
+        self.load_bias()
         self.step += 1
 
     # Turns.
@@ -341,6 +389,7 @@ class Program:
                 self.signal("drops empty", self.warpgroup)
             self.wait_products(1)
             self.read("record", version=record)
+            self.read_bias()
             self.read_tile("q")
             self.wait_products(0)
             self.read_tile("d")
@@ -348,6 +397,8 @@ class Program:
             self.begin_turn()
             self.start(self.tile("d"))
             self.signal("ds full", self.step % 2)
+            if self.form.ds_places:
+                self.signal("ds written", self.ds_place(self.step)[0])
             self.start_late_dq(k, is_used=i > 0)
             self.wait_products(1)
             self.free("d")
@@ -381,6 +432,8 @@ class Program:
         buffer = self.step % 2
         self.wait(("ds empty", buffer), self.step // 2, ALL_WARPS)
         self.write_parts(lambda warp: self.stored_ds(buffer, warp))
+        if self.form.ds_places:
+            self.write("bias", self.ds_place(self.step)[0], self.me)
         self.start_reduction(self.step - 2)
 
     def start_late_dq(self, k: tuple[Place, int], is_used: bool = True) -> None:
@@ -427,13 +480,15 @@ def programs(form: Form, items: list[int]) -> list[list[Step]]:
         found += [Program(form, items, i).send_dq(giver.handed) for i, giver in givers]
     if form.drops:
         found += [Program(form, items, i).find_drops() for i in range(2)]
+    if form.ds_places:
+        found.append(Program(form, items).store_ds())
     found += [warp.copies for warp in warps]
     found += [warp.products for warp in (warps[::WARPS] if form.products_meet else warps)]
     # Whoever has the shared memory next writes over it.
     stored = {step.place for warp in warps for step in warp.copies if step.action == "read"}
     stored |= {place for warp in warps for sums in warp.handed for place, _ in sums}
     end = [
-        Step("wait", ("gone",), ALL_WARPS + 2 * form.senders),
+        Step("wait", ("gone",), ALL_WARPS + 2 * form.senders + (form.ds_places > 0)),
         *(Step("write", place) for place in sorted(stored, key=str)),
     ]
     return [*found, end]
@@ -467,6 +522,10 @@ FORMS = {
     "128-drops": Form(drops=True),
     "128-one-slot-drops": Form(slots=1, drops=True, empty_rows=True),
     "64-narrow-drops": Form(dv=((0, 0),), dk=((1, 0),), drops=True),
+    "64-stored": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True, ds_places=2),
+    "64-stored-in-one": dataclasses.replace(
+        HEAD_DIM_64, slots=0, empty_rows=True, ds_places=1, ahead=1
+    ),
 }
 ITEMS: tuple[list[int], ...] = (
     [],
@@ -495,6 +554,10 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         assert faults(form, [1, stages + 1]) == set()
         further = dataclasses.replace(form, ahead=stages + 1)
         assert "stops at ('own full',)" in faults(further, [1, stages + 1])
+    # Nor than there are places of a bias.
+    form = FORMS["64-stored-in-one"]
+    assert faults(form, [1, 2]) == set()
+    assert "stops at ('own full',)" in faults(dataclasses.replace(form, ahead=2), [1, 2])
 
 
 # The wait of the producer for q covers that for dout, which is freed before it.
@@ -546,6 +609,10 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128-drops", "drops full", "bits is read early"),
         ("128-drops", "drops empty", "bits is read late"),
         ("128-drops", "drop step full", "drop step is read early"),
+        ("64-stored", "bias full", "bias is read early"),
+        ("64-stored", "bias empty", "bias is read late"),
+        ("64-stored", "ds written", "bias is read early"),
+        ("64-stored-in-one", "bias empty", "where ds goes is read late"),
     ],
 )
 def test_what_is_left_out_is_found(name: str, without: str, fault: str) -> None:

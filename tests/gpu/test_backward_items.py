@@ -140,6 +140,53 @@ def test_sums_of_keys(case: Case, deterministic: bool) -> None:
         verify(case, "flash", kernel="sums_bias=1")
 
 
+# A bias of heads, with stored gradients of scores: those of batch entries that share it are added up where they are,
+# four at most to a part. kv_len: rows of a bias that is staged begin on 16-byte boundaries.
+HEADS = BASE.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
+NARROW_HEADS = NARROW.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
+MANY = {"batch": 9, "num_heads": 16, "num_kv_heads": 4}  # more items than multiprocessors
+STORED = [
+    HEADS.but("one", batch=1),
+    HEADS.but("entries", batch=4),
+    HEADS.but("entries-causal", batch=3, is_causal=True, dtype="float16"),
+    HEADS.but("parts", batch=5, num_heads=8, num_kv_heads=2),
+    HEADS.but("parts-causal", **MANY, is_causal=True),
+    HEADS.but("own", bias_form="bnts", is_causal=True),
+    HEADS.but("lengths", batch=5, q_lengths=(333, 0, 700, 65, 9), kv_lengths=(700, 77, 0, 704, 64)),
+    HEADS.but("mask", batch=3, mask_form="b1ts"),
+    HEADS.but("dropout", batch=4, dropout_rate=0.2),
+    NARROW_HEADS.but("one", batch=1),
+    NARROW_HEADS.but("entries", batch=4),
+    NARROW_HEADS.but("parts-causal", **MANY, is_causal=True, dtype="float16"),
+    NARROW_HEADS.but("mask", **MANY, mask_form="b1ts"),
+    NARROW_HEADS.but(
+        "lengths", batch=2, q_lengths=(333, 700), kv_lengths=(704, 77), is_causal=True
+    ),
+    NARROW_HEADS.but("segments", **MANY, q_len=704, segments="random", num_segments=7),
+]
+
+
+@pytest.mark.parametrize("case", STORED, ids=str)
+@pytest.mark.backends("flash")
+def test_stored_gradients_of_scores(case: Case) -> None:
+    verify(case, "flash", kernel="stores_ds=1")
+
+
+# One place for tiles of a bias, and blocks that take several items: the next item's tiles may not fill it twice.
+ONE_PLACE = [
+    HEADS.but("one-place", **MANY, bias_form="11ts", mask_form="b1ts"),
+    HEADS.but("one-place-causal", **MANY, bias_form="11ts", mask_form="b1ts", is_causal=True),
+    NARROW_HEADS.but("one-place", **MANY, bias_form="11ts", q_len=704, segments="random"),
+    NARROW_HEADS.but("one-place-stored", **MANY, mask_form="b1ts", dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("case", ONE_PLACE, ids=str)
+@pytest.mark.backends("flash")
+def test_one_place_for_a_bias(case: Case) -> None:
+    verify(case, "flash", kernel=TAKEN)
+
+
 # Where warps of their own send dq off (Config::dq_order): what bulk reductions stage; in order, unfiltered tiles alone.
 IN_ORDER = [case for case in CASES if case.segments is None and case.mask_form is None]
 

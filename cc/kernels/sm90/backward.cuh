@@ -13,6 +13,7 @@
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_sender.cuh"
 #include "sm90/backward_split.cuh"
+#include "sm90/backward_storer.cuh"
 
 namespace jattn::sm90 {
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(kLayout.bytes <= kMaxSharedBytes);
   static_assert(sizeof(BackwardControl<C, false>) <= backward_control_bytes(C, false));
 
-  static_assert(!takes_items(C) || (kFused && !C.stores_ds && !kSplit));
+  static_assert(!takes_items(C) || (kFused && !kSplit));
   static_assert(!C.documents || (takes_items(C) && C.segments && !C.lengths && !C.positions && !C.mask && !C.bias &&
                                  !C.alibi && !C.dropout));
   static_assert(!C.take_turns || (kFused && !kSplit));
@@ -48,7 +49,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     if (tiles % 1024 != 0) __trap();  // the swizzle counts rows from here
     constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
     init_control(control, kSplit ? kWarps : kBackwardConsumers, kSplit ? kWarps / 2 : kWarps,
-                 C.stores_ds ? kBackwardConsumers
+                 C.stores_ds ? 1
                  : kSplit    ? kWarps / 2
                              : kWarps);
     prefetch_tensor_map(&params.q);
@@ -66,6 +67,10 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) {
       KeyProducer<C, kFused>{params, control, tiles}.run();
+    } else if (C.stores_ds && warp == kStorerWarp) {
+      if constexpr (C.stores_ds) {
+        if (lane() == 0) DsStorer<C, kFused>{params, control, tiles}.run();
+      }
     } else if constexpr (has_senders(C)) {
       if (warp <= kBackwardConsumers && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
     } else if constexpr (C.drops_beside) {

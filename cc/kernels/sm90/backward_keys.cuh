@@ -175,9 +175,12 @@ struct KeyConsumer {
   }
 
   // Behind finish_gradients().
-  __device__ __forceinline__ void give_gradients() const {
+  __device__ __forceinline__ void give_gradients() {
     if constexpr (kFused) release_by_warp(ds_full(step));
-    if constexpr (C.stores_ds) sync_warpgroup(warpgroup);  // for the copy
+    if constexpr (C.stores_ds) {
+      release_by_warp(&control.ds_written[bias_ring.index]);
+      bias_ring.advance();
+    }
   }
 
   // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
@@ -192,30 +195,6 @@ struct KeyConsumer {
   // Gradients of the scores of this warpgroup's keys, [queries][64 keys], take the place of the bias that they come from.
   __device__ __forceinline__ unsigned stored_ds_address() const {
     return tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C) + warpgroup * C.tile_q * kChunkRowBytes;
-  }
-  // Found anew instead of kept: where ds is stored, registers are short.
-  __device__ __forceinline__ void find_warpgroup() {
-    if constexpr (C.stores_ds) warpgroup = uniform(ptx::thread_index_anew() / kWarpgroupThreads - 1);
-  }
-  // Behind give_gradients().
-  __device__ __forceinline__ void start_ds_store() const {
-    if constexpr (C.stores_ds) {
-      if (warpgroup_thread() == 0) {
-        const int stage = ring.index;
-        store_box(&params.ds, stored_ds_address(), control.item.first + first_row(), control.headers[stage].first,
-                  control.terms[stage].head - params.first_ds_head, control.item.batch);
-        commit_stores();
-      }
-    }
-  }
-  __device__ __forceinline__ void finish_ds_store() {
-    if constexpr (C.stores_ds) {
-      if (warpgroup_thread() == 0) {
-        wait_stores_read();
-        arrive(&control.bias_empty[bias_ring.index]);
-      }
-      bias_ring.advance();
-    }
   }
 
   // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
@@ -341,8 +320,6 @@ struct KeyConsumer {
       turns().begin();
       start_dv(dv, p);
       give_gradients();
-      find_warpgroup();
-      start_ds_store();
       start_late_dq(dq);
       if constexpr (kFused) {
         wait_products<1>();
@@ -374,7 +351,6 @@ struct KeyConsumer {
       }
       wait_products<0>();
       pin_registers(dk);
-      finish_ds_store();
       release_by_warpgroup(&control.first_empty[ring.index]);
       ++step;
     }
@@ -542,7 +518,6 @@ struct KeyConsumer {
         release_values();
         release_item();
       }
-      find_warpgroup();
       write(dk, dv);
       if constexpr (!takes_items(C)) {
         wait_results_read();

@@ -36,10 +36,12 @@ struct BackwardParams {
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
   PackedMask mask;     // for the axis that the kernel owns; read if Config::mask
   bool batch_fastest;  // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
-  // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads).
-  TensorMap ds;  // axes (S, T, query heads of the launch or all, B), box (64, tile_q, 1, 1)
-  int32_t first_kv_head, launched_kv_heads;
+  // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads) of the batch
+  // entries [first_entry, first_entry + launched_entries).
+  TensorMap ds;  // axes (S, T, query heads of the launch or all, entries of a launch), box (64, tile_q, 1, 1)
+  int32_t first_kv_head, launched_kv_heads, first_entry, launched_entries;
   int32_t first_ds_head;  // query head that stands first in ds
+  bool adds_ds;           // to what an earlier launch left there for other batch entries
   // Config::schedule 2
   int32_t items;
   int32_t*
@@ -70,7 +72,7 @@ struct SumParams {
   const void* parts;         // what is added up: rows of `elements` numbers of the element type, `stride` apart
   void* result;              // [elements], likewise
   int64_t elements, stride;  // multiples of kSumElements
-  int32_t batch;
+  int32_t count;
 };
 
 // backward_prepare.cuh

@@ -123,6 +123,18 @@ struct KeyProducer {
     }
   }
 
+  // Tells the warp that stores ds that no tile follows.
+  __device__ __forceinline__ void end_ds() {
+    if constexpr (C.stores_ds) {
+      const int slot = bias_ring.index;
+      wait_as_warp(&control.bias_empty[slot], bias_ring.parity);
+      if (leads()) {
+        control.ds_places[slot].query = -1;
+        arrive(&control.ds_written[slot], kDsWriters);
+      }
+    }
+  }
+
   // What the consumers need of a step beside tiles.
   __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
     const int stage = ring.index, first = step.tile * C.tile_q;
@@ -206,11 +218,19 @@ struct KeyProducer {
         }
       }
     }
-    // Behind the arrivals above: consumers ask for the next step's q (dropout) before they free the only place of a bias.
+    // Behind the arrivals above: consumers may begin with the queries while the place of a bias is waited for.
     if constexpr (bias_tile_bytes(C) > 0) {
       const int slot = bias_ring.index;
       wait_as_warp(&control.bias_empty[slot], bias_ring.parity);
       if (leads()) {
+        if constexpr (C.stores_ds) {
+          const DsPlace to{item.first, first, step.head - params.first_ds_head, item.batch - params.first_entry};
+          control.ds_places[slot] = to;
+          if (params.adds_ds) {  // what is there was written by an earlier launch and has left L2
+            prefetch_box(&params.ds, to.key, to.query, to.head, to.entry);
+            prefetch_box(&params.ds, to.key + kWarpgroupRows, to.query, to.head, to.entry);
+          }
+        }
         load_bias_tile<C>(tiles + kLayout.bias + slot * bias_tile_bytes(C), params, &control.bias_full[slot],
                           item.batch, step.head, first, item.first);
       }
@@ -297,8 +317,10 @@ struct KeyProducer {
     Step step{first_head, walk.next(), 0};
     if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
-    // Tiles of queries go where the item before has left room, before its consumers let go of its keys.
-    int ahead = takes_items(C) && !is_first ? C.stages : 0;
+    // Tiles of queries go where the item before has left room, before its consumers let go of its keys. So do tiles of a bias,
+    // whose places are needed again when this item's consumers have read them, not before.
+    constexpr int kAhead = bias_tile_bytes(C) > 0 && kLayout.bias_slots < C.stages ? kLayout.bias_slots : C.stages;
+    int ahead = takes_items(C) && !is_first ? kAhead : 0;
     if (!takes_items(C)) start_item(item, has_padding);
     bool empty_rows = has_empty_rows(step);
     while (step.tile >= 0) {
@@ -316,6 +338,7 @@ struct KeyProducer {
   __device__ __forceinline__ void run() {
     if constexpr (!takes_items(C)) {
       run_item(blockIdx.x, true);
+      end_ds();
     } else {
       // Where blocks wait for each other (backward_sender.cuh), no item is a block's for its place in the grid: it may not
       // have begun.
@@ -338,6 +361,7 @@ struct KeyProducer {
         is_first = false;
         number = take();
       }
+      end_ds();
       announce_dq({0, 0, 0});
       announce_drops({0, 0, -1, 0});
       BackwardItem none{};

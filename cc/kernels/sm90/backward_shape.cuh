@@ -85,6 +85,10 @@ JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
 
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
 inline constexpr int kStepTermsBytes = 32;
+// Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps it waits for.
+inline constexpr int kStorerWarp = 1 + kBackwardConsumers;
+inline constexpr int kDsWriters = kBackwardConsumers * kWarpgroupThreads / 32;
+inline constexpr int kDsPlaceBytes = 24;  // record and barrier of a tile of gradients of scores that is stored
 inline constexpr int kDqStepsBytes = 64;  // records and barriers between the warpgroups of dk and of dq
 inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
 inline constexpr int kSendersBytes = 32 * kDqTurns + 64;
@@ -94,8 +98,9 @@ JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
   const int terms = has_step_terms(config) ? config.stages * kStepTermsBytes : 0;
   const int barriers = bias_tile_bytes(config) > 0 ? 16 * config.stages : 0;
+  const int stored = config.stores_ds ? config.stages * kDsPlaceBytes : 0;
   const int key_sums = config.sums_bias ? 4 * config.tile_kv : 0;
-  return positions + mask + terms + barriers + key_sums + step_drops_bytes(config);
+  return positions + mask + terms + barriers + stored + key_sums + step_drops_bytes(config);
 }
 
 // Barriers, headers, statistics, ids: everything but the tiles.

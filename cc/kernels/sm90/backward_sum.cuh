@@ -1,7 +1,7 @@
-// Adds up what the batch entries contribute to the gradient of a bias that they share, in their order, in float32.
+// Adds up the parts of the gradient of a bias that batch entries share, in their order, in float32.
 //
-// Unit of the family backward_sum; reads element. The parts are gradients of scores, rounded to the element type by the
-// kernel that made them (Config::stores_ds).
+// Unit of the family backward_sum; reads element. Each part is the sum of the gradients of scores of some batch entries, rounded
+// to the element type by the kernel that made it (Config::stores_ds).
 #pragma once
 
 #include "base/numeric.cuh"
@@ -18,13 +18,13 @@ __device__ __forceinline__ void backward_sum(const SumParams& params) {
   const auto* part = static_cast<const uint16_t*>(params.parts) + first;
   float sum[kSumElements] = {};
 #pragma unroll 4
-  for (int entry = 0; entry < params.batch; ++entry) {
-    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(part + entry * params.stride));
+  for (int i = 0; i < params.count; ++i) {
+    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(part + i * params.stride));
     const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] += Traits::low(words[i]);
-      sum[2 * i + 1] += Traits::high(words[i]);
+    for (int word = 0; word < 4; ++word) {
+      sum[2 * word] += Traits::low(words[word]);
+      sum[2 * word + 1] += Traits::high(words[word]);
     }
   }
   uint4 result;

@@ -95,6 +95,18 @@ template <int kStages>
 struct BiasBarriersPart {
   Barrier bias_full[kStages], bias_empty[kStages];
 };
+// Where a tile of the gradients of scores goes, for the warp that stores it.
+struct alignas(16) DsPlace {
+  int key;          // the first of the tile
+  int query;        // likewise; below 0: the block is done
+  int head, entry;  // in BackwardParams::ds
+};
+template <int kStages>
+struct DsPlacesPart {
+  DsPlace ds_places[kStages];
+  Barrier ds_written[kStages];  // of the places of a bias
+};
+static_assert(sizeof(DsPlacesPart<2>) == 2 * kDsPlaceBytes);
 template <int kKeys>
 struct KeySumsPart {
   float key_sums[kKeys];  // of the gradients of the scores of the item's keys so far
@@ -155,6 +167,9 @@ using KeySumsOf = Conditional<C.sums_bias, KeySumsPart<C.tile_kv>, NoPart<6>>;
 template <Config C>
 using StepDropsOf = Conditional<C.drops_beside, StepDropsPart, NoPart<7>>;
 
+template <Config C>
+using DsPlacesOf = Conditional<C.stores_ds, DsPlacesPart<C.stages>, NoPart<8>>;
+
 template <Config C, bool kOwnsQueries>
 struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepTermsOf<C>,
@@ -163,7 +178,8 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      DqStepsOf<C>,
                                      SendersOf<C>,
                                      KeySumsOf<C>,
-                                     StepDropsOf<C> {
+                                     StepDropsOf<C>,
+                                     DsPlacesOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
   float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
@@ -228,18 +244,23 @@ struct Predecessor {
 // Where an item is: heads of a batch entry follow each other, or batch entries of a head where these share a bias.
 template <Config C, Heaviest kHeaviest>
 __device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, int heads, int number) {
-  const int batch = params.problem.batch;
-  if constexpr (C.stores_ds) heads = params.launched_kv_heads;
-  const int first_head = C.stores_ds ? params.first_kv_head : 0;
+  int batch = params.problem.batch, first_head = 0, first_entry = 0;
+  if constexpr (C.stores_ds) {
+    heads = params.launched_kv_heads;
+    batch = params.launched_entries;
+    first_head = params.first_kv_head;
+    first_entry = params.first_entry;
+  }
   if constexpr (C.bias) {
     if (params.batch_fastest) {
       const WorkItem turned =
           work_item<kHeaviest>(number, batch, heads, params.tiles, 1, params.section_heads, params.last_section);
-      return {turned.head, turned.batch + first_head, turned.tile, turned.slice};
+      return {turned.head + first_entry, turned.batch + first_head, turned.tile, turned.slice};
     }
     WorkItem place =
         work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
     place.head += first_head;
+    place.batch += first_entry;
     return place;
   }
   return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
@@ -418,7 +439,7 @@ __device__ __forceinline__ void clear_rows(unsigned tile, IsPadding is_padding) 
 }
 
 // releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it, or a tile of ds;
-// bias_readers: warps that read tiles of a bias.
+// bias_readers: warps that read tiles of a bias last.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
                                              int bias_readers) {
@@ -440,6 +461,7 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
     for (int slot = 0; slot < C.stages; ++slot) {
       init_barrier(&control.bias_full[slot], 1);
       init_barrier(&control.bias_empty[slot], bias_readers);
+      if constexpr (C.stores_ds) init_barrier(&control.ds_written[slot], kDsWriters);
     }
   }
   if constexpr (has_dq_warpgroup(C)) {

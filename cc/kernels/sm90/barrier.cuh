@@ -37,6 +37,12 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// As many arrivals at once.
+__device__ __forceinline__ void arrive(Barrier* barrier, int arrivals) {
+  sleep_at_random();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
 // Announces bytes that copies will deliver; the phase ends when they have come and all arrivals are in.
 __device__ __forceinline__ void expect_bytes(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

@@ -48,6 +48,17 @@ __device__ __forceinline__ void store_box(const TensorMap* map, unsigned source,
                : "memory");
 }
 
+// Writes one box, or adds it to what is there, in the type of the array. By predicates: a branch has more registers.
+__device__ __forceinline__ void put_box(bool adds, const TensorMap* map, unsigned source, int column, int row, int head,
+                                        int batch) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %6, 0;\n"
+      "@adds cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "@!adds cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n}" ::"l"(map),
+      "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(unsigned(adds))
+      : "memory");
+}
+
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Copies contiguous bytes, a multiple of 16 at addresses that are, and signals them to the barrier.

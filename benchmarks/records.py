@@ -45,6 +45,7 @@ _SHOWN_VERSIONS = {
     "jax": "jax",
     "nvidia-cudnn-cu13": "cuDNN",
     "torch": "torch",
+    "tokamax": "tokamax",
     "dew-flash-attn-cu13": "FlashAttention-3 of dew-flash-attn",
 }
 

@@ -20,6 +20,7 @@ from benchmarks.records import ROOT, Point, Record
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "features.md")
 README_LENGTHS = (2048, 8192)
+FEATURE_RIVALS = "gpu-feature-rivals"
 FEATURE_RECORDS = (
     ("h200-features", "speed_features", "bfloat16, batch 4, length 4096, 16 heads of 128"),
     ("cpu-features", "speed_features_cpu", "float32, batch 2, length 1024, 8 heads of 64"),
@@ -364,6 +365,34 @@ def _features(record: Record) -> str:
     return _format(header, rows)
 
 
+def speed_feature_rivals(page: Path) -> str:
+    """A bias with its gradient and a dense mask beside other implementations, in one run."""
+    if not records.has(FEATURE_RIVALS):
+        return ""
+    record = records.newest(FEATURE_RIVALS)
+    points = [p for p in record.points if p.tflops is not None]
+    titles = records.contenders(points)
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for point in points:
+        if point.tflops is not None:
+            at = (point.name.split("feature-")[1], point.pass_name)
+            groups.setdefault(at, {})[point.contender] = point.tflops
+    rows = [[*at, *_cells(values, titles, 0, largest=True)] for at, values in groups.items()]
+    ratios = _ratios(groups.values(), titles, largest=True)
+    return "\n\n".join(
+        [
+            _format(["feature", "pass", *titles], rows),
+            f"Speed of `jattn` over others, geometric mean (least to most) of the rows: {ratios}."
+            + _spread(points),
+            _caption(
+                record,
+                page,
+                "A bias (1, 16, 4096, 4096) with its gradient, a mask (4, 1, 4096, 4096); TFLOP/s",
+            ),
+        ]
+    )
+
+
 def accuracy(page: Path) -> str:
     """Root mean square error against float64, relative to the root mean square of the values wanted."""
     parts = []
@@ -466,6 +495,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "cpu-tiles": cpu_tiles,
     "cpu-matrix-unit": cpu_matrix_unit,
     "speed-features": speed_features,
+    "speed-feature-rivals": speed_feature_rivals,
     "accuracy": accuracy,
     "latency": latency,
     "training": training,

@@ -73,11 +73,20 @@ class BiasGradient {
     }
   }
 
-  // column_sums[key] += sum over queries of ds
+  // column_sums[key] += sum over queries of ds. By eight queries, then by tiles: in one chain, sums of 180 queries had errors a
+  // quarter larger.
   static void add_columns(int64_t queries, int64_t keys, const Acc* ds, Acc* column_sums) {
-    for (int64_t row = 0; row < queries; ++row) {
-      for (int64_t i = 0; i < keys; ++i) column_sums[i] += ds[row * kTile + i];
+    constexpr int64_t kChain = 8;
+    Acc of_tile[kTile] = {};
+    for (int64_t first = 0; first < queries; first += kChain) {
+      Acc of_chain[kTile] = {};
+      const int64_t end = min_of(first + kChain, queries);
+      for (int64_t row = first; row < end; ++row) {
+        for (int64_t i = 0; i < keys; ++i) of_chain[i] += ds[row * kTile + i];
+      }
+      for (int64_t i = 0; i < keys; ++i) of_tile[i] += of_chain[i];
     }
+    for (int64_t i = 0; i < keys; ++i) column_sums[i] += of_tile[i];
   }
   void add_column_sums(const Sequence& sequence, int64_t head, KeyRange keys, const Acc* column_sums) const {
     add_row(column_sums, keys.count, bias_offset(bias_, sequence.batch, head, 0, keys.first));

@@ -7,6 +7,7 @@
 #include "cuda/attention_params.h"
 #include "cuda/backward_dbias.h"
 #include "cuda/document_tiles.h"
+#include "cuda/ds_parts.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "cuda/sections.h"
@@ -56,34 +57,15 @@ MaskTiling mask_tiling(const Config& config, bool owns_keys) {
 // Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
 constexpr int64_t kWantedDbiasBlocks = 264;
 
-// Batch entries that share a bias whose gradients of scores are added to each other where they are stored, by one launch after
-// another, so that the sum has the same bits every time. Each addition rounds to the element type: after four, errors are 1.3
-// times those of a sum in float32.
-constexpr int64_t kEntriesOfPart = 4;
+DsParts ds_parts(const Problem& problem) {
+  return {problem.bias.stride_batch == 0, problem.batch, problem.num_kv_heads, problem.group_size(),
+          problem.q_len * problem.kv_len * size_bytes(problem.dtype)};
+}
 
-// How the fused kernel's gradients of the scores become dbias (Config::stores_ds): in place where every pair has a bias of its
-// own, or at most kEntriesOfPart batch entries share it; else in parts, for some heads at a time, which are added up in float32.
-struct DsParts {
-  int64_t parts;  // batch entries of one launch: each has a place of its own
-  bool in_place;
-  int64_t kv_heads;    // of one launch
-  int64_t heads;       // query heads of one launch
-  int64_t area;        // pairs of a head
-  int64_t part_bytes;  // of all parts
-
-  DsParts(const Problem& problem)
-      : parts(is_shared(problem) ? ceil_div(problem.batch, kEntriesOfPart) : problem.batch),
-        in_place(!is_shared(problem) || parts == 1),
-        // No more scratch than the bias itself takes, if a key/value head does with that.
-        kv_heads(in_place ? problem.num_kv_heads
-                          : std::clamp<int64_t>(problem.num_kv_heads / parts, 1, problem.num_kv_heads)),
-        heads(kv_heads * problem.group_size()),
-        area(problem.q_len * problem.kv_len),
-        part_bytes(parts * heads * area * size_bytes(problem.dtype)) {}
-
-  static bool is_shared(const Problem& problem) { return problem.bias.stride_batch == 0 && problem.batch > 1; }
-  int64_t scratch_bytes() const { return in_place ? 0 : part_bytes; }
-};
+// Of the places for stored gradients of scores.
+int64_t ds_bytes(const Problem& problem, const DsParts& ds) {
+  return ds.parts * ds.kv_heads * problem.group_size() * problem.q_len * problem.kv_len * size_bytes(problem.dtype);
+}
 
 // The parts of the scratch buffer. Without a buffer the addresses mean nothing, but `bytes` does.
 struct Scratch {
@@ -138,7 +120,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   };
   take_tiles(kernels.keys(), true, scratch.key_ranges, scratch.key_mask);
   take_tiles(kernels.dq, false, scratch.query_ranges, scratch.query_mask);
-  if (stores_ds(kernels) && buffers.dbias != nullptr) scratch.ds = take(DsParts(problem).scratch_bytes());
+  if (stores_ds(kernels) && buffers.dbias != nullptr) {
+    const DsParts ds = ds_parts(problem);
+    scratch.ds = take(ds.in_place ? 0 : ds_bytes(problem, ds));
+  }
   if (sums_bias(kernels) && buffers.dbias != nullptr) {
     const int64_t sums = problem.batch * problem.num_kv_heads * problem.kv_len;
     scratch.partials = static_cast<float*>(take(sums * int64_t{sizeof(float)}));
@@ -272,17 +257,17 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
                 kernel.text, " makes dbias of a bias of queries and keys, which is not asked for");
   JATTN_REQUIRE(problem.bias.stride_head != 0 || problem.num_heads == 1, "kernel ", kernel.text,
                 " makes dbias of a bias of heads, but heads share this one");
-  const DsParts ds(problem);
-  const int64_t element_bytes = size_bytes(problem.dtype);
+  const DsParts ds = ds_parts(problem);
+  const int64_t area = problem.q_len * problem.kv_len, heads = ds.kv_heads * problem.group_size();
   void* const stored = ds.in_place ? buffers.dbias : scratch.ds;
-  params.ds = score_map(stored, problem, ds.parts, ds.heads, config.tile_q);
+  params.ds = score_map(stored, problem, ds.parts, heads, config.tile_q);
   if (params.batch_fastest) {  // of the batch entries of a launch
     params.section_heads = static_cast<int32_t>(params.section_heads / problem.batch * ds.parts);
   }
   // Tiles in which no pair is visible are not visited.
   const bool skips = config.band || config.lengths || config.segments || config.mask;
   for (int64_t first = 0; first < problem.num_kv_heads; first += ds.kv_heads) {
-    if (skips) fill_zero(stored, ds.part_bytes, stream);
+    if (skips) fill_zero(stored, ds_bytes(problem, ds), stream);
     const int64_t kv_heads = std::min(ds.kv_heads, problem.num_kv_heads - first);
     const int64_t first_head = first * problem.group_size();
     params.first_kv_head = static_cast<int32_t>(first);
@@ -306,11 +291,12 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
     if (ds.in_place) continue;
 
     const Kernel& sum = require_family(plan, "backward_sum");
-    const sm90::SumParams sums{.parts = scratch.ds,
-                               .result = static_cast<char*>(buffers.dbias) + first_head * ds.area * element_bytes,
-                               .elements = kv_heads * problem.group_size() * ds.area,
-                               .stride = ds.heads * ds.area,
-                               .count = static_cast<int32_t>(ds.parts)};
+    const sm90::SumParams sums{
+        .parts = scratch.ds,
+        .result = static_cast<char*>(buffers.dbias) + first_head * area * size_bytes(problem.dtype),
+        .elements = kv_heads * problem.group_size() * area,
+        .stride = heads * area,
+        .count = static_cast<int32_t>(ds.parts)};
     const int threads = sm90::sum_threads(sum.config());
     launch(sum, {.grid = {.x = ceil_div(sums.elements, threads * sm90::kSumElements)}, .num_threads = threads}, &sums,
            stream);

@@ -49,8 +49,9 @@ _TAKES_ITEMS: contextvars.ContextVar[bool | None] = contextvars.ContextVar("item
 _DQ_ORDER: contextvars.ContextVar[int | None] = contextvars.ContextVar("dq_order", default=None)
 # Blocks that the kernel for dbias is given at least, if there is work for them (``cc/cuda/backward_sm90.cc``).
 _WANTED_DBIAS_BLOCKS = 264
-# Batch entries whose gradients of scores are added up where they are stored (``cc/cuda/backward_sm90.cc``).
-_ENTRIES_OF_PART = 4
+# Of stored gradients of scores (``cc/cuda/ds_parts.h``): batch entries added up in their type, scratch for fewer.
+_MOST_DS_TURNS = 4
+_FEW_DS_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,13 +488,20 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
 
 
 def _ds_bytes(spec: Spec) -> int:
-    """Scratch for gradients of scores (``DsParts`` in ``cc/cuda/backward_sm90.cc``)."""
+    """Scratch for gradients of scores (``cc/cuda/ds_parts.h``)."""
     assert spec.bias is not None
-    parts = -(-spec.batch // _ENTRIES_OF_PART)
-    if spec.bias[0] == spec.batch or parts <= 1:
+    if spec.bias[0] == spec.batch or spec.batch == 0:
         return 0
-    heads = max(1, spec.num_kv_heads // parts) * spec.group_size
-    return parts * heads * spec.q_len * spec.kv_len * 2 + SCRATCH_ALIGNMENT
+    head_bytes = spec.q_len * spec.kv_len * 2
+    all_bytes = max(1, spec.num_heads * head_bytes)
+    parts = max(_FEW_DS_BYTES // all_bytes, -(-spec.batch // _MOST_DS_TURNS))
+    turns = -(-spec.batch // min(parts, spec.batch))
+    parts = -(-spec.batch // turns)
+    if parts == 1:
+        return 0
+    fits = parts * all_bytes <= _FEW_DS_BYTES
+    kv_heads = spec.num_kv_heads if fits else max(1, spec.num_kv_heads // parts)
+    return parts * kv_heads * spec.group_size * head_bytes + SCRATCH_ALIGNMENT
 
 
 def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], deterministic: bool) -> Plan:

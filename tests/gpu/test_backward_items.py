@@ -140,15 +140,24 @@ def test_sums_of_keys(case: Case, deterministic: bool) -> None:
         verify(case, "flash", kernel="sums_bias=1")
 
 
-# A bias of heads, with stored gradients of scores: those of batch entries that share it are added up where they are,
-# four at most to a part. kv_len: rows of a bias that is staged begin on 16-byte boundaries.
+# A bias of heads, with stored gradients of scores: batch entries that share it have places of their own or, where these
+# would be too large, take turns (MANY and LARGE do). kv_len: rows of a staged bias begin on 16-byte boundaries.
 HEADS = BASE.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
 NARROW_HEADS = NARROW.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
 MANY = {"batch": 9, "num_heads": 16, "num_kv_heads": 4}  # more items than multiprocessors
+LARGE = {
+    "batch": 3,
+    "num_heads": 16,
+    "num_kv_heads": 4,
+    "q_len": 1100,
+    "kv_len": 1024,
+}  # no place for two entries
 STORED = [
     HEADS.but("one", batch=1),
     HEADS.but("entries", batch=4),
-    HEADS.but("entries-causal", batch=3, is_causal=True, dtype="float16"),
+    HEADS.but("turns", **LARGE),
+    HEADS.but("turns-causal", **LARGE, is_causal=True, dtype="float16"),
+    HEADS.but("turns-lengths", **LARGE, q_lengths=(333, 0, 1100), kv_lengths=(1024, 77, 500)),
     HEADS.but("parts", batch=5, num_heads=8, num_kv_heads=2),
     HEADS.but("parts-causal", **MANY, is_causal=True),
     HEADS.but("own", bias_form="bnts", is_causal=True),
@@ -157,6 +166,7 @@ STORED = [
     HEADS.but("dropout", batch=4, dropout_rate=0.2),
     NARROW_HEADS.but("one", batch=1),
     NARROW_HEADS.but("entries", batch=4),
+    NARROW_HEADS.but("turns", **LARGE),
     NARROW_HEADS.but("parts-causal", **MANY, is_causal=True, dtype="float16"),
     NARROW_HEADS.but("mask", **MANY, mask_form="b1ts"),
     NARROW_HEADS.but(

@@ -72,30 +72,39 @@ void check_feature(const Kernel& kernel, const char* name, bool wanted, bool com
                 ", but kernel ", kernel.text, compiled ? " was" : " was not", " made for it");
 }
 
-struct Tiles {
-  int32_t queries, keys;  // of one head
-};
-
-Tiles tiles_of(const Problem& problem, const Config& config) {
-  return {static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q)),
-          static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv))};
+TilesOfSides sides_of(const Problem& problem, const Config& config) {
+  return {
+      .extent = {static_cast<int32_t>(problem.q_len), static_cast<int32_t>(problem.kv_len)},
+      .tile = {config.tile_q, config.tile_kv},
+      .tiles = {static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q)),
+                static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv))},
+      .batch = static_cast<int32_t>(problem.batch),
+  };
 }
 
 // Scratch for one kind of ranges, for all tiles of either axis.
 template <class Range>
 int64_t ranges_bytes(const Problem& problem, const Config& config) {
-  const Tiles tiles = tiles_of(problem, config);
-  return round_up(problem.batch * (int64_t{tiles.queries} + tiles.keys) * int64_t{sizeof(Range)}, kScratchAlignment);
-}
-
-// One warp per tile.
-void launch_by_tiles(const Kernel& kernel, int threads, const Problem& problem, const Tiles& tiles, const void* params,
-                     CUstream stream) {
-  const int64_t warps = problem.batch * (int64_t{tiles.queries} + tiles.keys);
-  launch(kernel, {.grid = {.x = ceil_div(warps, threads / 32)}, .num_threads = threads}, params, stream);
+  const TilesOfSides sides = sides_of(problem, config);
+  return round_up(problem.batch * (int64_t{sides.tiles[0]} + sides.tiles[1]) * int64_t{sizeof(Range)},
+                  kScratchAlignment);
 }
 
 }  // namespace
+
+int64_t blocks_by_tiles(const TilesOfSides& sides, int num_threads) {
+  return ceil_div(sides.batch * (int64_t{sides.tiles[0]} + sides.tiles[1]), num_threads / 32);
+}
+
+SegmentRangesParams segment_ranges(const Problem& problem, const Config& config, void* scratch) {
+  const TilesOfSides sides = sides_of(problem, config);
+  auto* ranges = static_cast<SegmentRange*>(scratch);
+  return {
+      .segments = {problem.q_segments, problem.kv_segments},
+      .ranges = {ranges, ranges + int64_t{sides.batch} * sides.tiles[0]},
+      .sides = sides,
+  };
+}
 
 const Kernel* find_family(const Plan& plan, std::string_view family) {
   for (const Kernel* kernel : plan.kernels) {
@@ -198,41 +207,33 @@ int64_t tile_ranges_bytes(const Problem& problem, const Config& config) {
 
 void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
                         ProblemParams& params, CUstream stream) {
-  const Tiles tiles = tiles_of(problem, config);
-  const TilesOfSides sides{
-      .extent = {params.q_len, params.kv_len},
-      .tile = {config.tile_q, config.tile_kv},
-      .tiles = {tiles.queries, tiles.keys},
-      .batch = params.batch,
-  };
-  const int64_t q_tiles = problem.batch * tiles.queries;
+  const TilesOfSides sides = sides_of(problem, config);
   unsigned char* free = static_cast<unsigned char*>(scratch);
   if (config.segments) {
-    const Kernel& kernel = require_family(plan, "segment_ranges");
-    auto* ranges = reinterpret_cast<SegmentRange*>(free);
-    params.q_ranges = ranges;
-    params.kv_ranges = ranges + q_tiles;
-    const SegmentRangesParams pass{
-        .segments = {problem.q_segments, problem.kv_segments},
-        .ranges = {ranges, ranges + q_tiles},
-        .sides = sides,
-    };
-    launch_by_tiles(kernel, segment_ranges_threads(kernel.config()), problem, tiles, &pass, stream);
+    const SegmentRangesParams pass = segment_ranges(problem, config, free);
+    params.q_ranges = pass.ranges[0];
+    params.kv_ranges = pass.ranges[1];
+    if (!config.documents) {
+      const Kernel& kernel = require_family(plan, "segment_ranges");
+      const int threads = segment_ranges_threads(kernel.config());
+      launch(kernel, {.grid = {.x = blocks_by_tiles(sides, threads)}, .num_threads = threads}, &pass, stream);
+    }
     free += ranges_bytes<SegmentRange>(problem, config);
   }
   if (has_position_band(config)) {
     const Kernel& kernel = require_family(plan, "position_ranges");
     auto* ranges = reinterpret_cast<PositionRange*>(free);
     params.q_position_ranges = ranges;
-    params.kv_position_ranges = ranges + q_tiles;
+    params.kv_position_ranges = ranges + int64_t{sides.batch} * sides.tiles[0];
     const PositionRangesParams pass{
         .positions = {problem.q_positions, problem.kv_positions},
         .segments = {problem.q_segments, problem.kv_segments},
         .lengths = {problem.q_lengths, problem.kv_lengths},
-        .ranges = {ranges, ranges + q_tiles},
+        .ranges = {ranges, ranges + int64_t{sides.batch} * sides.tiles[0]},
         .sides = sides,
     };
-    launch_by_tiles(kernel, position_ranges_threads(kernel.config()), problem, tiles, &pass, stream);
+    const int threads = position_ranges_threads(kernel.config());
+    launch(kernel, {.grid = {.x = blocks_by_tiles(sides, threads)}, .num_threads = threads}, &pass, stream);
   }
 }
 

@@ -20,10 +20,14 @@ const Kernel& require_family(const Plan& plan, std::string_view family);
 // of tiles.
 ProblemParams problem_params(const Problem& problem, const Kernel& kernel);
 
-// Ranges of segments and, for a band, of positions for one kernel's tiles, carved from scratch. No bytes without them.
+// Ranges of segments and, for a band, of positions for one kernel's tiles, carved from scratch. No bytes without them. Beside
+// a list of documents the kernel that makes the list finds those of segments, which stand first.
 int64_t tile_ranges_bytes(const Problem& problem, const Config& config);
 void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
                         ProblemParams& params, CUstream stream);
+SegmentRangesParams segment_ranges(const Problem& problem, const Config& config, void* scratch);
+// Blocks of a pass with a warp for each tile.
+int64_t blocks_by_tiles(const TilesOfSides& sides, int num_threads);
 
 // Heads whose tiles are scheduled together (kernels/attn/schedule.cuh): those of a key/value head, at least four where
 // the tiles of a head differ in work.

@@ -352,10 +352,12 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
     shape.grid.x = std::min<int64_t>(params.items, sm_count);
   }
   if (config.documents) {
-    params.documents = launch_document_tiles(problem, plan, config, true, scratch.documents, scratch.next_item, stream);
+    params.documents = launch_document_tiles(problem, plan, config, true, scratch.key_ranges, scratch.documents,
+                                             scratch.next_item, stream);
     params.rows_dk = buffers.dk;
     params.rows_dv = buffers.dv;
     shape.grid.x = sm_count;  // how many items there are is known to the device only, and may be more
+    shape.programmatic = true;
   }
   if (config.stores_ds) {
     launch_keys_and_dbias(problem, buffers, plan, kernel, shape, scratch, params, stream);

@@ -31,13 +31,14 @@ int64_t document_tiles_bytes(const Problem& problem, const Config& config, bool 
 }
 
 const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Plan& plan, const Config& config,
-                                                bool owns_keys, void* scratch, int32_t* counters, CUstream stream) {
+                                                bool owns_keys, void* ranges, void* list, int32_t* counters,
+                                                CUstream stream) {
   const Kernel& kernel = require_family(plan, "document_tiles");
   const OwnedAxis axis(problem, config, owns_keys);
   const int64_t items = axis.heads * problem.batch * axis.room();
   JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * heads * tiles of documents may be ", items,
                 ", must be below 2^31");
-  auto* tiles = static_cast<sm90::DocumentTile*>(scratch);
+  auto* tiles = static_cast<sm90::DocumentTile*>(list);
   const int32_t* ids[] = {problem.q_segments, problem.kv_segments};
   const int64_t lengths[] = {problem.q_len, problem.kv_len};
   const sm90::DocumentTilesParams params{
@@ -47,9 +48,11 @@ const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Pl
       .last_first = !owns_keys,
       .counters = counters,
       .tiles = tiles,
+      .ranges = segment_ranges(problem, config, ranges),
   };
-  launch(kernel, {.grid = {.x = problem.batch}, .num_threads = sm90::document_tiles_threads(kernel.config())}, &params,
-         stream);
+  const int threads = sm90::document_tiles_threads(kernel.config());
+  const int64_t blocks = problem.batch + blocks_by_tiles(params.ranges.sides, threads);
+  launch(kernel, {.grid = {.x = blocks}, .num_threads = threads}, &params, stream);
   return tiles;
 }
 

@@ -170,10 +170,11 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
     fill_zero(params.next_item, (config.documents ? sm90::kDocumentCounters : 1) * sizeof(int32_t), stream);
   }
   bytes += kScratchAlignment;
-  launch_tile_ranges(problem, plan, config, bytes, params.problem, stream);
+  void* ranges = bytes;
+  launch_tile_ranges(problem, plan, config, ranges, params.problem, stream);
   bytes += tile_ranges_bytes(problem, config);
   if (config.documents) {
-    params.documents = launch_document_tiles(problem, plan, config, false, bytes, params.next_item, stream);
+    params.documents = launch_document_tiles(problem, plan, config, false, ranges, bytes, params.next_item, stream);
     params.rows_out = results.out;
     bytes += document_tiles_bytes(problem, config, false);
   }
@@ -230,7 +231,8 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),
-          .shared_bytes = sm90::forward_shared_bytes(config)},
+          .shared_bytes = sm90::forward_shared_bytes(config),
+          .programmatic = config.documents},
          &params, stream);
   if (splits > 1) launch_combine(whole, results, plan, params, stream);
 }

@@ -560,10 +560,9 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv) + SCRATCH_ALIGNMENT
         scratch += dbias_partials_bytes(spec, tile.tile_q, tile.tile_kv, _WANTED_DBIAS_BLOCKS)
     if keys.documents:
-        kernels.append(compose_key("document_tiles", KEY_ARCH))
         listed = document_tiles_bytes(spec.kv_len, keys.tile_kv)
         scratch += spec.batch * listed + SCRATCH_ALIGNMENT
-    kernels += tile_pass_keys(spec, KEY_ARCH)
+    kernels += tile_pass_keys(spec, KEY_ARCH, documents=keys.documents)
     return Plan(";".join(kernels), scratch)
 
 

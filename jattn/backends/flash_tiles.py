@@ -425,10 +425,9 @@ def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
         keys.append(combine_key(spec, splits))
         rows = splits * spec.batch * spec.num_heads * spec.q_len
         scratch_bytes += rows * (16 + 4 * spec.head_dim_v)  # RowPart, float32 rows of the output
-    keys += tile_pass_keys(spec, KEY_ARCH)
+    keys += tile_pass_keys(spec, KEY_ARCH, documents=tile.documents)
     scratch_bytes += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
     if tile.documents:
-        keys.append(compose_key("document_tiles", KEY_ARCH))
         scratch_bytes += spec.batch * document_tiles_bytes(spec.q_len, tile.tile_q)
     return Plan(";".join(keys), scratch_bytes)
 

@@ -78,10 +78,14 @@ def bias_element(spec: Spec) -> str | None:
     return None if spec.bias is None else ELEMENTS[spec.bias_dtype]
 
 
-def tile_pass_keys(spec: Spec, arch: str) -> list[str]:
-    """Keys of the passes that find out about tiles: ranges of segments and positions, and what a mask hides."""
+def tile_pass_keys(spec: Spec, arch: str, *, documents: bool = False) -> list[str]:
+    """Keys of the passes that find out about tiles: ranges of segments and positions, and what a mask hides.
+
+    Beside a list of documents the pass that makes the list finds the ranges of segments, too.
+    """
     needed = {
-        "segment_ranges": spec.segments,
+        "document_tiles": documents,
+        "segment_ranges": spec.segments and not documents,
         "position_ranges": _has_position_band(spec),
         "mask_tiles": spec.mask is not None,
     }

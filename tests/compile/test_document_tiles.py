@@ -36,6 +36,11 @@ inline int atomicExch(int* place, int x) { const int old = *place; *place = x; r
 template <class T> T __shfl_sync(unsigned, T x, int) { return x; }
 template <class T> T __shfl_xor_sync(unsigned, T x, int) { return x; }
 inline unsigned __ballot_sync(unsigned, bool x) { return x; }
+inline bool __any_sync(unsigned, bool x) { return x; }
+template <class T> T __reduce_min_sync(unsigned, T x) { return x; }
+template <class T> T __reduce_max_sync(unsigned, T x) { return x; }
+template <class T> T __reduce_add_sync(unsigned, T x) { return x; }
+template <class T> T __reduce_or_sync(unsigned, T x) { return x; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline unsigned __activemask() { return 1; }
 inline void __nanosleep(unsigned) {}
@@ -164,7 +169,7 @@ int list_tiles(const std::vector<int>* ids[2], const int (&lengths)[2], int batc
   tiles.resize(batch * document_tiles_room(lengths[0], 128));
   int counters[kDocumentCounters]{};
   for (blockIdx.x = 0; blockIdx.x < batch; ++blockIdx.x) {
-    document_tiles<Config{}>(
+    list_documents(
         {{ids[0]->data(), ids[1]->data()}, {lengths[0], lengths[1]}, 128, last_first, counters, tiles.data()});
   }
   bool ordered = true;

@@ -24,7 +24,6 @@ struct QueryRowDrops {  // only device compilers are shown it
   PairWords words(int) const;
 };
 }
-inline bool __any_sync(unsigned, bool x) { return x; }
 inline bool __all_sync(unsigned, bool x) { return x; }
 inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
 inline int __float_as_int(float x) { int y; std::memcpy(&y, &x, 4); return y; }

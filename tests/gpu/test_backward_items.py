@@ -88,7 +88,7 @@ DROPS_BESIDE = [
     ),
     BASE.but("beside-no-keys", dropout_rate=0.2, q_lengths=(700, 65), kv_lengths=(0, 700)),
     BASE.but("beside-few", dropout_rate=0.2, q_len=3, kv_len=1500),
-    BASE.but("beside-many", dropout_rate=0.1, batch=9, num_heads=16, num_kv_heads=4),
+    BASE.but("beside-many", dropout_rate=0.1, batch=9, num_heads=8, num_kv_heads=4),
     BASE.but("beside-sinks", dropout_rate=0.2, sinks_form="n", is_causal=True),
     BASE.but("beside-uneven", dropout_rate=0.2, head_dim=120, head_dim_v=104, is_causal=True),
     BASE.but("beside-most", dropout_rate=0.999, is_causal=True),  # counts as 255/256
@@ -144,7 +144,7 @@ def test_sums_of_keys(case: Case, deterministic: bool) -> None:
 # would be too large, take turns (MANY and LARGE do). kv_len: rows of a staged bias begin on 16-byte boundaries.
 HEADS = BASE.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
 NARROW_HEADS = NARROW.but("stored", bias_form="1nts", num_kv_heads=4, kv_len=704)
-MANY = {"batch": 9, "num_heads": 16, "num_kv_heads": 4}  # more items than multiprocessors
+MANY = {"batch": 9, "num_heads": 8, "num_kv_heads": 4}  # more items than multiprocessors
 LARGE = {
     "batch": 3,
     "num_heads": 16,

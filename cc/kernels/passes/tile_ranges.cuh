@@ -22,9 +22,10 @@ struct RowTile {
   int64_t entry;
   int first;
 
+  // block: among those that look for tiles.
   template <int kThreads>
-  __device__ __forceinline__ bool find(const TilesOfSides& sides) {
-    index = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  __device__ __forceinline__ bool find(const TilesOfSides& sides, int block) {
+    index = int64_t(block) * (kThreads / 32) + threadIdx.x / 32;
     const int64_t q_tiles = int64_t(sides.batch) * sides.tiles[0];
     side = index < q_tiles ? 0 : 1;
     if (side == 1) index -= q_tiles;
@@ -35,10 +36,10 @@ struct RowTile {
   }
 };
 
-template <Config kConfig>
-__device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params) {
-  RowTile tile;
-  if (!tile.find<segment_ranges_threads(kConfig)>(params.sides)) return;
+template <int kThreads>
+__device__ __forceinline__ void find_segment_ranges(const SegmentRangesParams& params, int block) {
+  RowTile tile{};
+  if (!tile.find<kThreads>(params.sides, block)) return;
   const auto [side, index, entry, first] = tile;
   const int lane = threadIdx.x & 31, extent = params.sides.extent[side], rows = params.sides.tile[side];
   const int32_t* ids = params.segments[side] + entry * extent;
@@ -68,9 +69,14 @@ __device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params
 }
 
 template <Config kConfig>
+__device__ __forceinline__ void segment_ranges(const SegmentRangesParams& params) {
+  find_segment_ranges<segment_ranges_threads(kConfig)>(params, blockIdx.x);
+}
+
+template <Config kConfig>
 __device__ __forceinline__ void position_ranges(const PositionRangesParams& params) {
-  RowTile tile;
-  if (!tile.find<position_ranges_threads(kConfig)>(params.sides)) return;
+  RowTile tile{};
+  if (!tile.find<position_ranges_threads(kConfig)>(params.sides, blockIdx.x)) return;
   const auto [side, index, entry, first] = tile;
   const int lane = threadIdx.x & 31, extent = params.sides.extent[side], rows = params.sides.tile[side];
   const int32_t* positions = params.positions[side] + entry * extent;

@@ -1,7 +1,8 @@
 // Tiles that begin with the runs of segment ids: the work list of the forward and backward kernels for packed documents.
 //
 // Unit of the family document_tiles: entry document_tiles<kConfig>, parameters DocumentTilesParams; one block per batch
-// entry. Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of
+// entry for its list, and further ones for the ranges of segments of the tiles of the grid (passes/tile_ranges.cuh), which the
+// kernel needs where a list is refused. Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of
 // 16384 tokens against 833, and two or three tiles a row whose pairs must be tested against one.
 // A list is possible where the keys of each id are one run of neighbours, as in packed sequences; else, with more than
 // kMaxDocuments runs, and where documents are so short that the list would be longer than document_tiles_room(), the
@@ -14,75 +15,117 @@
 
 #include "base/numeric.cuh"
 #include "config.cuh"
+#include "passes/tile_ranges.cuh"
+#include "sm90/barrier.cuh"
 #include "sm90/forward_params.cuh"
 #include "sm90/shape.cuh"
 
 namespace jattn::sm90 {
 
+// The lanes of a warp, and the warps of the block. (The host test has blocks of one thread.)
+struct RunLanes {
+  int count = min(int(blockDim.x), 32);
+  int lane = int(threadIdx.x) % count, warp = int(threadIdx.x) / count;
+  int warps = int(blockDim.x) / count;
+};
+
 // The runs of equal ids of one side, in no order; all negative ids are one id.
 struct DocumentRuns {
+  static constexpr int kNoId = -2;
   int count;
   int begin[kMaxDocuments], end[kMaxDocuments], id[kMaxDocuments];
 
+  // Nothing else hides how long a load takes, and every kernel waits for this one: a thread asks for many ids at once.
   __device__ __forceinline__ void find(const int32_t* ids, int length) {
-    for (int i = threadIdx.x; i < length; i += blockDim.x) {
-      const int own = max(ids[i], -1);
-      if (i > 0 && own == max(ids[i - 1], -1)) continue;
-      const int slot = atomicAdd(&count, 1);
-      if (slot < kMaxDocuments) {
-        begin[slot] = i;
-        id[slot] = own;
+    constexpr int kAtOnce = 16;
+    for (int first = threadIdx.x; first < length; first += kAtOnce * blockDim.x) {
+      int own[kAtOnce], before[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = min(first + i * int(blockDim.x), length - 1);
+        own[i] = max(ids[row], -1);
+        before[i] = row > 0 ? max(ids[row - 1], -1) : kNoId;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = first + i * int(blockDim.x);
+        if (row < length && own[i] != before[i]) add(row, own[i]);
       }
     }
   }
 
+  __device__ __forceinline__ void add(int row, int own) {
+    const int slot = atomicAdd(&count, 1);
+    if (slot < kMaxDocuments) {
+      begin[slot] = row;
+      id[slot] = own;
+    }
+  }
+
+  // From here on a warp has a run, and its lanes the runs that it is compared with; all get the same answer.
   __device__ __forceinline__ void find_ends(int length) {
-    for (int run = threadIdx.x; run < count; run += blockDim.x) {
+    const RunLanes lanes;
+    for (int run = lanes.warp; run < count; run += lanes.warps) {
       int next = length;
-      for (int other = 0; other < count; ++other) {
+      for (int other = lanes.lane; other < count; other += lanes.count) {
         if (begin[other] > begin[run]) next = min(next, begin[other]);
       }
-      end[run] = next;
+      end[run] = __reduce_min_sync(~0u, next);
     }
   }
 
   // The run of an id, or -1.
   __device__ __forceinline__ int run_of(int wanted) const {
+    const RunLanes lanes;
     int found = -1;
-    for (int run = 0; run < count; ++run) found = id[run] == wanted ? run : found;
-    return found;
+    for (int run = lanes.lane; run < count; run += lanes.count) found = id[run] == wanted ? run : found;
+    return __reduce_max_sync(~0u, found);
   }
 
-  // Whether the keys of some id are in two places, as far as this thread looks.
+  // Whether the keys of some id are in two places, as far as this warp looks.
   __device__ __forceinline__ bool repeats_id() const {
+    const RunLanes lanes;
     bool repeats = false;
-    for (int run = threadIdx.x; run < count; run += blockDim.x) {
+    for (int run = lanes.warp; run < count; run += lanes.warps) {
       repeats = repeats || (id[run] >= 0 && run_of(id[run]) != run);
     }
     return repeats;
   }
+
+  __device__ __forceinline__ int tiles_of(int run, int tile) const { return ceil_div(end[run] - begin[run], tile); }
+
+  __device__ __forceinline__ int tiles_of_longer(int run, int tile) const {
+    const RunLanes lanes;
+    int tiles = 0;
+    for (int other = lanes.lane; other < count; other += lanes.count) {
+      const int longer = end[other] - begin[other] - (end[run] - begin[run]);
+      if (longer > 0 || (longer == 0 && begin[other] < begin[run])) tiles += tiles_of(other, tile);
+    }
+    return __reduce_add_sync(~0u, tiles);
+  }
 };
 
-template <Config C>
-__device__ __forceinline__ void document_tiles(const DocumentTilesParams& params) {
-  __shared__ DocumentRuns own, others;
+__device__ __forceinline__ void list_documents(const DocumentTilesParams& params) {
+  __shared__ DocumentRuns own, apart;
   __shared__ int tiles, first;  // of this entry; its place among all
+  const RunLanes lanes;
   const int entry = blockIdx.x;
-  if (threadIdx.x == 0) own.count = others.count = tiles = 0;
+  const bool same = params.segments[0] == params.segments[1] && params.length[0] == params.length[1];
+  DocumentRuns& others = same ? own : apart;
+  if (threadIdx.x == 0) own.count = apart.count = tiles = 0;
   __syncthreads();
   own.find(params.segments[0] + int64_t(entry) * params.length[0], params.length[0]);
-  others.find(params.segments[1] + int64_t(entry) * params.length[1], params.length[1]);
+  if (!same) apart.find(params.segments[1] + int64_t(entry) * params.length[1], params.length[1]);
   __syncthreads();
   const bool many = own.count > kMaxDocuments || others.count > kMaxDocuments;
   if (__syncthreads_or(many || others.repeats_id())) {
     if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
     return;
   }
+  if (!same) apart.find_ends(params.length[1]);
   own.find_ends(params.length[0]);
-  others.find_ends(params.length[1]);
-  for (int run = threadIdx.x; run < own.count; run += blockDim.x) {
-    atomicAdd(&tiles, ceil_div(own.end[run] - own.begin[run], params.tile));
-  }
+  __syncthreads();
+  for (int run = threadIdx.x; run < own.count; run += blockDim.x) atomicAdd(&tiles, own.tiles_of(run, params.tile));
   __syncthreads();
   if (tiles > document_tiles_room(params.length[0], params.tile)) {
     if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
@@ -91,22 +134,28 @@ __device__ __forceinline__ void document_tiles(const DocumentTilesParams& params
   if (threadIdx.x == 0) first = atomicAdd(params.counters + kDocumentTiles, tiles);
   __syncthreads();
   const bool own_padded = own.run_of(-1) >= 0, others_padded = others.run_of(-1) >= 0;
-  for (int run = threadIdx.x; run < own.count; run += blockDim.x) {
+  for (int run = lanes.warp; run < own.count; run += lanes.warps) {
     const int begin = own.begin[run], end = own.end[run];
-    int place = first;  // behind the tiles of longer runs
-    for (int other = 0; other < own.count; ++other) {
-      const int longer = own.end[other] - own.begin[other] - (end - begin);
-      if (longer > 0 || (longer == 0 && own.begin[other] < begin)) {
-        place += ceil_div(own.end[other] - own.begin[other], params.tile);
-      }
-    }
     const int seen = own.id[run] < 0 ? -1 : others.run_of(own.id[run]);
     const int other_begin = seen < 0 ? 0 : others.begin[seen], other_end = seen < 0 ? 0 : others.end[seen];
-    const int count = ceil_div(end - begin, params.tile);
-    for (int i = 0; i < count; ++i, ++place) {
+    const int place = first + own.tiles_of_longer(run, params.tile);
+    const int count = own.tiles_of(run, params.tile);
+    for (int i = lanes.lane; i < count; i += lanes.count) {
       const int tile = params.last_first ? count - 1 - i : i;
-      params.tiles[place] = {entry, begin + tile * params.tile, end, other_begin, other_end, own_padded, others_padded};
+      params.tiles[place + i] = {entry,        begin + tile * params.tile, end, other_begin, other_end, own_padded,
+                                 others_padded};
     }
+  }
+}
+
+template <Config C>
+__device__ __forceinline__ void document_tiles(const DocumentTilesParams& params) {
+  let_next_kernel_begin();
+  const int ranges_block = int(blockIdx.x) - params.ranges.sides.batch;
+  if (ranges_block < 0) {
+    list_documents(params);
+  } else {
+    find_segment_ranges<document_tiles_threads(C)>(params.ranges, ranges_block);
   }
 }
 

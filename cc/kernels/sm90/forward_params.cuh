@@ -45,6 +45,7 @@ struct DocumentTilesParams {
   bool last_first;      // of the tiles of a run
   int32_t* counters;    // DocumentCounter
   DocumentTile* tiles;  // room for document_tiles_room() a batch entry
+  SegmentRangesParams ranges;
 };
 
 struct ForwardParams {

@@ -4,8 +4,8 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
-# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 minutes with 16 cores, but with fewer than 8
-# cores each sixth. All stages together are given 14 minutes with 16 cores, 8 minutes with EVERY=6.
+# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 to 9 minutes with 16 cores, but with fewer than 8
+# cores each sixth. All stages together are given 16 minutes with 16 cores, 8 minutes with EVERY=6.
 #
 # FOLDER gets log.txt (of all stages), summary.json, the JSON of the benchmarks and what the demo writes. Every stage has its
 # own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a
@@ -29,7 +29,7 @@ cores=$(nproc)
 workers=$((cores < 16 ? cores : 16))  # they share one GPU and its memory; more were not tried
 every=${EVERY:-$((cores < 8 ? 6 : 1))}
 limit_build=${LIMIT_BUILD:-110}
-limit_tests=${LIMIT_TESTS:-$((60 + 7200 / (every * workers)))}
+limit_tests=${LIMIT_TESTS:-$((60 + 9000 / (every * workers)))}
 limit_memcheck=${LIMIT_MEMCHECK:-45}
 limit_racecheck=${LIMIT_RACECHECK:-45}
 limit_bench=${LIMIT_BENCH:-120}

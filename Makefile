@@ -80,7 +80,7 @@ test: $(VENV)/.installed  ## tier cpu: Python and a C++ compiler are enough
 test-compile: $(VENV)/.installed-kernels  ## tier compile: nvcc or NVRTC, no GPU
 	$(PYTEST) -n $(JOBS) tests/compile tests/cpu/test_kernel_cache.py $(ARGS)
 
-test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 to 9 minutes with 16 cores
+test-gpu: $(VENV)/.installed-kernels  ## tier gpu, on a machine that has one: 5 to 10 minutes with 16 cores
 	$(PYTEST) -n $$(nproc) --maxprocesses 16 tests/gpu $(ARGS)
 
 sanitize: $(VENV)/.installed  ## CPU kernel under ASan and UBSan, on every instruction set: ARGS="--every 4" is a sample

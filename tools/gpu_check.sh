@@ -4,7 +4,7 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
-# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 to 9 minutes with 16 cores, but with fewer than 8
+# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 to 10 minutes with 16 cores, but with fewer than 8
 # cores each sixth. All stages together are given 16 minutes with 16 cores, 8 minutes with EVERY=6.
 #
 # FOLDER gets log.txt (of all stages), summary.json, the JSON of the benchmarks and what the demo writes. Every stage has its

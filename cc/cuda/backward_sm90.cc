@@ -357,7 +357,6 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
     params.rows_dk = buffers.dk;
     params.rows_dv = buffers.dv;
     shape.grid.x = sm_count;  // how many items there are is known to the device only, and may be more
-    shape.programmatic = true;
   }
   if (config.stores_ds) {
     launch_keys_and_dbias(problem, buffers, plan, kernel, shape, scratch, params, stream);

@@ -231,8 +231,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   launch(kernel,
          {.grid = {.x = blocks},
           .num_threads = sm90::forward_threads(config),
-          .shared_bytes = sm90::forward_shared_bytes(config),
-          .programmatic = config.documents},
+          .shared_bytes = sm90::forward_shared_bytes(config)},
          &params, stream);
   if (splits > 1) launch_combine(whole, results, plan, params, stream);
 }

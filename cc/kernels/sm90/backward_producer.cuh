@@ -351,7 +351,6 @@ struct KeyProducer {
       };
       int number = orders_dq(C) ? take() : blockIdx.x, items = params.items;
       if constexpr (C.documents) {
-        wait_for_kernel_before();  // for all of the block: the others wait for this warp
         by_documents = params.next_item[kDocumentsRefused] == 0;
         if (by_documents) items = params.next_item[kDocumentTiles] * params.problem.num_kv_heads;
       }

@@ -27,11 +27,6 @@ __device__ __forceinline__ void init_barrier(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-// Kernels launched as `programmatic` (cuda/launch.h) begin when every block of the kernel before has said that they may; what
-// that kernel writes is there when it has ended, which they wait for.
-__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Makes the initialised barriers visible to the copies that will signal them; __syncthreads() must follow.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

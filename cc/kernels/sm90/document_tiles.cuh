@@ -16,7 +16,6 @@
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "passes/tile_ranges.cuh"
-#include "sm90/barrier.cuh"
 #include "sm90/forward_params.cuh"
 #include "sm90/shape.cuh"
 
@@ -150,7 +149,6 @@ __device__ __forceinline__ void list_documents(const DocumentTilesParams& params
 
 template <Config C>
 __device__ __forceinline__ void document_tiles(const DocumentTilesParams& params) {
-  let_next_kernel_begin();
   const int ranges_block = int(blockIdx.x) - params.ranges.sides.batch;
   if (ranges_block < 0) {
     list_documents(params);

@@ -453,7 +453,6 @@ struct Producer {
   __device__ __forceinline__ void run() {
     int all_items = params.items;
     if constexpr (C.documents) {
-      wait_for_kernel_before();  // for all of the block: the others wait for this warp
       by_documents = params.next_item[kDocumentsRefused] == 0;
       if (by_documents) all_items = params.next_item[kDocumentTiles] * params.problem.num_heads;
     }

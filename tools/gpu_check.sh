@@ -4,8 +4,8 @@
 #
 #   tools/gpu_check.sh FOLDER [STAGE...]     stages: build tests memcheck racecheck bench bench-f32 demo (default: all)
 #
-# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 to 10 minutes with 16 cores, but with fewer than 8
-# cores each sixth. All stages together are given 16 minutes with 16 cores, 8 minutes with EVERY=6.
+# Of the tier, each EVERYth case of a test runs: all of them by default, which take 5 to 10 minutes with 16 cores, but
+# with fewer than 8 cores each sixth. All stages together are given 16 minutes with 16 cores, 9 minutes with EVERY=6.
 #
 # FOLDER gets log.txt (of all stages), summary.json, the JSON of the benchmarks and what the demo writes. Every stage has its
 # own time limit (seconds, LIMIT_<STAGE> overrides it), and none hides a

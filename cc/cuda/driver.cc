@@ -47,7 +47,7 @@ OpenedDriver open_driver() {
   resolve(library, "cuLibraryGetKernel", f.cuLibraryGetKernel, missing);
   resolve(library, "cuKernelGetAttribute", f.cuKernelGetAttribute, missing);
   resolve(library, "cuKernelSetAttribute", f.cuKernelSetAttribute, missing);
-  resolve(library, "cuLaunchKernelEx", f.cuLaunchKernelEx, missing);
+  resolve(library, "cuLaunchKernel", f.cuLaunchKernel, missing);
   resolve(library, "cuMemsetD8Async", f.cuMemsetD8Async, missing);
   resolve(library, "cuTensorMapEncodeTiled", f.cuTensorMapEncodeTiled, missing);
   opened.has_version = f.cuDriverGetVersion != nullptr;

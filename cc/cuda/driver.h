@@ -35,32 +35,6 @@ inline constexpr int kFunctionStaticSharedBytes = 1;
 inline constexpr int kFunctionLocalBytes = 3;
 inline constexpr int kFunctionNumRegisters = 4;
 inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
-// CUlaunchAttributeID
-inline constexpr int kLaunchClusterDimension = 4;
-inline constexpr int kLaunchProgrammaticStreamSerialization = 6;
-
-struct alignas(8) LaunchAttribute {  // CUlaunchAttribute
-  int id;
-  char pad[4];
-  union {
-    char bytes[64];
-    struct {
-      unsigned int x, y, z;
-    } cluster;
-    int flag;
-  } value;
-};
-static_assert(sizeof(LaunchAttribute) == 72);
-
-struct LaunchConfig {  // CUlaunchConfig
-  unsigned int grid_x, grid_y, grid_z;
-  unsigned int block_x, block_y, block_z;
-  unsigned int shared_bytes;
-  CUstream stream;
-  LaunchAttribute* attributes;
-  unsigned int num_attributes;
-};
-static_assert(sizeof(LaunchConfig) == 56);
 
 struct Driver {
   CUresult (*cuInit)(unsigned int flags);
@@ -77,7 +51,9 @@ struct Driver {
   CUresult (*cuLibraryGetKernel)(CUkernel* kernel, CUlibrary library, const char* name);
   CUresult (*cuKernelGetAttribute)(int* value, int attribute, CUkernel kernel, CUdevice device);
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel kernel, CUdevice device);
-  CUresult (*cuLaunchKernelEx)(const LaunchConfig* config, CUfunction function, void** params, void** extra);
+  CUresult (*cuLaunchKernel)(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
+                             unsigned int block_x, unsigned int block_y, unsigned int block_z,
+                             unsigned int shared_bytes, CUstream stream, void** params, void** extra);
   CUresult (*cuMemsetD8Async)(CUdeviceptr address, unsigned char value, size_t num_bytes, CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap* map, int element, unsigned int rank, void* address,
                                      const uint64_t* extents, const uint64_t* strides_bytes, const uint32_t* box,

@@ -12,8 +12,7 @@ constexpr int64_t kMaxGridYZ = 65535;
 
 std::string describe_launch(const Kernel& kernel, const Launch& shape) {
   return concat("kernel ", kernel.text, " with grid ", shape.grid.x, " x ", shape.grid.y, " x ", shape.grid.z, ", ",
-                shape.num_threads, " threads, ", shape.shared_bytes, " bytes of shared memory, cluster ",
-                shape.cluster_size);
+                shape.num_threads, " threads, ", shape.shared_bytes, " bytes of shared memory");
 }
 
 }  // namespace
@@ -24,32 +23,12 @@ void launch(const Kernel& kernel, const Launch& shape, const void* params, CUstr
   JATTN_REQUIRE(grid.x > 0 && grid.x <= kMaxGridX && grid.y > 0 && grid.y <= kMaxGridYZ && grid.z > 0 &&
                     grid.z <= kMaxGridYZ && shape.shared_bytes >= 0 && shape.shared_bytes <= kMaxGridX,
                 "the problem is too large for one launch: ", describe_launch(kernel, shape));
-  LaunchAttribute attributes[2] = {};
-  unsigned int num_attributes = 0;
-  if (shape.cluster_size > 1) {
-    LaunchAttribute& attribute = attributes[num_attributes++];
-    attribute.id = kLaunchClusterDimension;
-    attribute.value.cluster = {static_cast<unsigned int>(shape.cluster_size), 1, 1};
-  }
-  if (shape.programmatic) {
-    LaunchAttribute& attribute = attributes[num_attributes++];
-    attribute.id = kLaunchProgrammaticStreamSerialization;
-    attribute.value.flag = 1;
-  }
-  const LaunchConfig config{.grid_x = static_cast<unsigned int>(grid.x),
-                            .grid_y = static_cast<unsigned int>(grid.y),
-                            .grid_z = static_cast<unsigned int>(grid.z),
-                            .block_x = static_cast<unsigned int>(shape.num_threads),
-                            .block_y = 1,
-                            .block_z = 1,
-                            .shared_bytes = static_cast<unsigned int>(shape.shared_bytes),
-                            .stream = stream,
-                            .attributes = attributes,
-                            .num_attributes = num_attributes};
   void* arguments[] = {const_cast<void*>(params)};
   // The driver accepts a context-independent CUkernel in place of a CUfunction, and then serves the current context.
-  const CUresult result =
-      driver().cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments, nullptr);
+  const CUresult result = driver().cuLaunchKernel(
+      reinterpret_cast<CUfunction>(kernel.handle), static_cast<unsigned int>(grid.x), static_cast<unsigned int>(grid.y),
+      static_cast<unsigned int>(grid.z), static_cast<unsigned int>(shape.num_threads), 1, 1,
+      static_cast<unsigned int>(shape.shared_bytes), stream, arguments, nullptr);
   if (result != 0)
     fail(Fault::kJattn, concat(describe(result), " from the launch of ", describe_launch(kernel, shape)));
 }

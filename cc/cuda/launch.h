@@ -16,9 +16,7 @@ struct Grid {
 struct Launch {
   Grid grid;  // an empty grid launches nothing
   int num_threads = 0;
-  int64_t shared_bytes = 0;   // dynamic
-  int cluster_size = 1;       // blocks along x
-  bool programmatic = false;  // may start before the previous kernel of the stream ends (griddepcontrol)
+  int64_t shared_bytes = 0;  // dynamic
 };
 
 // Launches `kernel` with one parameter, a plain struct that the driver copies before the call returns.

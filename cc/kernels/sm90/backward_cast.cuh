@@ -1,6 +1,7 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head.
+// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
+// their sums are the latest, and still in L2.
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
 // one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
@@ -16,8 +17,9 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
   extern __shared__ __align__(1024) unsigned char shared[];
   const unsigned tile = shared_address(shared);
-  const int flat_head = blockIdx.x / params.tiles;
-  const int first = (blockIdx.x - flat_head * params.tiles) * C.tile_q;
+  const int number = int(gridDim.x - 1 - blockIdx.x);
+  const int flat_head = number / params.tiles;
+  const int first = (number - flat_head * params.tiles) * C.tile_q;
   const int entry = flat_head / params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
   const int64_t accumulator_row = int64_t(flat_head) * params.rows_padded + first;

@@ -2,7 +2,8 @@
 // with rows that see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
-// head, blocks of a head in a row.
+// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, and finds what was read last
+// in L2.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -41,8 +42,9 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   constexpr int kUnroll = 4;
   static_assert(kPasses % kUnroll == 0);
   const int blocks = int(params.rows_padded / kStatisticsRows);
-  const int flat_head = blockIdx.x / blocks;
-  const int block = blockIdx.x - flat_head * blocks;
+  const int number = int(gridDim.x - 1 - blockIdx.x);
+  const int flat_head = number / blocks;
+  const int block = number - flat_head * blocks;
   const int entry = flat_head / params.num_heads;
   const int head = flat_head - entry * params.num_heads;
   const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
 
   // Rows of blocks follow each other, as those of the accumulator do.
   constexpr int kTurns = kStatisticsRows / kDqTurnRows * kBackwardConsumers;
-  if (params.dq_turns && threadIdx.x < kTurns) params.dq_turns[int64_t(blockIdx.x) * kTurns + threadIdx.x] = 0;
+  if (params.dq_turns && threadIdx.x < kTurns) params.dq_turns[int64_t(number) * kTurns + threadIdx.x] = 0;
 
   if (params.next_item && blockIdx.x == 0 && threadIdx.x < kDocumentCounters) params.next_item[threadIdx.x] = 0;
 

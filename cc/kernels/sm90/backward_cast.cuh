@@ -1,7 +1,7 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
 // Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
-// their sums are the latest, and still in L2.
+// their sums are the latest, which L2 may still hold.
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
 // one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from

@@ -2,8 +2,8 @@
 // with rows that see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
-// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, and finds what was read last
-// in L2.
+// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still hold what
+// was read last.
 #pragma once
 
 #include "attn/dropout.cuh"

@@ -52,7 +52,7 @@ int main() {
         if (merges) softmax.add_merged(score, bias * kLog2E, r);
       }
     }
-    if (!merges) softmax.update(s, true);
+    if (!merges) softmax.update<-1>(s, true, [](auto&, auto&) {});
     for (int r = 0; r < 2; ++r) {
       for (float& weight : weights[r]) weight *= softmax.rescale ? softmax.alpha[r] : 1.0f;
       for (int j = 0; j < kColumns; ++j) weights[r].push_back(s[j / 2 * 4 + 2 * r + j % 2]);

@@ -26,6 +26,9 @@ class Form:
     Attributes:
       q_leaves: q's place is free again "first", when registers hold q, at the "last" product with q, or at the "end",
         when the output that took it is stored.
+      awaits_v_early: v of a tile is waited for behind the product with k; before k's place is free again ("first"), if
+        the output product is waited for before the exponentials, or behind it ("last").
+      looks_ahead: behind items of up to that many tiles the last v is copied after the first k of the next item.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
       without: what is left out.
     """
@@ -35,7 +38,8 @@ class Form:
     stages: int = 2
     turns: bool = False
     in_series: bool = False
-    awaits_v_early: bool = False
+    awaits_v_early: str = ""
+    looks_ahead: int = 0
     products_meet: bool = True
     without: str = ""
 
@@ -72,14 +76,19 @@ class Forward(Program):
 
     # The producer.
     def produce(self) -> list[Step]:
+        is_late = False
         for number, tiles in enumerate(self.items):
             if tiles > 0:
                 self.load("k")
+            if is_late:
+                self.load("v")
             self.publish(number, tiles)
+            is_late = 0 < tiles <= self.form.looks_ahead
             for tile in range(max(tiles, 0)):
                 if tile + 1 < tiles:
                     self.load("k")
-                self.load("v")
+                if tile + 1 < tiles or not is_late:
+                    self.load("v")
             self.count_losses(number)
             if tiles == MEETING:
                 self.wait(("q empty",), number + 1, self.form.warpgroups, "meeting")
@@ -154,6 +163,11 @@ class Forward(Program):
             place, version = self.operand("k")
             self.read("header", place[1], version=version)
 
+    def wait_next_v(self) -> None:
+        self.tile_number["v"] += 1
+        self.wait_tile("v")
+        self.tile_number["v"] -= 1
+
     def free_tile(self, kind: str) -> None:
         if self.warp == 0:
             self.signal(f"{kind} empty", self.tile_number[kind] % self.form.stages)
@@ -220,11 +234,11 @@ class Forward(Program):
                 self.start_output()
                 self.end_turn()
                 self.wait_products(1)
+                if form.awaits_v_early == "first":
+                    self.wait_next_v()
                 self.free_tile("k")
-                if form.awaits_v_early:
-                    self.tile_number["v"] += 1
-                    self.wait_tile("v")
-                    self.tile_number["v"] -= 1
+                if form.awaits_v_early == "last":
+                    self.wait_next_v()
                 self.wait_products(0)
                 self.free_tile("v")
             if form.q_leaves == "last":
@@ -288,7 +302,10 @@ FORMS = {
     "q shared": Form("last"),
     "output in the place of q": Form("end"),
     "turns": Form("last", turns=True),
-    "head dim 64": Form("last", warpgroups=3, stages=4, turns=True, awaits_v_early=True),
+    "head dim 64": Form("last", warpgroups=3, stages=4, turns=True, awaits_v_early="last"),
+    "head dim 64 causal": Form("last", warpgroups=3, stages=4, turns=True, awaits_v_early="first"),
+    "looks ahead": Form("first", looks_ahead=5),
+    "looks ahead behind few tiles": Form("end", looks_ahead=2),
     "in series": Form("last", warpgroups=3, in_series=True),
 }
 # Records, and which of them are lost: the producer sees a loss at once, one or two items later, or at the end.

@@ -112,6 +112,18 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, object], tuple[str, ...]]] 
     "row of bias slopes 64": ((64, 64), ROW | SLOPES, ("row_bias",)),
     "one number of bias": ((128, 128), ROW | {"bias": (2, 4, 1, 1)}, ("row_bias",)),
 }
+# Head dims, problem, exponentials of a tile before the wait for the output product, whether first tiles are halved.
+ORDERS: dict[str, tuple[tuple[int, int], dict[str, object], int, bool]] = {
+    "128": ((128, 128), {}, 20, False),
+    "128 float16": ((128, 128), {"dtype": "float16"}, 20, False),
+    "128 causal": ((128, 128), {"band": CAUSAL}, 20, True),
+    "128 window lengths": ((128, 128), {"band": WINDOW, "kv_lengths": True}, 20, True),
+    "128 documents": ((128, 128), {"segments": True, "band": CAUSAL}, 20, True),
+    "192-128": ((192, 128), {}, 24, False),
+    "192-128 causal": ((192, 128), {"band": CAUSAL}, 24, False),
+    "64 causal": ((64, 64), {"band": CAUSAL}, 0, True),
+    "64 documents": ((64, 64), {"segments": True, "band": CAUSAL}, 0, True),
+}
 # Problems that look like those above and have none of these forms.
 WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
     "softcap, negative scale": (128, CAP | {"scale": -0.1}),
@@ -164,6 +176,25 @@ def test_picked_and_compiles_well(
         monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
         (tmp_path / "kernel.cubin").write_bytes(code)
         assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_exponentials_lie_where_the_source_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_dims, terms, early, halves = ORDERS[name]
+    toolchain.require_cuobjdump(monkeypatch)
+    toolchain.require_nvrtc()
+    plan = flash_tiles.plan_forward(spec(*head_dims, **terms))
+    code, log = _core.compile_kernel(plan.kernels.split(";")[0])
+    assert resources.read_log(name, log).faults == ()
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(code)
+    listing = sm90_listing.listing(cubin)
+    assert sm90_listing.main_loop(listing).in_shadow() == (early, 64)
+    # Products of 64 queries with 64 keys; those with v have their right operand transposed.
+    halved = [x for x in listing if "HGMMA.64x64x16" in x.text and "tnspB" not in x.text]
+    assert len(halved) == (head_dims[0] // 16 if halves else 0)
 
 
 def test_what_lies_beside_the_tiles_counts_in_shared_memory(tmp_path: Path) -> None:

@@ -27,14 +27,15 @@ struct Consumer {
   using Queries = unsigned[QueryWords<C>::kCount];
   using Ring = RingPosition<C.stages>;
 
-  static constexpr int kMasks =
-      kMaskUpper | kMaskLower | kMaskSegments | (has_position_band(C) ? kMaskPositions : 0) | (C.mask ? kMaskDense : 0);
-  // Whether v of a tile is waited for behind the tile's exponentials, so that both products of the next start without a test
+  static constexpr int kMasks = kMaskUpper | (has_index_band(C) ? kMaskLower : 0) | (C.segments ? kMaskSegments : 0) |
+                                (has_position_band(C) ? kMaskPositions : 0) | (C.mask ? kMaskDense : 0);
+  // Whether v of a tile is waited for beside the tile's exponentials, so that both products of the next start without a test
   // between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 -> 648.
   static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
   // Whether a softcap bounds the scores. A float16 probability has no room for scores that refer to 0.
   static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && C.element == Element::kBF16;
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
+  static constexpr int kEarly = early_exponentials(C);
 
   const ForwardParams& params;
   ForwardControl<C>& control;
@@ -103,7 +104,9 @@ struct Consumer {
     return tile + step / 4 * C.tile_q * kChunkRowBytes + row * kChunkRowBytes + (column16 ^ row % 8) * 16;
   }
 
-  __device__ __forceinline__ void start_scores_of_stage(Scores& s, Queries& q) const {
+  // Of all keys of the tile, or of the first half.
+  template <int kCount>
+  __device__ __forceinline__ void start_scores_of_stage(float (&s)[kCount], Queries& q) const {
     if constexpr (C.q_in_registers) {
       start_scores<C>(s, q, k_address(ring.index));
     } else {
@@ -130,8 +133,9 @@ struct Consumer {
     turns().end();
   }
 
-  // The scores of the first tile, with nothing to do beside them.
-  __device__ __forceinline__ void start_first_scores(Scores& s, Queries& q) const {
+  // The scores of the first tile, or of its first half, with nothing to do beside them.
+  template <int kCount>
+  __device__ __forceinline__ void start_first_scores(float (&s)[kCount], Queries& q) const {
     turns().begin();
     start_scores_of_stage(s, q);
     turns().end();
@@ -201,8 +205,16 @@ struct Consumer {
     return true;
   }
 
-  // From raw products to probabilities; frees the k tile on the way.
-  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax) {
+  // Whether rows may settle by this tile: a float16 probability has no room for all that may follow a row's only key in the tile of
+  // its diagonal.
+  __device__ __forceinline__ static bool has_room(const TileHeader& header) {
+    return C.element == Element::kBF16 || !(header.flags & kMasks);
+  }
+
+  // From raw products to probabilities; frees the k tile on the way. kEarly, pause: see OnlineSoftmax::update().
+  template <int kEarly, class Pause>
+  __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax,
+                                                const Pause& pause) {
     if constexpr (!holds_k(C)) release(&control.k_empty[ring.index]);
     if constexpr (C.cap_series) {
       if (finish_by_series(s, header, softmax)) return;
@@ -218,8 +230,7 @@ struct Consumer {
       apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }
     if constexpr (holds_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
-    // A float16 probability has no room for all that may follow a row's only key in the tile of its diagonal.
-    softmax.update(s, C.element == Element::kBF16 || !(header.flags & kMasks));
+    softmax.template update<kEarly>(s, has_room(header), pause);
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
     if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
   }
@@ -235,22 +246,51 @@ struct Consumer {
     return {params, control, item, header, ring.index, slot, place(), item.q_begin + first_row() + warp_row()};
   }
 
+  // The scores of the first tile, to probabilities.
+  __device__ __forceinline__ void visit_first_tile(const TileHeader& header, Queries& q, Probabilities& p,
+                                                   Softmax& softmax) {
+    Scores s;
+    start_first_scores(s, q);
+    TileDrops<C> drops;
+    make_drops(drops, header);
+    wait_products<0>();
+    pin_registers(s);
+    finish_scores<kLeftToCompiler>(s, header, softmax, [](auto&, auto&) {});
+    pack_fragment<C.element>(p, s);
+    drops.apply(p, context(header));
+  }
+
+  // The same for the first half of its keys.
+  __device__ __forceinline__ void visit_half_tile(const TileHeader& header, Queries& q, Probabilities& p,
+                                                  Softmax& softmax) {
+    float s[C.tile_kv / 4];
+    start_first_scores(s, q);
+    wait_products<0>();
+    pin_registers(s);
+    if constexpr (!holds_k(C)) release(&control.k_empty[ring.index]);
+    if (header.flags & kMasks) {
+      apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
+    }
+    if constexpr (holds_k(C)) release(&control.k_empty[ring.index]);
+    softmax.template update<kLeftToCompiler>(s, has_room(header), [](auto&, auto&) {});
+#pragma unroll
+    for (int i = 0; i < C.tile_kv / 4; ++i) {
+      p[i] = i < C.tile_kv / 8 ? ElementTraits<C.element>::pack(s[2 * i], s[2 * i + 1]) : 0;
+    }
+  }
+
   // The softmax of a tile runs behind the start of the output product of the tile before.
   __device__ __forceinline__ void visit_tiles(Queries& q, Output& out, Softmax& softmax) {
     Probabilities p;
     TileHeader header = wait_k();
-    {
-      Scores s;
-      start_first_scores(s, q);
-      TileDrops<C> drops;
-      make_drops(drops, header);
-      wait_products<0>();
-      pin_registers(s);
-      finish_scores(s, header, softmax);
-      pack_fragment<C.element>(p, s);
-      drops.apply(p, context(header));
-      if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
+    // A branch holds a product, its wait and all that follows from it: ptxas serialises every product otherwise.
+    bool has_half = false;
+    if constexpr (halves_first_tile(C)) {
+      has_half = header.flags & kHalfOfWarpgroup << warpgroup;
+      if (has_half) visit_half_tile(header, q, p, softmax);
     }
+    if (!has_half) visit_first_tile(header, q, p, softmax);
+    if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
     while (!is_last(header)) {
       const Ring before = ring;
       ring.advance();
@@ -261,14 +301,22 @@ struct Consumer {
       make_drops(drops, header);
       wait_products<1>();
       pin_registers(s);
-      finish_scores(s, header, softmax);
-      if constexpr (kAwaitsVEarly) {
+      const auto await_output = [&] {
+        wait_products<0>();
+        pin_registers(out);
+        release(&control.v_empty[before.index]);
+      };
+      if constexpr (kAwaitsVEarly && kEarly == 0) wait(&control.v_full[ring.index], ring.parity);
+      finish_scores<kEarly>(s, header, softmax, [&](const float (&sums)[2], float (&shift)[2]) {
+        finish_here(sums);
+        await_output();
+        begin_here(shift);
+      });
+      if constexpr (kAwaitsVEarly && kEarly != 0) {
         pin_registers(s);
         wait(&control.v_full[ring.index], ring.parity);
       }
-      wait_products<0>();
-      pin_registers(out);
-      release(&control.v_empty[before.index]);
+      if constexpr (kEarly == kLeftToCompiler) await_output();
       pack_fragment<C.element>(p, s);
       drops.apply(p, context(header));
       softmax.rescale_output(out);
@@ -307,7 +355,7 @@ struct Consumer {
       wait_products<0>();
       pin_registers(s);
       if (kReleasesQAtLastTile && last) release_q();
-      finish_scores(s, header, softmax);
+      finish_scores<kLeftToCompiler>(s, header, softmax, [](auto&, auto&) {});
       softmax.rescale_output(out);
       Probabilities p;
       pack_fragment<C.element>(p, s);
@@ -357,21 +405,18 @@ struct Consumer {
 
   __device__ __forceinline__ void sync_warpgroup() const { sync_named(1 + warpgroup, kWarpgroupThreads); }
 
-  // One past the last key that some query of this warpgroup sees.
-  __device__ __forceinline__ int end_of_keys(const ItemRecord& item) const {
-    const int first = item.q_begin + first_row();
-    const int end = first < item.q_length ? item.kv_length : 0;
-    return has_index_band(C) ? min(end, first + kWarpgroupRows - 1 + item.upper_offset) : end;
-  }
-
   // Frees the tiles that no query of this warpgroup sees, up to the first that some query sees; returns whether there
   // is one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
   // 192 x 128 every fourth product.
   __device__ __forceinline__ bool skip_tiles(const ItemRecord& item) {
-    const int end = end_of_keys(item);
+    // Without a band the length of the queries tells as well. Which of the two is read moves the instructions that ptxas makes of the
+    // loop. Measured on H100, flags over the length: head_dim (192, 128) 0.94 to 0.97, 96 (in series) 1.00 to 1.08.
+    const int end = item.q_begin + first_row() < item.q_length ? item.kv_length : 0;
     for (;;) {
       const TileHeader header = wait_k();
-      if (header.kv_tile * C.tile_kv < end) return true;
+      const bool needs = has_index_band(C) || C.in_series ? !(header.flags & kBeyondWarpgroup << warpgroup)
+                                                          : header.kv_tile * C.tile_kv < end;
+      if (needs) return true;
       free_unread_tile();
       ring.advance();
       if (header.flags & kLastTile) break;

@@ -333,9 +333,9 @@ struct TileDrops {
   }
 };
 
-// Sets scores to -inf where the header says that pairs of this tile may be invisible.
-template <Config C>
-__device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const TileHeader& header, int stage, int slot,
+// Sets scores of the tile, or of its first 2 kCount keys, to -inf where the header says that pairs may be invisible.
+template <Config C, int kCount>
+__device__ __forceinline__ void apply_masks(float (&s)[kCount], const TileHeader& header, int stage, int slot,
                                             const ForwardControl<C>& control, const ForwardParams& params,
                                             FragmentPlace place) {
   const ItemRecord& item = control.items[slot];
@@ -349,7 +349,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
       upper[r] = end - first_column;
     }
 #pragma unroll
-    for (int i = 0; i < C.tile_kv / 2; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (i / 4 * 8 + i % 2 >= upper[i / 2 % 2]) s[i] = -infinity();
     }
   }
@@ -359,7 +359,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
 #pragma unroll
       for (int r = 0; r < 2; ++r) lower[r] = row + 8 * r + item.lower_offset - first_column;
 #pragma unroll
-      for (int i = 0; i < C.tile_kv / 2; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         if (i / 4 * 8 + i % 2 < lower[i / 2 % 2]) s[i] = -infinity();
       }
     }
@@ -374,7 +374,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
       const bool shows = width >= 0;
       const int* kv_positions = control.kv_positions[stage] + place.column;
 #pragma unroll
-      for (int i = 0; i < C.tile_kv / 8; ++i) {
+      for (int i = 0; i < kCount / 4; ++i) {
         const int2 keys = *reinterpret_cast<const int2*>(kv_positions + 8 * i);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -391,7 +391,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
         const int row = params.mask.words_row == 0 ? 0 : place.row + 8 * r;
         const unsigned visible = control.mask_words[stage][row][place.column / 2];
 #pragma unroll
-        for (int bit = 0; bit < C.tile_kv / 4; ++bit) {
+        for (int bit = 0; bit < kCount / 2; ++bit) {
           if (!(visible & 1u << bit)) s[bit / 2 * 4 + 2 * r + bit % 2] = -infinity();
         }
       }
@@ -402,7 +402,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[C.tile_kv / 2], const Til
       const int q_id[2] = {control.q_ids[slot][place.row], control.q_ids[slot][place.row + 8]};
       const int* kv_ids = control.kv_ids[stage] + place.column;
 #pragma unroll
-      for (int i = 0; i < C.tile_kv / 8; ++i) {
+      for (int i = 0; i < kCount / 4; ++i) {
         const int2 ids = *reinterpret_cast<const int2*>(kv_ids + 8 * i);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

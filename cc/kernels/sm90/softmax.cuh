@@ -258,9 +258,11 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
-  // has_room: whether rows may settle by this tile.
-  template <int kCount>
-  __device__ __forceinline__ void update(float (&s)[kCount], bool has_room) {
+  // has_room: whether rows may settle by this tile. kEarly: if not negative, pause(row_sum, shift) is called behind that many
+  // exponentials of a thread, with their sums, and before the others, which take the shift that it leaves.
+  template <int kEarly, int kCount, class Pause>
+  __device__ __forceinline__ void update(float (&s)[kCount], bool has_room, const Pause& pause) {
+    static_assert(kEarly < 0 || (kEarly % 4 == 0 && kEarly < kCount));
     const float unit = this->unit();
     if (settled()) {
       rescale = false;
@@ -285,8 +287,10 @@ struct OnlineSoftmax {
       }
       set_shift();
     }
+    float shift[2] = {this->shift[0], this->shift[1]};
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
+      if (4 * i == kEarly) pause(row_sum, shift);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll

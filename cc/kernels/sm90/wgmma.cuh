@@ -54,6 +54,27 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void finish_here(const float (&values)[kCount]) {
+  unsigned bits[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits[i] = __float_as_uint(values[i]);
+  finish_here(bits);
+}
+
+// The other way round: has what uses the values computed behind what came before. They come out of it as they were, by way of a vote
+// that no thread takes part in, which ptxas leaves in its place.
+template <int kCount>
+__device__ __forceinline__ void begin_here(float (&values)[kCount]) {
+  unsigned none;
+  asm volatile("{\n.reg .pred votes;\nsetp.eq.u32 votes, %1, 0xFFFFFFFF;\nvote.sync.ballot.b32 %0, votes, -1;\n}"
+               : "=r"(none)
+               : "r"(threadIdx.x)
+               : "memory");
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = __uint_as_float(__float_as_uint(values[i]) | none);
+}
+
 // A 16 x 16 block of a tile as four words of a fragment, by a warp. address: of the row that this lane gives.
 __device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -68,9 +89,9 @@ struct QueryWords {
   static constexpr int kCount = C.q_in_registers ? C.head_dim / 4 : 1;
 };
 
-// Starts s = q k^T for the 64 rows at q_address: q and k are tiles in shared memory, K-major.
-template <Config C>
-__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned q_address, unsigned k_address) {
+// Starts s = q k^T for the 64 rows at q_address and the first 2 kCount keys: q and k are tiles in shared memory, K-major.
+template <Config C, int kCount>
+__device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned q_address, unsigned k_address) {
   const unsigned long long q = descriptor(q_address, kUnusedLeading);
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
@@ -83,9 +104,9 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
     const int q_step = (chunk * C.tile_q * kChunkRowBytes + in_chunk) / 16;
     const int k_step = (chunk * C.tile_kv * kChunkRowBytes + in_chunk) / 16;
     if (step == 0) {
-      Wgmma<C.tile_kv>::template shared<C.element, false, 0, 0>(s, q, k);
+      Wgmma<2 * kCount>::template shared<C.element, false, 0, 0>(s, q, k);
     } else {
-      Wgmma<C.tile_kv>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);
+      Wgmma<2 * kCount>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);
     }
   }
   commit_products();
@@ -93,8 +114,8 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
 }
 
 // Starts s = q k^T with q as fragments in registers.
-template <Config C>
-__device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned (&q)[QueryWords<C>::kCount],
+template <Config C, int kCount>
+__device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned (&q)[QueryWords<C>::kCount],
                                              unsigned k_address) {
   const unsigned long long k = descriptor(k_address, kUnusedLeading);
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
@@ -105,9 +126,9 @@ __device__ __forceinline__ void start_scores(float (&s)[C.tile_kv / 2], unsigned
   for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
     const int k_step = (step / kStepsPerChunk * C.tile_kv * kChunkRowBytes + step % kStepsPerChunk * kStepBytes) / 16;
     if (step == 0) {
-      Wgmma<C.tile_kv>::template registers<C.element, false, 0>(s, q + 4 * step, k + k_step);
+      Wgmma<2 * kCount>::template registers<C.element, false, 0>(s, q + 4 * step, k + k_step);
     } else {
-      Wgmma<C.tile_kv>::template registers<C.element, true, 0>(s, q + 4 * step, k + k_step);
+      Wgmma<2 * kCount>::template registers<C.element, true, 0>(s, q + 4 * step, k + k_step);
     }
   }
   commit_products();

@@ -12,13 +12,16 @@
 namespace jattn::sm90 {
 
 enum TileFlags : int {
-  kLastTile = 1,          // no further key tile for this item
-  kMaskUpper = 2,         // some pair lies beyond the upper limit of its row
-  kMaskLower = 4,         // some pair lies below the lower limit of its row
-  kMaskSegments = 8,      // segment ids must be compared
-  kMaskPositions = 16,    // the band of positions must be compared
-  kMaskDense = 32,        // bits of the dense mask must be looked up
-  kLastOfWarpgroup = 64,  // shifted by its number: no query of that warpgroup sees a key of a further tile
+  kLastTile = 1,        // no further key tile for this item
+  kMaskUpper = 2,       // some pair lies beyond the upper limit of its row
+  kMaskLower = 4,       // some pair lies below the lower limit of its row
+  kMaskSegments = 8,    // segment ids must be compared
+  kMaskPositions = 16,  // the band of positions must be compared
+  kMaskDense = 32,      // bits of the dense mask must be looked up
+  // Of a warpgroup, shifted by its number.
+  kLastOfWarpgroup = 64,    // none of its queries sees a key of a further tile
+  kBeyondWarpgroup = 512,   // none sees a key of this tile, nor of those before
+  kHalfOfWarpgroup = 4096,  // none sees a key of the second half of this tile
 };
 
 // Travels beside each k tile, valid once the k tile is full.

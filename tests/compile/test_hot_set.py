@@ -1,15 +1,18 @@
 """Every kernel compiled ahead of time: listed, compiled by both compilers, with the intended instructions in it."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import resources
+import sm90_listing
 import toolchain
 
 from jattn import _core
 
 HOT_SET = {row["key"]: row for row in _core.hot_set()}
 
+FORWARD = [key for key in HOT_SET if toolchain.word(key, "family") == "sm90_forward"]
 # What multiplies tiles in each folder of kernels, by element. Passes over rows multiply nothing.
 TENSOR_INSTRUCTION = {"sm80": "HMMA", "sm90": "HGMMA"}
 
@@ -58,3 +61,38 @@ def test_instructions(key: str, tmp_path: Path) -> None:
         assert text.count(f" {TENSOR_INSTRUCTION[family]}.") >= 8
     if family == "sm90":
         assert "UTMALDG" in text, "tiles are not copied by the tensor memory accelerator"
+
+
+@pytest.fixture(scope="module")
+def early_exponentials(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """How many exponentials come before the wait for the output product, by the function that the kernels ask."""
+    lines = []
+    for key in FORWARD:
+        config = _core.kernel_unit_text(key).split("constexpr Config kConfig{")[1].split("};")[0]
+        lines.append(
+            f'{{ constexpr Config c{{{config}}}; std::printf("%d\\n", early_exponentials(c)); }}'
+        )
+    text = '#include <cstdio>\n#include "sm90/shape.cuh"\nusing namespace jattn;\n'
+    text += "using namespace jattn::sm90;\nint main() {\n" + "\n".join(lines) + "\n}"
+    program = toolchain.build_host_program(text, tmp_path_factory.mktemp("early"))
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    found = dict(zip(FORWARD, map(int, done.stdout.split()), strict=True))
+    assert {0, 20, 24} <= set(found.values())
+    return found
+
+
+@pytest.mark.parametrize("key", FORWARD, ids=toolchain.short_name)
+def test_forward_loop(
+    key: str,
+    early_exponentials: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products stay in flight, and the wait between exponentials is where the source has it."""
+    toolchain.require_cuobjdump(monkeypatch)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(HOT_SET[key]["cubin"])
+    assert sm90_listing.describe(cubin)[1] == []
+    if early_exponentials[key] >= 0:
+        loop = sm90_listing.main_loop(sm90_listing.listing(cubin))
+        assert loop.in_shadow() == (early_exponentials[key], 64)

@@ -78,7 +78,7 @@ JATTN_HOST_DEVICE constexpr int64_t rows_of_first_tile(const Config& config, int
 
 // Whether a warpgroup computes the first half of the scores of its first tile alone where it sees no key of the other half: on the
 // diagonal the first of two warpgroups. Measured on H100, causal, 1024 / 2048 / 4096 / 8192 keys: head_dim 64 +2 / 1 / 1 / 0 %, 128
-// +1 / 2 / 2 / 2 %.
+// +2 / 2 / 1 / 2 %.
 JATTN_HOST_DEVICE constexpr bool halves_first_tile(const Config& config) {
   const bool plain = !config.bias && !config.alibi && !config.softcap && !config.mask && !config.positions &&
                      !config.dropout && !config.scale_first;
@@ -89,7 +89,7 @@ JATTN_HOST_DEVICE constexpr bool halves_first_tile(const Config& config) {
 // Exponentials of a tile that a thread computes before it waits for the output product of the tile before. ptxas's own choice is
 // 0 to 55 of 64, by luck: any change of the source moves it.
 inline constexpr int kLeftToCompiler = -1;
-// Measured on H100 over 10 of 64 exponentials. head_dim 128, full: 8 0.96, 12 1.00, 16 and 18 1.01, 20 and 22 1.03 to 1.06, 24 1.02
+// Measured on H100 over 10 of 64 exponentials. head_dim 128, full: 8 0.96, 12 0.95 to 1.00, 16 and 18 1.01, 20 and 22 1.03 to 1.06, 24 1.02
 // to 1.04, 32 1.01 to 1.04, 51 0.97 (1024 keys: 1.01, the last two 0.98 and 0.94). (192, 128): 24 1.00 to 1.02. head_dim 64: full
 // any number 0.91 to 0.96, beside halves 0 best; 192 and 256 equal. Beside a bias, a mask or dropout 20 costs 1 to 2 %.
 JATTN_HOST_DEVICE constexpr int early_exponentials(const Config& config) {

@@ -82,6 +82,18 @@ def main_loop(code: list[Instruction]) -> Loop:
     return Loop(best)
 
 
+def registers_of(text: str) -> int:
+    """Returns how many registers an instruction needs: one more than the highest that it names, or that follows it.
+
+    ``STS.128 [R29+0x10], R8`` takes R8 to R11, and its address from R29 alone; ``[R28.64]`` is R28 and R29.
+    """
+    addresses = re.findall(r"\[R(\d+)(\.64)?", text)
+    values = re.findall(r"\bR(\d+)", re.sub(r"\[[^\]]*\]", "", text))
+    wide = 4 if ".128" in text else 2 if re.search(r"\.64|WIDE", text) else 1
+    ends = [int(register) + (2 if is_wide else 1) for register, is_wide in addresses]
+    return max(ends + [int(register) + wide for register in values], default=0)
+
+
 def producer_registers(code: list[Instruction]) -> tuple[int, int]:
     """Returns how many registers the producer keeps, and how many the code that it can reach uses."""
     place = {line.address: i for i, line in enumerate(code)}
@@ -96,9 +108,7 @@ def producer_registers(code: list[Instruction]) -> tuple[int, int]:
             continue
         seen.add(i)
         line = code[i]
-        wide = 4 if ".128" in line.text else 2 if re.search(r"\.64|WIDE", line.text) else 1
-        for register in re.findall(r"\bR(\d+)", line.text):
-            used = max(used, int(register) + wide)
+        used = max(used, registers_of(line.text))
         if line.target is not None:
             waiting.append(place[line.target])
         ends = re.match(r"(BRA|EXIT|RET)\b", line.text) is not None

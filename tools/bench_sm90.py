@@ -4,6 +4,11 @@
     python3 tools/bench_sm90.py                  # on the GPU machine: torch, libcuda; checks, then times
     python3 tools/bench_sm90.py --cases d128 --variants d128 --rounds 9 --no-check
 
+Two states of the kernels in one run, each checked, with their ratios last:
+
+    tools/build_sm90_variants.sh build/before OTHER_CHECKOUT/cc/kernels
+    python3 tools/bench_sm90.py --variants kept$ --against build/before
+
 Every variant runs under two names in every round and the order of a round is random: the card is power-limited, and
 one binary under three names differed by 3 % when the order was fixed. Times are medians over rounds.
 """
@@ -26,6 +31,7 @@ from typing import Any
 from sm90_bench import (
     LOG2E,
     NO_LAST_SECTION,
+    OTHER,
     PROBLEM_MEMBERS,
     Case,
     Data,
@@ -35,6 +41,7 @@ from sm90_bench import (
     check_apart,
     check_here,
     clocks,
+    comparison,
     current_stream,
     device_words,
     differing,
@@ -598,7 +605,7 @@ def summarize(records: list[dict[str, Any]]) -> None:
     ratios, bars = [], []
     for record in records:
         speed = record["tflops"]
-        names = [name for name in speed if name + "'" in speed]
+        names = [name for name in speed if name + "'" in speed and not name.endswith(OTHER)]
         if not names or "torch cudnn" not in speed:
             continue
         best = max(names, key=lambda name: speed[name] + speed[name + "'"])
@@ -630,6 +637,17 @@ def load(driver: Driver, folder: Path, facts: dict[str, Any], variant: Variant) 
     return Loaded(variant, kernel, facts["sm90::ForwardParams"], facts["series"])
 
 
+def built(folder: Path, wanted: list[Variant]) -> list[str]:
+    """Returns the names of variants that are in a folder, and names the others on standard output."""
+    found = []
+    for variant in wanted:
+        if (folder / f"{variant.cubin()}.cubin").exists():
+            found.append(variant.name)
+        else:
+            print(f"{variant.name:34s}not built in {folder}")
+    return found
+
+
 def main() -> int:
     """Runs checks and timings; returns 1 if a check failed."""
     parser = argparse.ArgumentParser(
@@ -650,6 +668,9 @@ def main() -> int:
     parser.add_argument(
         "--cases", default="", help="only timed cases whose name matches this expression"
     )
+    parser.add_argument(
+        "--against", type=Path, help="a folder of other cubins: check and time its variants too"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -663,11 +684,11 @@ def main() -> int:
     if arguments.write_units:
         write_units(folder, [v for v in variants() if re.search(arguments.variants, v.name)])
         return 0
-    facts = json.loads((folder / "facts.json").read_text())
     by_name = {variant.name: variant for variant in variants()}
     if arguments.check_here:
         import torch
 
+        facts = json.loads((folder / "facts.json").read_text())
         torch.zeros(1, device="cuda")
         driver = Driver()
         check_here(
@@ -678,14 +699,16 @@ def main() -> int:
         )
         return 0
 
-    names = []
-    for name, variant in by_name.items():
-        if re.search(arguments.variants, name):
-            if (folder / f"{variant.cubin()}.cubin").exists():
-                names.append(name)
-            else:
-                print(f"{name:34s}not built")
-    right = names if arguments.no_check else check_apart(__file__, folder, names, arguments.repeat)
+    folders = {"": folder} | ({OTHER: arguments.against} if arguments.against else {})
+    tried: dict[str, list[str]] = {}
+    right: dict[str, list[str]] = {}
+    for end, place in folders.items():
+        tried[end] = built(place, [by_name[n] for n in by_name if re.search(arguments.variants, n)])
+        right[end] = (
+            tried[end]
+            if arguments.no_check
+            else check_apart(__file__, place, tried[end], arguments.repeat)
+        )
     records = []
     if not arguments.no_time:
         import torch
@@ -693,16 +716,24 @@ def main() -> int:
         torch.zeros(1, device="cuda")
         print(device_words(torch))
         driver = Driver()
-        kernels = [load(driver, folder, facts, by_name[name]) for name in right]
+        kernels = []
+        for end, place in folders.items():
+            facts = json.loads((place / "facts.json").read_text())
+            for name in right[end]:
+                loaded = load(driver, place, facts, by_name[name])
+                kernels.append(replace(loaded, variant=replace(loaded.variant, name=name + end)))
         for case in timing_cases():
             if re.search(arguments.cases, case.name):
                 times = time_case(torch, driver, kernels, case, arguments.rounds, arguments.seed)
                 records.append(report(case, times))
         summarize(records)
+        print("\n".join(comparison(records)))
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
-    print(f"{len(names) - len(right)} of {len(names)} variants failed their checks")
-    return int(len(right) < len(names))
+    total = sum(map(len, tried.values()))
+    failed = total - sum(map(len, right.values()))
+    print(f"{failed} of {total} variants failed their checks")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@
     python3 tools/bench_sm90_backward.py        # on the GPU machine: torch, libcuda; checks, then times
     python3 tools/bench_sm90_backward.py --cases d128 --variants d128 --rounds 9 --no-check
 
+Two states of the kernels in one run, each checked, with their ratios last:
+
+    tools/build_sm90_backward_variants.sh build/before OTHER_CHECKOUT/cc/kernels
+    python3 tools/bench_sm90_backward.py --variants _first --against build/before
+
 A time is that of the whole backward pass: preparation (with the zeroing of the accumulator), main kernels, cast. The
 order of a round is random; times are medians over rounds. Gradients are checked against float64, the error bound being
 a small multiple of what a plain implementation with 16-bit probabilities and score gradients gets.
@@ -25,6 +30,7 @@ from typing import Any
 
 from sm90_bench import (
     NO_LAST_SECTION,
+    OTHER,
     PROBLEM_MEMBERS,
     Case,
     Data,
@@ -34,6 +40,7 @@ from sm90_bench import (
     check_apart,
     check_here,
     clocks,
+    comparison,
     current_stream,
     device_words,
     differing,
@@ -891,7 +898,7 @@ def summarize(records: list[dict[str, Any]]) -> None:
     ratios, bars = [], []
     for record in records:
         speed = record["tflops"]
-        names = [name for name in speed if name != "torch cudnn"]
+        names = [name for name in speed if name != "torch cudnn" and not name.endswith(OTHER)]
         if not names or "torch cudnn" not in speed:
             continue
         best = max(names, key=lambda name: speed[name])
@@ -956,6 +963,9 @@ def main() -> int:
     parser.add_argument(
         "--cases", default="", help="only timed cases whose name matches this expression"
     )
+    parser.add_argument(
+        "--against", type=Path, help="a folder of other cubins: check and time its variants too"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -976,10 +986,10 @@ def main() -> int:
     if arguments.write_units:
         write_units(folder, [v for v in variants() if re.search(arguments.variants, v.name)])
         return 0
-    facts = json.loads((folder / "facts.json").read_text())
     if arguments.check_here:
         import torch
 
+        facts = json.loads((folder / "facts.json").read_text())
         torch.zeros(1, device="cuda")
         driver = Driver()
         loaded = {
@@ -990,7 +1000,11 @@ def main() -> int:
         return 0
 
     names = [variant.name for variant in variants() if re.search(arguments.variants, variant.name)]
-    right = names if arguments.no_check else check_apart(__file__, folder, names, arguments.repeat)
+    folders = {"": folder} | ({OTHER: arguments.against} if arguments.against else {})
+    right = {
+        end: names if arguments.no_check else check_apart(__file__, place, names, arguments.repeat)
+        for end, place in folders.items()
+    }
     records = []
     if not arguments.no_time:
         import torch
@@ -998,7 +1012,13 @@ def main() -> int:
         torch.zeros(1, device="cuda")
         print(device_words(torch))
         driver = Driver()
-        kernels = load_all(driver, folder, facts, names if arguments.time_wrong else right)
+        kernels = []
+        for end, place in folders.items():
+            facts = json.loads((place / "facts.json").read_text())
+            timed = names if arguments.time_wrong else right[end]
+            for loaded in load_all(driver, place, facts, timed):
+                variant = replace(loaded.variant, name=loaded.variant.name + end)
+                kernels.append(replace(loaded, variant=variant))
         for case in timing_cases():
             if not re.search(arguments.cases, case.name):
                 continue
@@ -1010,12 +1030,13 @@ def main() -> int:
             )
             records.append(report(case, milliseconds, parts))
         summarize(records)
+        print("\n".join(comparison(records)))
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
-    print(
-        f"{len(names) - len(right)} of {len(names)} variants failed their checks; {time.monotonic() - started:.0f} s"
-    )
-    return int(len(right) < len(names))
+    total = len(names) * len(folders)
+    failed = total - sum(map(len, right.values()))
+    print(f"{failed} of {total} variants failed their checks; {time.monotonic() - started:.0f} s")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

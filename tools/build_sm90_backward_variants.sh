@@ -1,25 +1,27 @@
 #!/usr/bin/env bash
 # Compiles the kernels that tools/bench_sm90_backward.py names into build/sm90_backward (cubins, facts.json). No GPU needed.
 # Fails on compiler messages that mean serialised products (C75xx, C76xx) and on spills.
+# Arguments: folder, folder of the kernels (another state of them, say).
 # VARIANTS=EXPRESSION: only those that match.
 # SLEEPS=1: with random sleeps at every barrier (spills are then allowed), to be run with --no-time --repeat 1000.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-build/sm90_backward}
+export kernels=${2:-cc/kernels}
 jobs=${JOBS:-2}
 export faults='C7[56][0-9][0-9]|[1-9][0-9]* bytes spill'
 if [ -n "${SLEEPS:-}" ]; then
   faults='C7[56][0-9][0-9]'
   mkdir -p "$folder/include/base"
-  sed 's/= false/= true/' cc/kernels/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
+  sed 's/= false/= true/' "$kernels"/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
   export includes="-I$folder/include"
 fi
 python3 tools/bench_sm90_backward.py --folder "$folder" --write-units --variants "${VARIANTS:-}"
 
 compile() {
   local unit=$1 cubin=${1%.cu}.cubin log=${1%.cu}.log
-  [ -f "$cubin" ] && [ -z "$(find "$unit" cc/kernels/{sm90/backward*,sm90/wgmma*,sm90/tma.cuh,base,attn} -newer "$cubin" -print -quit)" ] && return
-  nvcc -cubin -std=c++20 ${includes:-} -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -Icc/kernels -o "$cubin" "$unit" >"$log" 2>&1 ||
+  [ -f "$cubin" ] && [ -z "$(find "$unit" "$kernels"/{sm90/backward*,sm90/wgmma*,sm90/tma.cuh,base,attn} -newer "$cubin" -print -quit)" ] && return
+  nvcc -cubin -std=c++20 ${includes:-} -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -I"$kernels" -o "$cubin" "$unit" >"$log" 2>&1 ||
     { cat "$log"; rm -f "$cubin"; return 1; }
   if grep -E "$faults" "$log"; then
     echo "in $unit"
@@ -29,7 +31,7 @@ compile() {
 export -f compile
 status=0
 printf '%s\0' "$folder"/*.cu | xargs -0 -P "$jobs" -I{} bash -c 'compile {}' || status=1
-g++ -std=c++20 -Icc/kernels -o "$folder/facts" "$folder/facts.cc"
+g++ -std=c++20 -I"$kernels" -o "$folder/facts" "$folder/facts.cc"
 "$folder/facts" >"$folder/facts.json"
 echo "$(find "$folder" -name '*.cubin' | wc -l) cubins, $(du -sh "$folder" | cut -f1), in $folder"
 exit $status

@@ -13,7 +13,7 @@ export faults='C7[56][0-9][0-9]|[1-9][0-9]* bytes spill'
 if [ -n "${SLEEPS:-}" ]; then
   faults='C7[56][0-9][0-9]'
   mkdir -p "$folder/include/base"
-  sed 's/= false/= true/' cc/kernels/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
+  sed 's/= false/= true/' "$kernels"/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
   export includes="-I$folder/include"
 fi
 python3 tools/bench_sm90.py --folder "$folder" --write-units --variants "${VARIANTS:-}"

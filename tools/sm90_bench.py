@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
+import statistics
 import struct
 import subprocess
 import sys
@@ -443,6 +444,34 @@ def geometric_mean_line(label: str, values: Sequence[float]) -> str:
     """Returns a line on ratios."""
     mean = math.exp(sum(map(math.log, values)) / len(values))
     return f"  geometric mean {mean:.3f}x {label}, worst {min(values):.3f}x, {len(values)} cases"
+
+
+OTHER = " (other)"  # ends the names of variants from the folder that --against names
+
+
+def comparison(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns lines on the speed of variants over those of the same name from the other folder.
+
+    Each variant may have been timed under a second name, its own and a quote: what the two differ by is the noise.
+    """
+    lines: list[str] = []
+    ratios: list[float] = []
+    for record in records:
+        speed = record["tflops"]
+        for name in speed:
+            if name + OTHER not in speed:
+                continue
+            ours, theirs = (
+                [speed[each] for each in (start, start + "'") if each in speed]
+                for start in (name, name + OTHER)
+            )
+            ratios.append(statistics.mean(ours) / statistics.mean(theirs))
+            noise = max(max(ours) / min(ours), max(theirs) / min(theirs)) - 1.0
+            figures = f"{speed[name]:7.1f}  {ratios[-1]:6.3f}x other  +- {noise:.3f}"
+            lines.append(f"  {record['case']:26s}{name:28s}{figures}")
+    if ratios:
+        lines.append(geometric_mean_line("other", ratios))
+    return lines
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------

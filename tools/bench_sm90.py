@@ -727,7 +727,8 @@ def main() -> int:
                 times = time_case(torch, driver, kernels, case, arguments.rounds, arguments.seed)
                 records.append(report(case, times))
         summarize(records)
-        print("\n".join(comparison(records)))
+        for line in comparison(records):
+            print(line)
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
     total = sum(map(len, tried.values()))

@@ -887,7 +887,7 @@ def report(
         ratio = f"{speed[name] / cudnn:5.2f}x cudnn" if cudnn else ""
         bar = f"{speed[name] / cudnn / fa3:5.2f}x fa3" if cudnn and fa3 else ""
         figures = f"{speed[name]:7.1f} TFLOP/s {median[name]:8.3f} ms  spread {spread:.2f}"
-        print(f"  {name:24s}{figures} {ratio} {bar}  {parts.get(name, '')}")
+        print(f"  {name:34s}{figures} {ratio} {bar}  {parts.get(name, '')}")
     sys.stdout.flush()
     return {"case": case.name, "tflops": speed, "milliseconds": milliseconds, "parts": parts}
 
@@ -1030,7 +1030,8 @@ def main() -> int:
             )
             records.append(report(case, milliseconds, parts))
         summarize(records)
-        print("\n".join(comparison(records)))
+        for line in comparison(records):
+            print(line)
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": clocks(), "records": records}, indent=1))
     total = len(names) * len(folders)

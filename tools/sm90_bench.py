@@ -452,7 +452,7 @@ OTHER = " (other)"  # ends the names of variants from the folder that --against 
 def comparison(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns lines on the speed of variants over those of the same name from the other folder.
 
-    Each variant may have been timed under a second name, its own and a quote: what the two differ by is the noise.
+    Where each was timed under a second name, too, its own and a quote, the noise is what the two differ by.
     """
     lines: list[str] = []
     ratios: list[float] = []
@@ -466,8 +466,10 @@ def comparison(records: Sequence[Mapping[str, Any]]) -> list[str]:
                 for start in (name, name + OTHER)
             )
             ratios.append(statistics.mean(ours) / statistics.mean(theirs))
-            noise = max(max(ours) / min(ours), max(theirs) / min(theirs)) - 1.0
-            figures = f"{speed[name]:7.1f}  {ratios[-1]:6.3f}x other  +- {noise:.3f}"
+            figures = f"{speed[name]:7.1f}  {ratios[-1]:6.3f}x other"
+            if min(len(ours), len(theirs)) > 1:
+                noise = max(max(ours) / min(ours), max(theirs) / min(theirs)) - 1.0
+                figures += f"  +- {noise:.3f}"
             lines.append(f"  {record['case']:26s}{name:28s}{figures}")
     if ratios:
         lines.append(geometric_mean_line("other", ratios))

@@ -51,6 +51,15 @@ class Loop:
         exponentials = [i for i, line in enumerate(order) if re.search(r"^MUFU\.EX2", line.text)]
         return sum(i < end for i in exponentials), len(exponentials)
 
+    def cached(self) -> tuple[int, int]:
+        """Returns multiply-adds that leave an operand in the operand cache for a later one, and all multiply-adds.
+
+        Without terms of the score they are those of the exponents, and the operand is the shift of a row. It is kept if
+        the shifts of both rows are a register of even and one of odd number.
+        """
+        lines = [line.text for line in self.body if re.search(r"^FFMA", line.text)]
+        return sum(".reuse" in text for text in lines), len(lines)
+
 
 def listing(cubin: Path) -> list[Instruction]:
     """Disassembles a cubin."""

@@ -15,10 +15,20 @@ from toolchain import build_host_program
 
 MAIN = """
 #define exp2_fast exp2_of_device
+#define as_pair as_pair_of_device
+#define read_pair read_pair_of_device
 #include "base/numeric.cuh"
 #undef exp2_fast
+#undef as_pair
+#undef read_pair
 namespace jattn {
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline uint64_t as_pair(const float (&values)[2]) {
+  uint64_t pair;
+  std::memcpy(&pair, values, sizeof(pair));
+  return pair;
+}
+inline void read_pair(float (&values)[2], uint64_t pair) { std::memcpy(values, &pair, sizeof(pair)); }
 }
 #include "sm90/softmax.cuh"
 

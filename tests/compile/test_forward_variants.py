@@ -191,7 +191,11 @@ def test_exponentials_lie_where_the_source_says(
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(code)
     listing = sm90_listing.listing(cubin)
-    assert sm90_listing.main_loop(listing).in_shadow() == (early, 64)
+    loop = sm90_listing.main_loop(listing)
+    assert loop.in_shadow() == (early, 64)
+    cached, multiply_adds = loop.cached()
+    assert multiply_adds == 64
+    assert cached > 32
     # Products of 64 queries with 64 keys; those with v have their right operand transposed.
     halved = [x for x in listing if "HGMMA.64x64x16" in x.text and "tnspB" not in x.text]
     assert len(halved) == (head_dims[0] // 16 if halves else 0)

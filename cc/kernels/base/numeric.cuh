@@ -14,6 +14,16 @@ inline constexpr float kLargestNatural = 2.3e38f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
+// Two floats as one number of 64 bits. By instructions that the compiler does not see through: it would keep two registers.
+__device__ __forceinline__ uint64_t as_pair(const float (&values)[2]) {
+  uint64_t pair;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(values[0]), "f"(values[1]));
+  return pair;
+}
+__device__ __forceinline__ void read_pair(float (&values)[2], uint64_t pair) {
+  asm("mov.b64 {%0, %1}, %2;" : "=f"(values[0]), "=f"(values[1]) : "l"(pair));
+}
+
 // ex2.approx.ftz is one instruction; exp2f is four because it keeps denormals. Both are within 2 ulp.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;

@@ -14,8 +14,8 @@ template <Element kElement, int kRowsA, int kRowsB, int kDepth, int kRegisterSte
 __device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2],
                                                   unsigned (&fragments)[fragment_words(kRegisterSteps)],
                                                   unsigned a_address, unsigned b_address) {
-  const unsigned long long a = descriptor(a_address, kUnusedLeading);
-  const unsigned long long b = descriptor(b_address, kUnusedLeading);
+  const unsigned long long a = descriptor(a_address, kUnusedLeading).bits();
+  const unsigned long long b = descriptor(b_address, kUnusedLeading).bits();
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   if constexpr (kRegisterSteps > 0) pin_registers(fragments);
   begin_products();
@@ -50,7 +50,7 @@ __device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2], unsign
 template <Element kElement, int kDepth, int kColumns>
 __device__ __forceinline__ void start_fragment_product(float (&c)[kColumns / 2], unsigned (&a)[kDepth / 4],
                                                        unsigned b_address) {
-  const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes);
+  const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes).bits();
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
   pin_registers(c);
   pin_registers(a);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void start_fragment_product(float (&c)[kColumns / 2],
 // c = a^T b over kDepth rows: 64 columns of a from a_address on, kColumns columns of b from b_address on.
 template <Element kElement, int kDepth, int kColumns>
 __device__ __forceinline__ void start_column_product(float (&c)[kColumns / 2], unsigned a_address, unsigned b_address) {
-  const unsigned long long a = descriptor(a_address, kDepth * kChunkRowBytes);
-  const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes);
+  const unsigned long long a = descriptor(a_address, kDepth * kChunkRowBytes).bits();
+  const unsigned long long b = descriptor(b_address, kDepth * kChunkRowBytes).bits();
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
   begin_products();
 #pragma unroll

@@ -23,8 +23,20 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void init_barrier(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+// An mbarrier by its address.
+struct SharedBarrier {
+  unsigned address;
+
+  __device__ __forceinline__ SharedBarrier(Barrier* barrier) : address(shared_address(barrier)) {}
+
+  // One of an array. The index is multiplied as a number of 32 bits: NVRTC, other than nvcc, computes pointers to shared memory in 64.
+  template <int kCount>
+  __device__ __forceinline__ SharedBarrier(Barrier (&barriers)[kCount], int index)
+      : address(shared_address(barriers) + unsigned(index) * unsigned(sizeof(Barrier))) {}
+};
+
+__device__ __forceinline__ void init_barrier(SharedBarrier barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier.address), "r"(arrivals));
 }
 
 // Makes the initialised barriers visible to the copies that will signal them; __syncthreads() must follow.
@@ -32,38 +44,37 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void arrive(Barrier* barrier) {
+__device__ __forceinline__ void arrive(SharedBarrier barrier) {
   sleep_at_random();
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier.address) : "memory");
 }
 
 // As many arrivals at once.
-__device__ __forceinline__ void arrive(Barrier* barrier, int arrivals) {
+__device__ __forceinline__ void arrive(SharedBarrier barrier, int arrivals) {
   sleep_at_random();
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.address), "r"(arrivals) : "memory");
 }
 
 // Announces bytes that copies will deliver; the phase ends when they have come and all arrivals are in.
-__device__ __forceinline__ void expect_bytes(Barrier* barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+__device__ __forceinline__ void expect_bytes(SharedBarrier barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier.address), "r"(bytes)
                : "memory");
 }
 
-__device__ __forceinline__ void arrive_and_expect_bytes(Barrier* barrier, int bytes) {
+__device__ __forceinline__ void arrive_and_expect_bytes(SharedBarrier barrier, int bytes) {
   sleep_at_random();
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier.address), "r"(bytes) : "memory");
 }
 
 // Returns when the phase of this parity has ended. A fresh barrier passes parity 1 at once.
-__device__ __forceinline__ void wait(Barrier* barrier, unsigned parity) {
+__device__ __forceinline__ void wait(SharedBarrier barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra ready;\n"
       "bra again;\n"
-      "ready:\n}" ::"r"(shared_address(barrier)),
+      "ready:\n}" ::"r"(barrier.address),
       "r"(parity)
       : "memory");
   sleep_at_random();
@@ -71,7 +82,7 @@ __device__ __forceinline__ void wait(Barrier* barrier, unsigned parity) {
 
 // The same for a producer warp, whose lanes go on together. Its first lane alone fills the buffers and may run ahead of the
 // others; a lane that waited by itself, late, could find that the next phase has ended, too, and wait for ever.
-__device__ __forceinline__ void wait_as_warp(Barrier* barrier, unsigned parity) {
+__device__ __forceinline__ void wait_as_warp(SharedBarrier barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
@@ -79,7 +90,7 @@ __device__ __forceinline__ void wait_as_warp(Barrier* barrier, unsigned parity) 
       "vote.sync.any.pred done, done, 0xffffffff;\n"
       "@done bra ready;\n"
       "bra again;\n"
-      "ready:\n}" ::"r"(shared_address(barrier)),
+      "ready:\n}" ::"r"(barrier.address),
       "r"(parity)
       : "memory");
   sleep_at_random();

@@ -36,11 +36,16 @@ struct Consumer {
   static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && C.element == Element::kBF16;
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
   static constexpr int kEarly = early_exponentials(C);
+  static constexpr int kVLeading = C.tile_kv * kChunkRowBytes;  // from 64 columns of v to the next
 
   const ForwardParams& params;
   ForwardControl<C>& control;
-  unsigned tiles;             // shared address of the first tile
-  int warpgroup;              // among the consumers
+  unsigned tiles;  // shared address of the first tile
+  int warpgroup;   // among the consumers
+  // Of q, and of the first stage of k and v. Made once: every instruction between a wait and a product counts.
+  Descriptor q_tile = descriptor(q_address(), kUnusedLeading);
+  Descriptor first_k_tile = descriptor(k_address(0), kUnusedLeading);
+  Descriptor first_v_tile = descriptor(v_address(0), kVLeading);
   Ring ring;                  // of the tile whose scores are computed next
   unsigned items = 0;         // begun before the present one
   bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
@@ -59,7 +64,7 @@ struct Consumer {
   }
 
   // By warpgroup for barriers that whole products precede; by warp where ordinary reads do (releases_per_warpgroup).
-  __device__ __forceinline__ static void release(Barrier* empty) {
+  __device__ __forceinline__ static void release(SharedBarrier empty) {
     if constexpr (S::kReleases == 4) {
       __syncwarp();
       if (lane() == 0) arrive(empty);
@@ -72,13 +77,16 @@ struct Consumer {
   __device__ __forceinline__ unsigned k_address(int stage) const { return tiles + S::kKOffset + stage * S::kKBytes; }
   __device__ __forceinline__ unsigned v_address(int stage) const { return tiles + S::kVOffset + stage * S::kVBytes; }
 
+  __device__ __forceinline__ Descriptor k_tile(int stage) const { return first_k_tile + stage * (S::kKBytes / 16); }
+  __device__ __forceinline__ Descriptor v_tile(int stage) const { return first_v_tile + stage * (S::kVBytes / 16); }
+
   // Of this warpgroup's rows of the tile.
   __device__ __forceinline__ unsigned bias_address(int stage) const {
     return tiles + S::kBiasOffset + stage * S::kBiasBytes + first_row() * kChunkRowBytes;
   }
 
   __device__ __forceinline__ TileHeader wait_k() const {
-    wait(&control.k_full[ring.index], ring.parity);
+    wait({control.k_full, ring.index}, ring.parity);
     return control.headers[ring.index];
   }
 
@@ -108,9 +116,9 @@ struct Consumer {
   template <int kCount>
   __device__ __forceinline__ void start_scores_of_stage(float (&s)[kCount], Queries& q) const {
     if constexpr (C.q_in_registers) {
-      start_scores<C>(s, q, k_address(ring.index));
+      start_scores<C>(s, q, k_tile(ring.index));
     } else {
-      start_scores<C>(s, q_address(), k_address(ring.index));
+      start_scores<C>(s, q_tile, k_tile(ring.index));
     }
   }
 
@@ -124,12 +132,12 @@ struct Consumer {
                                              const Ring& before) const {
     constexpr bool kAwaitsVBetween = !C.take_turns && !kAwaitsVEarly;
     if constexpr (C.take_turns && !kAwaitsVEarly) {
-      wait(&control.v_full[before.index], before.parity);  // not while others wait for us
+      wait({control.v_full, before.index}, before.parity);  // not while others wait for us
     }
     turns().begin();
     start_scores_of_stage(s, q);
-    if constexpr (kAwaitsVBetween) wait(&control.v_full[before.index], before.parity);
-    start_output<C>(out, p, v_address(before.index));
+    if constexpr (kAwaitsVBetween) wait({control.v_full, before.index}, before.parity);
+    start_output<C>(out, p, v_tile(before.index));
     turns().end();
   }
 
@@ -171,7 +179,7 @@ struct Consumer {
     if constexpr (proves_by_sums(C)) {
       if (proof == kBySums) {
         if (softmax.update_unproven(s, params.short_cap_series, params.trusted_sum)) {
-          release(&control.k_empty[ring.index]);
+          release({control.k_empty, ring.index});
           return true;
         }
         proof = kByTest;
@@ -184,14 +192,14 @@ struct Consumer {
       if (proof == kNoTileYet) proof = small && params.trusted_sum > 0.0f ? kBySums : kByTest;
     }
     if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit))) return false;
-    if constexpr (holds_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (holds_k(C) && !C.dropout_rows) release({control.k_empty, ring.index});
     if (small) {
       softmax.update_capped(s, params.short_cap_series);
     } else {
       softmax.update_capped(s, params.cap_series);
     }
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
-    if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (C.dropout_rows) release({control.k_empty, ring.index});
     return true;
   }
 
@@ -201,7 +209,7 @@ struct Consumer {
     softmax.rescale = false;
     merge_row_bias<C>(s, context(header), softmax);
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
-    release(&control.k_empty[ring.index]);
+    release({control.k_empty, ring.index});
     return true;
   }
 
@@ -215,7 +223,7 @@ struct Consumer {
   template <int kEarly, class Pause>
   __device__ __forceinline__ void finish_scores(Scores& s, const TileHeader& header, Softmax& softmax,
                                                 const Pause& pause) {
-    if constexpr (!holds_k(C)) release(&control.k_empty[ring.index]);
+    if constexpr (!holds_k(C)) release({control.k_empty, ring.index});
     if constexpr (C.cap_series) {
       if (finish_by_series(s, header, softmax)) return;
     }
@@ -229,14 +237,14 @@ struct Consumer {
     if (header.flags & kMasks) {
       apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }
-    if constexpr (holds_k(C) && !C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (holds_k(C) && !C.dropout_rows) release({control.k_empty, ring.index});
     softmax.template update<kEarly>(s, has_room(header), pause);
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
-    if constexpr (C.dropout_rows) release(&control.k_empty[ring.index]);
+    if constexpr (C.dropout_rows) release({control.k_empty, ring.index});
   }
 
   __device__ __forceinline__ void make_drops(TileDrops<C>& drops, const TileHeader& header) const {
-    if constexpr (C.drops_beside) wait(&control.words_full[ring.index], ring.parity);
+    if constexpr (C.drops_beside) wait({control.words_full, ring.index}, ring.parity);
     drops.make(context(header));
   }
 
@@ -267,11 +275,11 @@ struct Consumer {
     start_first_scores(s, q);
     wait_products<0>();
     pin_registers(s);
-    if constexpr (!holds_k(C)) release(&control.k_empty[ring.index]);
+    if constexpr (!holds_k(C)) release({control.k_empty, ring.index});
     if (header.flags & kMasks) {
       apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }
-    if constexpr (holds_k(C)) release(&control.k_empty[ring.index]);
+    if constexpr (holds_k(C)) release({control.k_empty, ring.index});
     softmax.template update<kLeftToCompiler>(s, has_room(header), [](auto&, auto&) {});
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 4; ++i) {
@@ -283,7 +291,7 @@ struct Consumer {
   __device__ __forceinline__ void await_output(Output& out, const Ring& place) {
     wait_products<0>();
     pin_registers(out);
-    release(&control.v_empty[place.index]);
+    release({control.v_empty, place.index});
   }
 
   // The softmax of a tile runs behind the start of the output product of the tile before.
@@ -297,7 +305,7 @@ struct Consumer {
       if (has_half) visit_half_tile(header, q, p, softmax);
     }
     if (!has_half) visit_first_tile(header, q, p, softmax);
-    if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
+    if constexpr (kAwaitsVEarly) wait({control.v_full, ring.index}, ring.parity);
     while (!is_last(header)) {
       const Ring before = ring;
       ring.advance();
@@ -313,11 +321,11 @@ struct Consumer {
         finish_scores<kLeftToCompiler>(s, header, softmax, [](auto&, auto&) {});
         if constexpr (kAwaitsVEarly) {
           pin_registers(s);
-          wait(&control.v_full[ring.index], ring.parity);
+          wait({control.v_full, ring.index}, ring.parity);
         }
         await_output(out, before);
       } else {
-        if constexpr (kAwaitsVEarly) wait(&control.v_full[ring.index], ring.parity);
+        if constexpr (kAwaitsVEarly) wait({control.v_full, ring.index}, ring.parity);
         finish_scores<kEarly>(s, header, softmax, [&](const float (&sums)[2], float (&shift)[2]) {
           finish_here(sums);
           await_output(out, before);
@@ -336,13 +344,13 @@ struct Consumer {
   __device__ __forceinline__ void finish_last_tile(Probabilities& p, Output& out, const Softmax& softmax) {
     if constexpr (proves_by_sums(C) && kReleasesQAtLastTile) sync_warpgroup();  // no warp reads q any more
     if constexpr (kReleasesQAtLastTile) release_q();
-    wait(&control.v_full[ring.index], ring.parity);
-    start_output<C>(out, p, v_address(ring.index));
+    wait({control.v_full, ring.index}, ring.parity);
+    start_output<C>(out, p, v_tile(ring.index));
     const bool at_risk = is_at_risk(softmax);
     const RowFactors factors = finish_rows(softmax);
     wait_products<0>();
     pin_registers(out);
-    release(&control.v_empty[ring.index]);
+    release({control.v_empty, ring.index});
     ring.advance();
     if (at_risk) list_if_lost(softmax, out);
     write(out, factors);
@@ -367,11 +375,11 @@ struct Consumer {
       Probabilities p;
       pack_fragment<C.element>(p, s);
       drops.apply(p, context(header));
-      wait(&control.v_full[ring.index], ring.parity);
-      start_output<C>(out, p, v_address(ring.index));
+      wait({control.v_full, ring.index}, ring.parity);
+      start_output<C>(out, p, v_tile(ring.index));
       wait_products<0>();
       pin_registers(out);
-      release(&control.v_empty[ring.index]);
+      release({control.v_empty, ring.index});
     }
     if (is_at_risk(softmax)) list_if_lost(softmax, out);
     write(out, finish_rows(softmax));
@@ -399,11 +407,11 @@ struct Consumer {
   __device__ __forceinline__ void free_unread_tile() {
     turns().begin();
     turns().end();
-    wait(&control.v_full[ring.index], ring.parity);
-    if constexpr (C.drops_beside) wait(&control.words_full[ring.index], ring.parity);
+    wait({control.v_full, ring.index}, ring.parity);
+    if constexpr (C.drops_beside) wait({control.words_full, ring.index}, ring.parity);
     sync_warpgroup();  // every warp has read the header
-    release(&control.k_empty[ring.index]);
-    release(&control.v_empty[ring.index]);
+    release({control.k_empty, ring.index});
+    release({control.v_empty, ring.index});
   }
 
   __device__ __forceinline__ void release_q() const {

@@ -43,7 +43,7 @@ struct DropWarp {
     PhiloxKey key{};
     // The first of the steps that this warp takes changes from tile to tile, so that all take equally many.
     for (int first = warp;; first = first == 0 ? kDropWarps - 1 : first - 1, ring.advance()) {
-      wait_as_warp(&control.k_full[ring.index], ring.parity);
+      wait_as_warp({control.k_full, ring.index}, ring.parity);
       const DropRecord record = control.drop_records[ring.index];
       if (__any_sync(~0u, record.kv_tile < 0)) return;
       if (__any_sync(~0u, record.batch != batch || record.head != head)) {
@@ -56,7 +56,7 @@ struct DropWarp {
 #pragma unroll 1
       for (int step = first; step < kRowSteps * kColumnSteps; step += kDropWarps) make(of_warp, record, step);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(&control.words_full[ring.index]);
+      if (threadIdx.x % 32 == 0) arrive({control.words_full, ring.index});
     }
   }
 };

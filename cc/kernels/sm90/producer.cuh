@@ -379,7 +379,7 @@ struct Producer {
     Barrier* full = &control.k_full[k_ring.index];
     Columns columns;
     fetch_columns(columns, record, kv_tile, flags);
-    wait_as_warp(&control.k_empty[k_ring.index], k_ring.parity);
+    wait_as_warp({control.k_empty, k_ring.index}, k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | flags_of_warpgroups(record, kv_tile)};
       if constexpr (C.drops_beside) {
@@ -517,10 +517,10 @@ struct Producer {
 
   // A tile of k that only the drop warps look for.
   __device__ __forceinline__ void end_drops() {
-    wait_as_warp(&control.k_empty[k_ring.index], k_ring.parity);
+    wait_as_warp({control.k_empty, k_ring.index}, k_ring.parity);
     if (leads()) {
       control.drop_records[k_ring.index].kv_tile = -1;
-      arrive(&control.k_full[k_ring.index]);
+      arrive({control.k_full, k_ring.index});
     }
   }
 

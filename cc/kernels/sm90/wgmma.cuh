@@ -10,13 +10,31 @@ namespace jattn::sm90 {
 inline constexpr int kStepDepth = 16;      // k of one wgmma on a 16-bit type
 inline constexpr int kUnusedLeading = 16;  // bytes; of a swizzled K-major operand the leading distance is not read
 
-// Descriptor of a tile with 128-byte swizzle. leading_bytes: distance of the next 64 columns, read only if the operand
-// is MN-major. The stride, 8 rows, is that of the swizzle's 1024-byte atom.
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, int leading_bytes) {
-  constexpr unsigned long long kSwizzle128Bytes = 1ull << 62;
-  constexpr unsigned long long kStride = static_cast<unsigned long long>(8 * kChunkRowBytes / 16) << 32;
-  return kSwizzle128Bytes | kStride | static_cast<unsigned long long>(leading_bytes / 16) << 16 |
-         ((address & 0x3FFFF) >> 4);
+// Descriptor of a tile with 128-byte swizzle. The stride, 8 rows, is that of the swizzle's 1024-byte atom.
+struct Descriptor {
+  static constexpr unsigned kSwizzle128Bytes = 1u << 30;
+  static constexpr unsigned kHigh = kSwizzle128Bytes | 8 * kChunkRowBytes / 16;
+
+  unsigned low;  // address and leading distance, in units of 16 bytes
+
+  __device__ __forceinline__ Descriptor operator+(int units) const { return {low + unsigned(units)}; }
+
+  // Adding to it is one instruction: for a tile that lies elsewhere in each round, whose steps begin there.
+  __device__ __forceinline__ unsigned long long bits() const {
+    return static_cast<unsigned long long>(kHigh) << 32 | low;
+  }
+
+  // Out of its halves, so that a sum stays one of 32 bits: for the steps of a tile that stays where it is.
+  __device__ __forceinline__ unsigned long long joined() const {
+    unsigned long long bits;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(bits) : "r"(low), "n"(kHigh));
+    return bits;
+  }
+};
+
+// leading_bytes: distance of the next 64 columns, read only if the operand is MN-major.
+__device__ __forceinline__ Descriptor descriptor(unsigned address, int leading_bytes) {
+  return {unsigned(leading_bytes / 16) << 16 | (address & 0x3FFFF) >> 4};
 }
 
 // Keeps the compiler from moving definitions or uses of the registers across this point. It may otherwise copy
@@ -91,9 +109,8 @@ struct QueryWords {
 
 // Starts s = q k^T for the 64 rows at q_address and the first 2 kCount keys: q and k are tiles in shared memory, K-major.
 template <Config C, int kCount>
-__device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned q_address, unsigned k_address) {
-  const unsigned long long q = descriptor(q_address, kUnusedLeading);
-  const unsigned long long k = descriptor(k_address, kUnusedLeading);
+__device__ __forceinline__ void start_scores(float (&s)[kCount], Descriptor q_tile, Descriptor k_tile) {
+  const unsigned long long k = k_tile.bits();
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
   begin_products();
@@ -104,9 +121,9 @@ __device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned q_addr
     const int q_step = (chunk * C.tile_q * kChunkRowBytes + in_chunk) / 16;
     const int k_step = (chunk * C.tile_kv * kChunkRowBytes + in_chunk) / 16;
     if (step == 0) {
-      Wgmma<2 * kCount>::template shared<C.element, false, 0, 0>(s, q, k);
+      Wgmma<2 * kCount>::template shared<C.element, false, 0, 0>(s, q_tile.joined(), k);
     } else {
-      Wgmma<2 * kCount>::template shared<C.element, true, 0, 0>(s, q + q_step, k + k_step);
+      Wgmma<2 * kCount>::template shared<C.element, true, 0, 0>(s, (q_tile + q_step).joined(), k + k_step);
     }
   }
   commit_products();
@@ -116,8 +133,8 @@ __device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned q_addr
 // Starts s = q k^T with q as fragments in registers.
 template <Config C, int kCount>
 __device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned (&q)[QueryWords<C>::kCount],
-                                             unsigned k_address) {
-  const unsigned long long k = descriptor(k_address, kUnusedLeading);
+                                             Descriptor k_tile) {
+  const unsigned long long k = k_tile.bits();
   constexpr int kStepsPerChunk = kChunkColumns / kStepDepth;
   constexpr int kStepBytes = kStepDepth * 2;
   pin_registers(q);
@@ -138,8 +155,8 @@ __device__ __forceinline__ void start_scores(float (&s)[kCount], unsigned (&q)[Q
 // Starts out += p v: p as fragments in registers, v a tile in shared memory, MN-major.
 template <Config C>
 __device__ __forceinline__ void start_output(float (&out)[C.head_dim_v / 2], unsigned (&p)[C.tile_kv / 4],
-                                             unsigned v_address) {
-  const unsigned long long v = descriptor(v_address, C.tile_kv * kChunkRowBytes);
+                                             Descriptor v_tile) {
+  const unsigned long long v = v_tile.bits();
   constexpr int kStep = kStepDepth * kChunkRowBytes / 16;
   pin_registers(out);
   pin_registers(p);

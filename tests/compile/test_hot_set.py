@@ -94,9 +94,8 @@ def test_forward_loop(
     cubin.write_bytes(HOT_SET[key]["cubin"])
     assert sm90_listing.describe(cubin)[1] == []
     loop = sm90_listing.main_loop(sm90_listing.listing(cubin))
-    if (
-        "bias=" not in key and "softcap" not in key
-    ):  # the only multiply-adds are those of the exponents
+    # Without a bias and a softcap the only multiply-adds are those of the exponents.
+    if "bias=" not in key and "softcap" not in key:
         cached, multiply_adds = loop.cached()
         assert cached > multiply_adds / 3
     if early_exponentials[key] >= 0:

@@ -419,6 +419,7 @@ struct Producer {
     Barrier* full = &control.v_full[v_ring.index];
     Barrier* target = v.has_padding ? &control.v_landed : full;
     const unsigned v_tile = tiles + S::kVOffset + v_ring.index * S::kVBytes;
+    // A pointer: with the form of 32 bits NVRTC's consumers spill beside ALiBi slopes and a band (head_dim 128).
     wait_as_warp(&control.v_empty[v_ring.index], v_ring.parity);
     if (leads()) {
       arrive_and_expect_bytes(target, S::kVBytes);

@@ -99,8 +99,9 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
     if tile.drops_beside:
-        row = -(-(tile.tile_kv * 2 - 64) // 128) * 128 + 64
-        control += tile.stages * (8 + 16 + tile.tile_q // 8 * row) + 16
+        bits = -(-tile.tile_kv // 64) * tile.tile_q * 8
+        calls = tile.tile_q // 8 * (-(-(tile.tile_kv * 2 - 64) // 128) * 128 + 64)
+        control += (tile.stages + 2) * (32 + (bits if tile.tile_q == 128 else calls)) + 16
     return tile.stages * stage + control
 
 
@@ -113,6 +114,16 @@ def forward_shared_bytes(tile: Tile, spec: Spec) -> int:
     if places >= chunks:
         return q + out + rest
     return q + places * chunk + rest if chunks == 4 and places else max(q, out) + rest
+
+
+def _fits(tile: Tile, spec: Spec) -> bool:
+    return forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES
+
+
+def _with_drop_warps(tile: Tile, spec: Spec) -> Tile:
+    """Returns the tile with warps beside the producer that find what dropout removes, where these have room."""
+    drops = dataclasses.replace(tile, drops_beside=True)
+    return drops if _fits(drops, spec) else tile
 
 
 def _has_head_numbers(spec: Spec) -> bool:
@@ -193,10 +204,11 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             row_bias=row_bias,
         )
     stages = 3 if largest <= 64 else 2
-    # Where one more term needs registers, consumers call Philox themselves. Measured with dropout alone, over consumers
-    # that do: head dim 64 1.02 to 1.07, 128 1.12, 192 with turns 1.13, 256 1.11.
-    beside = spec.dropout is not None and not spec.dropout.rows and _count_terms(spec) == 1
-    if beside and largest <= 128:
+    drops = spec.dropout is not None and not spec.dropout.rows
+    alone = drops and _count_terms(spec) == 1
+    # Measured, three consumer warpgroups over two: head dim 64 1.03 to 1.09, 96 0.92 (1024 keys) to 1.07, 128 0.88 to
+    # 1.02 (16384 keys).
+    if alone and largest <= 96:
         return Tile(
             head_dim,
             head_dim_v,
@@ -225,17 +237,16 @@ def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             q_in_registers=light and largest <= 128 and spec.mask is None,
             integer_max=head_dim_v <= 128,
             row_bias=row_bias,
-            take_turns=beside and largest <= 192,
-            drops_beside=beside,
+            take_turns=alone and largest <= 192,
         )
         if head_dim_v // 2 + 3 * tile_kv // 4 > 192:
             continue
         if can_stage_bias(spec):
             staged = dataclasses.replace(tile, staged_bias=True)
-            if forward_shared_bytes(staged, spec) <= MAX_SHARED_BYTES:
-                return staged
-        if found is None and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
-            found = tile
+            if _fits(staged, spec):
+                return _with_drop_warps(staged, spec) if drops else staged
+        if found is None and _fits(tile, spec):
+            found = _with_drop_warps(tile, spec) if drops else tile
     if found is None:
         raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
     return found
@@ -250,10 +261,7 @@ def _tile_with_row_bias(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     dropout = rest.dropout is not None and not rest.dropout.rows
     if _count_terms(rest) == 1 and (dropout or rest.mask is not None):
         tile = dataclasses.replace(_tile_with_terms(rest, head_dim, head_dim_v), row_bias=True)
-        if tile.in_series and head_dim_v > 96:
-            # With three consumer warpgroups 8 bytes of registers spill.
-            tile = dataclasses.replace(tile, tile_q=128, in_series=False, take_turns=True)
-        if forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
+        if _fits(tile, spec):
             return tile
     return _tile_with_terms(spec, head_dim, head_dim_v)
 
@@ -357,7 +365,7 @@ def _plain_tile(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             integer_max=head_dim_v <= 128 or _caps_by_series(spec),
         )
         registers = head_dim_v // 2 + 3 * tile_kv // 4 + (head_dim // 4 if q_in_registers else 0)
-        if registers <= 192 and forward_shared_bytes(tile, spec) <= MAX_SHARED_BYTES:
+        if registers <= 192 and _fits(tile, spec):
             return tile
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
 

@@ -19,16 +19,17 @@ PROGRAM = """
 using namespace jattn;
 
 // Prints the pairs [query0, +16) x [key0, +64) as rows of queries: once from fragments with queries as rows, once
-// pair by pair; and the pairs [query0, +64) x [key0, +16) from fragments with keys as rows. One call serves two lanes
-// for either half of the columns. Rows may be the second 16 of 32; columns begin with their 32.
+// from their bits, once pair by pair; and the pairs [query0, +64) x [key0, +16) from fragments with keys as rows. One
+// call serves two lanes for either half of the columns. Rows may be the second 16 of 32; columns begin with their 32.
 int main(int, char** arguments) {
   const auto word = [&](int i) { return uint32_t(std::strtoul(arguments[i], nullptr, 0)); };
   const PhiloxKey key{word(1), word(2)};
   const int query0 = int(word(3)), key0 = int(word(4));
   const int first_query = query0 & ~31, first_key = key0 & ~31;
   const DropLimits limits = drop_limits(word(5));
-  bool of_queries[16][64], by_pairs[16][64], of_keys[64][16];
+  bool of_queries[16][64], by_bits[16][64], by_pairs[16][64], of_keys[64][16];
   for (int lane = 0; lane < 32; ++lane) {
+    uint32_t kept[2];
     for (int half = 0; half < 2; ++half) {
       const PhiloxWords of_query =
           philox(key, philox_row_part(key, lane_row_group(lane, query0)),
@@ -37,12 +38,19 @@ int main(int, char** arguments) {
                                         philox_column_part(key, lane_row_group(lane, key0)));
       const QueryRowBits query_bits(words_of_query(of_query, has_odd_rows(lane)), has_far_rows(query0), limits);
       const KeyRowBits key_bits(words_of_key(of_key, has_odd_rows(lane)), has_far_rows(key0), limits);
+      kept[half] = kept_bits(query_bits);
       for (int i = 0; i < 16; ++i) {
         const int n = i / 4, h = i / 2 % 2, e = i % 2;
         const int row = lane / 4 + 8 * h, column = 32 * half + 8 * n + 2 * (lane % 4) + e;
         of_queries[row][column] = query_bits.dropped(n, h, e);
         of_keys[column][row] = key_bits.dropped(n, h, e);
       }
+    }
+    for (int i = 0; i < 32; ++i) {
+      const int half = i / 16, n = i / 4 % 4, h = i / 2 % 2, e = i % 2;
+      const uint32_t value = kept_halves(join_kept_bits(kept[0], kept[1]), half, n, h) >> 16 * e & 0xffff;
+      if (value != 0 && value != 0xffff) return 1;
+      by_bits[lane / 4 + 8 * h][32 * half + 8 * n + 2 * (lane % 4) + e] = value == 0;
     }
   }
   for (int i = 0; i < 16 * 64; ++i) {
@@ -51,6 +59,7 @@ int main(int, char** arguments) {
     by_pairs[i / 64][i % 64] = pair_dropped(key, row, query, column, word(5));
   }
   for (const auto& row : of_queries) for (bool dropped : row) std::printf("%d ", dropped);
+  for (const auto& row : by_bits) for (bool dropped : row) std::printf("%d ", dropped);
   for (const auto& row : by_pairs) for (bool dropped : row) std::printf("%d ", dropped);
   for (const auto& row : of_keys) for (bool dropped : row) std::printf("%d ", dropped);
 }
@@ -154,10 +163,11 @@ def test_published_answers() -> None:
 def test_fragments_drop_what_the_definition_drops(
     program: Path, key: tuple[int, int], query0: int, key0: int, threshold: int
 ) -> None:
-    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(3, 1024)
+    got = printed(program, *key, query0, key0, threshold).astype(bool).reshape(4, 1024)
     wide = wanted(key, query0, key0 & ~31, (16, 64), threshold)
     np.testing.assert_array_equal(got[0].reshape(16, 64), wide)
     np.testing.assert_array_equal(got[1].reshape(16, 64), wide)
+    np.testing.assert_array_equal(got[2].reshape(16, 64), wide)
     np.testing.assert_array_equal(
-        got[2].reshape(64, 16), wanted(key, query0 & ~31, key0, (64, 16), threshold)
+        got[3].reshape(64, 16), wanted(key, query0 & ~31, key0, (64, 16), threshold)
     )

@@ -220,6 +220,21 @@ struct LaneBits {
 using QueryRowBits = LaneBits<false>;
 using KeyRowBits = LaneBits<true>;
 
+// One bit a pair, of two calls of 32 columns each: bit 7 - n - 4 call of byte 2 h + e of a word.
+// Of one call, in the place of the first; the other bits are anything.
+JATTN_HOST_DEVICE constexpr uint32_t kept_bits(const QueryRowBits& bits) {
+  uint32_t kept = (bits.kept[1][0] >> 2 & 0x20202020u) | (bits.kept[1][1] >> 3 & 0x10101010u);
+  kept |= bits.kept[0][1] >> 1 & 0x40404040u;
+  return (bits.kept[0][0] & 0x80808080u) | (kept & 0x7f7f7f7fu);
+}
+JATTN_HOST_DEVICE constexpr uint32_t join_kept_bits(uint32_t first, uint32_t second) {
+  return (first & 0xf0f0f0f0u) | (second >> 4 & 0x0f0f0f0fu);
+}
+// As LaneBits::kept_halves().
+JATTN_HOST_DEVICE inline uint32_t kept_halves(uint32_t bits, int call, int n, int h) {
+  return repeat_signs(bits << (4 * call + n), h == 0 ? 0x9988u : 0xbbaau);
+}
+
 // The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 32). Lanes g and g ^ 1 share them.
 JATTN_HOST_DEVICE constexpr uint32_t lane_row_group(int lane, int row0) {
   return (uint32_t(row0) >> 5) * 4 + uint32_t(lane >> 3);

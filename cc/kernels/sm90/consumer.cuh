@@ -49,6 +49,8 @@ struct Consumer {
   Ring ring;                  // of the tile whose scores are computed next
   unsigned items = 0;         // begun before the present one
   bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
+  // Of what the drop warps make of that tile.
+  RingPosition<C.drops_beside ? drop_places(C) : 1> drop_ring;
   // Whether this warp tests scores before it takes them for the softcap's series, or looks at the sums behind it: if the first tile
   // without masks passes the test, until a sum tells otherwise.
   enum SeriesProof : int { kNoTileYet, kBySums, kByTest };
@@ -243,9 +245,18 @@ struct Consumer {
     if constexpr (C.dropout_rows) release({control.k_empty, ring.index});
   }
 
-  __device__ __forceinline__ void make_drops(TileDrops<C>& drops, const TileHeader& header) const {
-    if constexpr (C.drops_beside) wait({control.words_full, ring.index}, ring.parity);
-    drops.make(context(header));
+  __device__ __forceinline__ void make_drops(TileDrops<C>& drops, const TileHeader& header) {
+    if constexpr (C.drops_beside) {
+      await_drop_words();
+      drops.read(control.drop_words[drop_ring.index]);
+      drop_ring.advance();
+    } else {
+      drops.make(context(header));
+    }
+  }
+
+  __device__ __forceinline__ void await_drop_words() const {
+    wait({control.words_full, drop_ring.index}, drop_ring.parity);
   }
 
   __device__ __forceinline__ TileContext<C> context(const TileHeader& header) const {
@@ -408,7 +419,10 @@ struct Consumer {
     turns().begin();
     turns().end();
     wait({control.v_full, ring.index}, ring.parity);
-    if constexpr (C.drops_beside) wait({control.words_full, ring.index}, ring.parity);
+    if constexpr (C.drops_beside) {
+      await_drop_words();
+      drop_ring.advance();
+    }
     sync_warpgroup();  // every warp has read the header
     release({control.k_empty, ring.index});
     release({control.v_empty, ring.index});

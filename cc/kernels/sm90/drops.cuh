@@ -1,14 +1,17 @@
 // The drop warps: the three warps of the producer's warpgroup that copy nothing call Philox for the dropout of a tile, while the
 // consumers compute. What a consumer warp does stands in a row with its products, and beside products wide multiplications
-// are slow; here a call also serves two consumer warps, where one of these can use but half of its pairs.
+// are slow; here a call also serves two consumer warps, where one of these can use but half of its pairs. For two consumer
+// warpgroups they also find what is dropped, one bit a pair.
 //
-// Protocol. Beside every tile of k travels what it needs (DropRecord), and its words belong to the stage of k like the tile: made
-// behind k_full, announced by words_full, read by every consumer warp before it arrives at k_empty. So the wait of the
-// producer for the stage covers the record and the words, and the drop warps wait for nothing but k_full. They see no
-// items: a record after the last tile ends their work. tests/compile/test_drop_steps.py has a model of it.
+// Protocol. The producer writes a record of each tile before it waits for the place of its k (records_full), drop warps make
+// its words (words_full), consumers read these beside the product with k. All of that lies in a ring of two places more than k
+// has, which nobody says is free: when the producer tells of tile n it has found room for k of n - 1, so the product with k of
+// n - 1 - stages has ended. A warp starts it when it has read the words of the tile before, n - 2 - stages, whose place they
+// take. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends their work.
 #pragma once
 
 #include "attn/dropout.cuh"
+#include "base/ptx.cuh"
 #include "sm90/work.cuh"
 
 namespace jattn::sm90 {
@@ -18,43 +21,91 @@ struct DropWarp {
   const ForwardParams& params;
   ForwardControl<C>& control;
   int warp;  // among the drop warps
-  RingPosition<C.stages> ring{0, 0};
+  RingPosition<drop_places(C)> ring{0, 0};
 
-  // A warp makes the calls of 8 x 4 groups at a time: 64 rows, 32 columns.
-  static constexpr int kRowSteps = C.tile_q / 64, kColumnSteps = C.tile_kv / 32;
+  // A warp makes the calls of 8 x 4 groups at a time, 64 rows and 32 columns; for bits those of the next 32 columns, too.
+  static constexpr bool kBits = drops_are_bits(C);
+  static constexpr int kRowSteps = C.tile_q / 64, kColumnSteps = kBits ? drop_bit_words(C) : C.tile_kv / 32;
 
   // Rounds written out, unless the keys of all of them, which are then kept over the steps, do not fit into registers.
   static constexpr int kRoundsAtOnce = producer_registers(C) < 40 ? 1 : kPhiloxRounds - kPhiloxSplitRounds;
 
-  __device__ __forceinline__ void make(PhiloxKey key, const DropRecord& record, int step) const {
-    const int lane = threadIdx.x % 32;
-    const int row = step / kColumnSteps * 8 + lane / 4, column = step % kColumnSteps * 4 + lane % 4;
+  struct Source {
+    PhiloxKey key;
+    DropLimits limits;
+  };
+
+  __device__ __forceinline__ static int lane() { return ptx::thread_index_anew() & 31; }
+
+  // row: of groups, from the tile's first.
+  __device__ __forceinline__ static PhiloxWords call(PhiloxKey key, const DropRecord& record, int row,
+                                                     uint32_t column_group) {
     const uint32_t row_group = uint32_t(record.q_begin) / 8 + uint32_t(row);
-    const uint32_t column_group = uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(column);
     PhiloxWords c = philox_begin(key, philox_row_part(key, row_group), philox_column_part(key, column_group));
 #pragma unroll kRoundsAtOnce
     for (uint32_t round = kPhiloxSplitRounds; round < kPhiloxRounds; ++round) philox_round(c, philox_key(key, round));
-    *reinterpret_cast<uint4*>(control.drop_words[ring.index][row] + 4 * column) = {c.word[0], c.word[1], c.word[2],
-                                                                                   c.word[3]};
+    return c;
+  }
+
+  __device__ __forceinline__ void make_words(PhiloxKey key, const DropRecord& record, int step) const {
+    const int row = step / kColumnSteps * 8 + lane() / 4, column = step % kColumnSteps * 4 + lane() % 4;
+    const PhiloxWords c = call(key, record, row, uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(column));
+    *reinterpret_cast<uint4*>(control.drop_words[ring.index] + row * drop_row_words(C) + 4 * column) = {
+        c.word[0], c.word[1], c.word[2], c.word[3]};
+  }
+
+  __device__ __forceinline__ void make_bits(const Source& source, const DropRecord& record, int step) const {
+    const int row = step / kColumnSteps * 8 + lane() / 4, word = step % kColumnSteps;
+    uint32_t column_group = uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(word * 8 + lane() % 4);
+    // Of the four consumer threads that a call serves: of even and odd rows, of the first and the second 16 of 32.
+    uint32_t* const words = control.drop_words[ring.index] + word * num_consumers(C) * kWarpgroupThreads +
+                            row / 4 * 64 + row % 4 * 8 + lane() % 4;
+    const bool alone = C.tile_kv % 64 != 0 && word == kColumnSteps - 1;  // the other half lies beyond the tile
+    uint32_t kept[2][2][2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half, column_group += 4) {
+      if (half == 1 && alone) break;
+      const PhiloxWords made = call(source.key, record, row, column_group);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const PairWords pairs = words_of_query(made, odd != 0);
+#pragma unroll
+        for (int far = 0; far < 2; ++far)
+          kept[half][odd][far] = kept_bits(QueryRowBits(pairs, far != 0, source.limits));
+      }
+    }
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+#pragma unroll
+      for (int far = 0; far < 2; ++far)
+        words[32 * far + 4 * odd] = join_kept_bits(kept[0][odd][far], kept[1][odd][far]);
+    }
   }
 
   __device__ __forceinline__ void run() {
     int batch = -1, head = -1;
-    PhiloxKey key{};
+    Source source{};
     // The first of the steps that this warp takes changes from tile to tile, so that all take equally many.
     for (int first = warp;; first = first == 0 ? kDropWarps - 1 : first - 1, ring.advance()) {
-      wait_as_warp({control.k_full, ring.index}, ring.parity);
+      wait_as_warp({control.records_full, ring.index}, ring.parity);
       const DropRecord record = control.drop_records[ring.index];
       if (__any_sync(~0u, record.kv_tile < 0)) return;
       if (__any_sync(~0u, record.batch != batch || record.head != head)) {
         batch = record.batch;
         head = record.head;
-        key = dropout_of<C>(params.problem, batch, head).key;
+        const Dropout dropout = dropout_of<C>(params.problem, batch, head);
+        source = {dropout.key, drop_limits(dropout.threshold)};
       }
       // Said anew by a shuffle that the whole warp has the same key: its schedule then lies in uniform registers.
-      const PhiloxKey of_warp{__shfl_sync(~0u, key.low, 0), __shfl_sync(~0u, key.high, 0)};
+      source.key = {__shfl_sync(~0u, source.key.low, 0), __shfl_sync(~0u, source.key.high, 0)};
 #pragma unroll 1
-      for (int step = first; step < kRowSteps * kColumnSteps; step += kDropWarps) make(of_warp, record, step);
+      for (int step = first; step < kRowSteps * kColumnSteps; step += kDropWarps) {
+        if constexpr (kBits) {
+          make_bits(source, record, step);
+        } else {
+          make_words(source.key, record, step);
+        }
+      }
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive({control.words_full, ring.index});
     }

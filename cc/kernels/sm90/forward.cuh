@@ -48,7 +48,12 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
       init_barrier(&control.v_full[stage], 1);
       init_barrier(&control.k_empty[stage], kReleases);
       init_barrier(&control.v_empty[stage], kReleases);
-      if constexpr (C.drops_beside) init_barrier(&control.words_full[stage], kDropWarps);
+    }
+    if constexpr (C.drops_beside) {
+      for (int place = 0; place < drop_places(C); ++place) {
+        init_barrier(&control.records_full[place], 1);
+        init_barrier(&control.words_full[place], kDropWarps);
+      }
     }
     fence_barrier_init();
     prefetch_tensor_map(&params.q);

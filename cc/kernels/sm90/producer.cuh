@@ -134,6 +134,7 @@ struct Producer {
   ForwardControl<C>& control;
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
+  int drop_place = 0;
   unsigned landed_parity = 0;
   unsigned items = 0;            // published so far
   int part = 0;                  // of the present item's keys
@@ -377,14 +378,12 @@ struct Producer {
 
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
     Barrier* full = &control.k_full[k_ring.index];
+    if constexpr (C.drops_beside) tell_drop_warps({kv_tile, record.q_begin, record.head, record.batch});
     Columns columns;
     fetch_columns(columns, record, kv_tile, flags);
     wait_as_warp({control.k_empty, k_ring.index}, k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | flags_of_warpgroups(record, kv_tile)};
-      if constexpr (C.drops_beside) {
-        control.drop_records[k_ring.index] = {kv_tile, record.q_begin, record.head, record.batch};
-      }
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        first_key(kv_tile, kv_begin), record.head / params.problem.group_size,
@@ -394,6 +393,15 @@ struct Producer {
     store_columns(columns, record, kv_tile, flags);
     if (leads()) arrive(full);
     k_ring.advance();
+  }
+
+  // Before the place of the tile's k is waited for (drops.cuh).
+  __device__ __forceinline__ void tell_drop_warps(const DropRecord& record) {
+    if (leads()) {
+      control.drop_records[drop_place] = record;
+      arrive({control.records_full, drop_place});
+    }
+    drop_place = drop_place + 1 == drop_places(C) ? 0 : drop_place + 1;
   }
 
   // Row of the tile's first key.
@@ -504,7 +512,7 @@ struct Producer {
       if (record.status == kItemsEnd) {
         list_repeats();
         if (!repeats()) {
-          if constexpr (C.drops_beside) end_drops();
+          if constexpr (C.drops_beside) tell_drop_warps({-1, 0, 0, 0});
           return;
         }
       } else if (repeats()) {
@@ -513,15 +521,6 @@ struct Producer {
       } else {
         queue.advance();
       }
-    }
-  }
-
-  // A tile of k that only the drop warps look for.
-  __device__ __forceinline__ void end_drops() {
-    wait_as_warp({control.k_empty, k_ring.index}, k_ring.parity);
-    if (leads()) {
-      control.drop_records[k_ring.index].kv_tile = -1;
-      arrive({control.k_full, k_ring.index});
     }
   }
 

@@ -274,30 +274,40 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
   }
 }
 
-// Which pairs of a tile dropout removes: the words of the calls of this lane. Made or, with Config::drops_beside, read before
-// the scores are waited for.
+// Which pairs of a tile dropout removes: the words of the calls of this lane, made or read (drops.cuh) before the scores are waited
+// for, or the bits of its pairs.
 template <Config C>
 struct TileDrops {
   static constexpr bool kAhead = C.dropout && !C.dropout_rows;
+  static constexpr bool kBits = C.drops_beside && drops_are_bits(C);
   static constexpr int kCalls = C.tile_kv / 32;
 
-  unsigned words[kAhead ? 2 * kCalls : 1];
+  unsigned words[!kAhead ? 1 : kBits ? drop_bit_words(C) : 2 * kCalls];
 
-  // Behind it this warp may free the k tile.
-  __device__ __forceinline__ void make(const TileContext<C>& context) {
-    if constexpr (kAhead) static_assert(C.tile_kv % 32 == 0);
-    if constexpr (C.drops_beside) {
-      const int row = context.first_row - context.item.q_begin, lane = threadIdx.x % 32;
-      const uint32_t* of_lane = context.control.drop_words[context.stage][row / 32 * 4 + lane / 8];
-      of_lane += lane % 4 * 4 + (has_odd_rows(lane) ? 2 : 0);
+  // What the drop warps have made.
+  __device__ __forceinline__ void read(const uint32_t* made) {
+    const int thread = threadIdx.x - kWarpgroupThreads, lane = thread % 32;
+    if constexpr (kBits) {
+#pragma unroll
+      for (int word = 0; word < drop_bit_words(C); ++word) {
+        words[word] = made[word * num_consumers(C) * kWarpgroupThreads + thread];
+      }
+    } else {
+      const uint32_t* of_lane =
+          made + (thread / 64 * 4 + lane / 8) * drop_row_words(C) + lane % 4 * 4 + (has_odd_rows(lane) ? 2 : 0);
 #pragma unroll
       for (int call = 0; call < kCalls; ++call) {
         const uint2 both = *reinterpret_cast<const uint2*>(of_lane + 16 * call);
         words[2 * call] = both.x;
         words[2 * call + 1] = both.y;
       }
-      pin_registers(words);
-    } else if constexpr (kAhead) {
+    }
+    pin_registers(words);
+  }
+
+  __device__ __forceinline__ void make(const TileContext<C>& context) {
+    if constexpr (kAhead) {
+      static_assert(C.tile_kv % 32 == 0);
       Dropout dropout = context.control.numbers[context.slot].dropout;
       dropout.key = {__shfl_sync(~0u, dropout.key.low, 0), __shfl_sync(~0u, dropout.key.high, 0)};
       const QueryRowDrops drops(dropout, context.first_row);
@@ -320,7 +330,10 @@ struct TileDrops {
   // Probabilities of dropped pairs become 0. Their row sum is known before; the factor of the kept ones comes at the end
   // of the row.
   __device__ __forceinline__ void apply(unsigned (&p)[C.tile_kv / 4], const TileContext<C>& context) const {
-    if constexpr (kAhead) {
+    if constexpr (kBits) {
+#pragma unroll
+      for (int i = 0; i < C.tile_kv / 4; ++i) p[i] &= kept_halves(words[i / 16], i / 8 % 2, i / 2 % 4, i % 2);
+    } else if constexpr (kAhead) {
       const unsigned threshold = __shfl_sync(~0u, context.control.numbers[context.slot].dropout.threshold, 0);
 #pragma unroll
       for (int call = 0; call < kCalls; ++call) {

@@ -73,7 +73,7 @@ struct ControlExtras<C, true> {
   int parts[C.partial_results ? kItemSlots : 1];
 };
 
-// What the drop warps need of a tile of keys, beside k; kv_tile is negative when no tile follows.
+// What the drop warps need of a tile of keys; kv_tile is negative when no tile follows.
 struct alignas(16) DropRecord {
   int kv_tile;
   int q_begin;
@@ -86,9 +86,9 @@ template <Config C, bool kThere = C.drops_beside>
 struct DropControl {};
 template <Config C>
 struct DropControl<C, true> {
-  DropRecord drop_records[C.stages];
-  alignas(16) uint32_t drop_words[C.stages][drop_rows(C)][drop_row_words(C)];  // of a call four, by its groups
-  Barrier words_full[C.stages];
+  DropRecord drop_records[drop_places(C)];
+  alignas(16) uint32_t drop_words[drop_places(C)][drop_words(C)];
+  Barrier records_full[drop_places(C)], words_full[drop_places(C)];
 };
 
 template <Config C>

@@ -49,12 +49,11 @@ struct Consumer {
   Ring ring;                  // of the tile whose scores are computed next
   unsigned items = 0;         // begun before the present one
   bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
-  // Of what the drop warps make of that tile.
-  RingPosition<C.drops_beside ? drop_places(C) : 1> drop_ring;
   // Whether this warp tests scores before it takes them for the softcap's series, or looks at the sums behind it: if the first tile
   // without masks passes the test, until a sum tells otherwise.
   enum SeriesProof : int { kNoTileYet, kBySums, kByTest };
   SeriesProof proof = kNoTileYet;
+  DropRing<C> drop_ring;  // as ring
 
   __device__ __forceinline__ static int thread() { return threadIdx.x % kWarpgroupThreads; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }

@@ -21,7 +21,7 @@ struct DropWarp {
   const ForwardParams& params;
   ForwardControl<C>& control;
   int warp;  // among the drop warps
-  RingPosition<drop_places(C)> ring{0, 0};
+  DropRing<C> ring{};
 
   // A warp makes the calls of 8 x 4 groups at a time, 64 rows and 32 columns; for bits those of the next 32 columns, too.
   static constexpr bool kBits = drops_are_bits(C);

@@ -134,13 +134,13 @@ struct Producer {
   ForwardControl<C>& control;
   unsigned tiles;  // shared address of the first tile
   RingPosition<C.stages> k_ring{0, 1}, v_ring{0, 1};
-  int drop_place = 0;
   unsigned landed_parity = 0;
   unsigned items = 0;            // published so far
   int part = 0;                  // of the present item's keys
   bool by_documents = false;     // items are those of the list of documents
   bool keys_are_padded = false;  // of the present item, then
   int kv_begin = 0;              // row of its first key
+  DropRing<C> drop_ring;
 
   using S = Shape<C>;
 
@@ -398,10 +398,10 @@ struct Producer {
   // Before the place of the tile's k is waited for (drops.cuh).
   __device__ __forceinline__ void tell_drop_warps(const DropRecord& record) {
     if (leads()) {
-      control.drop_records[drop_place] = record;
-      arrive({control.records_full, drop_place});
+      control.drop_records[drop_ring.index] = record;
+      arrive({control.records_full, drop_ring.index});
     }
-    drop_place = drop_place + 1 == drop_places(C) ? 0 : drop_place + 1;
+    drop_ring.advance();
   }
 
   // Row of the tile's first key.

@@ -91,6 +91,12 @@ struct DropControl<C, true> {
   Barrier records_full[drop_places(C)], words_full[drop_places(C)];
 };
 
+// A place in the ring of records and words; nothing where there is none, so that such kernels stay as they are.
+template <Config C, bool kThere = C.drops_beside>
+struct DropRing {};
+template <Config C>
+struct DropRing<C, true> : RingPosition<drop_places(C)> {};
+
 template <Config C>
 struct ForwardControl : ControlExtras<C>, DropControl<C> {
   Barrier q_full, q_empty;

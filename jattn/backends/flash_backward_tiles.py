@@ -259,26 +259,32 @@ def _split_tile(spec: Spec, *, fused: bool) -> Tile:
     return direct
 
 
-def _wants_items(spec: Spec) -> bool:
-    """Whether blocks had better take item after item, as measured: with a dense mask at small head dims no faster."""
+def _wants_items(spec: Spec, *, drop_warps: bool) -> bool:
+    """Whether blocks had better take item after item, as measured: with a dense mask at small head dims no faster.
+
+    ``drop_warps``: whether these find what dropout removes, if the problem has it.
+    """
     forced = _TAKES_ITEMS.get()
     if forced is not None:
         return forced
     small = spec.head_dim <= 64
     if spec.mask is not None and small:
         return False
-    # Found by compiling: there are no registers for what an item needs.
-    beside_dropout = (
-        _has_scores_terms(spec)
-        or spec.segments
-        or spec.positions
-        or ((spec.q_lengths or spec.kv_lengths) and small)
-    )
-    return not (
-        (_is_row_bias(spec) and small)
-        or (spec.mask is not None and spec.segments)
-        or (spec.dropout is not None and beside_dropout)
-    )
+    if spec.dropout is not None and _is_crowded_by_dropout(spec, drop_warps=drop_warps):
+        return False
+    return not ((_is_row_bias(spec) and small) or (spec.mask is not None and spec.segments))
+
+
+def _is_crowded_by_dropout(spec: Spec, *, drop_warps: bool) -> bool:
+    """Whether dropout leaves no registers for what an item needs: found by compiling."""
+    lengths = spec.q_lengths or spec.kv_lengths
+    if not drop_warps:
+        others = _has_scores_terms(spec) or spec.segments or spec.positions
+        return others or (lengths and spec.head_dim <= 64)
+    biases = spec.bias is not None
+    terms = biases + (spec.alibi_slopes is not None) + (spec.mask is not None)
+    terms += spec.positions + spec.segments + (spec.segments and lengths)
+    return terms > 1 or (biases and not _is_row_bias(spec))
 
 
 def _lists_documents(spec: Spec, tile: Tile) -> bool:
@@ -300,14 +306,14 @@ def _has_room_for_results(tile: Tile) -> bool:
     return dv <= places and (dv + dk <= places or tile.bulk_reduce)
 
 
-def _takes_items(spec: Spec, tile: Tile) -> bool:
-    """Whether blocks take item after item, with this tile.
+def _takes_items(spec: Spec, tile: Tile, *, drop_warps: bool) -> bool:
+    """Whether blocks take item after item, with this tile. ``drop_warps``: as for ``_wants_items``.
 
     Where ds is stored, that spares registers at head dim 64, but not beside segments; at 128 it is no faster.
     """
     if tile.stores_ds and (tile.head_dim != 64 or spec.segments or spec.dropout is not None):
         return False
-    wants = tile.stores_ds or _wants_items(spec)
+    wants = tile.stores_ds or _wants_items(spec, drop_warps=drop_warps)
     return wants and _has_room_for_results(tile)
 
 
@@ -343,7 +349,11 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bo
             return dataclasses.replace(tile, bulk_reduce=fused and not stores_ds)
         # Two tiles of a bias are worth more than the room for bulk reductions, which pay off where warps of their own
         # send them, else with a band.
-        with_bulk = fused and not staged and (_wants_items(spec) or not spec.band.unbounded)
+        with_bulk = (
+            fused
+            and not staged
+            and (_wants_items(spec, drop_warps=False) or not spec.band.unbounded)
+        )
         return dataclasses.replace(tile, tile_q=128, bulk_reduce=with_bulk)
     direct_bias = spec.bias is not None and spec.bias[2] > 1 and not staged
     if direct_bias or (spec.alibi_slopes is not None and spec.positions):
@@ -378,34 +388,44 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
     return found if keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES else tile
 
 
-def _with_drop_warps(tile: Tile, spec: Spec) -> Tile:
-    """The tile with warps that find the pairs which dropout removes (``Config::drops_beside``), where these are idle.
+def _can_have_drop_warps(spec: Spec, tile: Tile, *, order: int, dbias_apart: bool) -> bool:
+    """Whether warps may find the pairs which dropout removes (``Config::drops_beside``): where they are idle.
 
     At head dims up to 64 the bits of a step take the place of a part of dq, which costs more than they gain. Statistics
-    of rows are scaled for that kernel: no other may read them, as one for dbias would.
+    of rows are scaled for that kernel: no other may read them, as one for dbias would (``dbias_apart``). Beside sums
+    for dbias 8 bytes of registers spill.
     """
-    drops = spec.dropout is not None and not (spec.dropout.rows or _has_scores_terms(spec))
-    idle = tile.takes_items and tile.dq_order == 0
+    drops = spec.dropout is not None and not (spec.dropout.rows or dbias_apart or tile.sums_bias)
     is_wide = max(tile.head_dim, tile.head_dim_v) > 64
-    return dataclasses.replace(tile, drops_beside=drops and idle and is_wide)
+    with_warps = dataclasses.replace(tile, drops_beside=True)
+    has_room = keys_shared_bytes(with_warps, spec, fused=True) <= MAX_SHARED_BYTES
+    return drops and order == 0 and is_wide and has_room
 
 
 def _pick_keys(
-    spec: Spec, *, fused: bool, stores_ds: bool, sums_bias: bool, deterministic: bool
+    spec: Spec,
+    *,
+    fused: bool,
+    stores_ds: bool,
+    sums_bias: bool,
+    dbias_apart: bool,
+    deterministic: bool,
 ) -> tuple[Tile, bool]:
     """The tile of the kernel that owns keys, and whether it makes dq, too.
 
-    ``fused``: whether it is asked for all three.
+    ``fused``: whether it is asked for all three. ``dbias_apart``: a kernel of its own computes dbias.
     """
     keys = keys_tile(spec, fused=fused, stores_ds=stores_ds, sums_bias=sums_bias)
     if fused and (not _splits(keys) or keys.dq_warpgroup):
-        keys = dataclasses.replace(keys, takes_items=_takes_items(spec, keys))
-        keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
         forced = _DQ_ORDER.get()
         any_order = 1 if spec.dropout is None else 0  # as measured
         order = (2 if deterministic else any_order) if forced is None else forced
+        drop_warps = _can_have_drop_warps(spec, keys, order=order, dbias_apart=dbias_apart)
+        takes_items = _takes_items(spec, keys, drop_warps=drop_warps)
+        keys = dataclasses.replace(keys, takes_items=takes_items)
+        keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
         keys = _with_senders(keys, spec, order)
-        keys = _with_drop_warps(keys, spec)
+        keys = dataclasses.replace(keys, drops_beside=takes_items and drop_warps)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
     fused = fused and not deterministic
@@ -526,6 +546,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         fused=want_q and want_keys,
         stores_ds=stores_ds,
         sums_bias=sums_bias,
+        dbias_apart=want_bias and not (stores_ds or sums_bias),
         deterministic=deterministic,
     )
 

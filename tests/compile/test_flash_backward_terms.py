@@ -141,6 +141,47 @@ def test_resident_blocks(term: str, head_dims: tuple[int, int], tmp_path: Path) 
     assert "ATOMG" in toolchain.disassemble(code, tmp_path)
 
 
+CAUSAL = {"band": Band(right=0)}
+SEGMENTS = {"segments": True}
+# Terms beside dropout that leave drop warps and items their registers, and some that do not.
+BESIDE_DROPOUT: dict[str, dict[str, object]] = {
+    "segments": SEGMENTS,
+    "segments-causal": SEGMENTS | CAUSAL | {"dtype": "float16"},
+    "positions": {"positions": True, "kv_lengths": True} | CAUSAL,
+    "mask": TERMS["mask"] | {"q_lengths": True, "kv_lengths": True},
+    "slopes": TERMS["alibi"] | CAUSAL,
+    "row-bias": TERMS["row-bias"],
+}
+CROWDED: dict[str, dict[str, object]] = {
+    "segments-lengths": SEGMENTS | {"kv_lengths": True},
+    "mask-slopes": TERMS["mask"] | TERMS["alibi"],
+    "staged-bias": TERMS["staged-bias"],
+}
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", BESIDE_DROPOUT)
+def test_drop_warps_beside_a_term(name: str, head_dims: tuple[int, int]) -> None:
+    toolchain.require_nvrtc()
+    spec = test_flash_terms.problem(head_dims, **TERMS["dropout"], **BESIDE_DROPOUT[name])
+    plan = tiles.plan_backward(spec, wants=(True, True, True, False), deterministic=False)
+    [key] = [key for key in plan.kernels.split(";") if key.startswith("family=sm90_backward ")]
+    assert {"drops_beside=1", "take_turns=1", "schedule=2"} <= set(key.split())
+    _, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+
+
+@pytest.mark.parametrize("name", [*CROWDED, "gradient of a row-bias", "deterministic"])
+def test_no_drop_warps_without_registers(name: str) -> None:
+    """Nor where the same bits are asked for, or a kernel of its own would read the statistics."""
+    row = TERMS["row-bias"] if name == "gradient of a row-bias" else {}
+    terms = CROWDED.get(name, row)
+    spec = test_flash_terms.problem((128, 128), **TERMS["dropout"], **terms)
+    wants = (True, True, True, bool(row))
+    plan = tiles.plan_backward(spec, wants=wants, deterministic=name == "deterministic")
+    assert "drops_beside" not in plan.kernels
+
+
 # Steps of the scores' product that take k from registers, beside warps that add dq up: what does not spill.
 WITH_KEYS_IN_REGISTERS: dict[str, tuple[dict[str, object], int]] = {
     "plain": ({}, 3),

@@ -92,6 +92,14 @@ DROPS_BESIDE = [
     BASE.but("beside-sinks", dropout_rate=0.2, sinks_form="n", is_causal=True),
     BASE.but("beside-uneven", dropout_rate=0.2, head_dim=120, head_dim_v=104, is_causal=True),
     BASE.but("beside-most", dropout_rate=0.999, is_causal=True),  # counts as 255/256
+    BASE.but(
+        "beside-segments", dropout_rate=0.2, segments="random", num_segments=5, is_causal=True
+    ),
+    BASE.but("beside-interleaved", dropout_rate=0.2, segments="interleaved", dtype="float16"),
+    BASE.but("beside-positions", dropout_rate=0.2, positions="shuffled", is_causal=True),
+    BASE.but("beside-mask", dropout_rate=0.2, mask_form="b1ts", kv_lengths=(700, 77)),
+    BASE.but("beside-mask-many", dropout_rate=0.2, mask_form="bnts", batch=9, num_heads=8),
+    BASE.but("beside-slopes", dropout_rate=0.2, alibi_form="n", window=(90, 30), kv_len=611),
 ]
 
 

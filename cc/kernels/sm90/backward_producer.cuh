@@ -14,6 +14,8 @@ struct KeyProducer {
   static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
   // Rows that see no key may hold anything in q and dout; without these features there are none.
   static constexpr bool kEmptyRows = C.band || C.lengths || C.segments || C.mask || C.bias;
+  // Segment ids of queries that a lane has on their way, of keys twice as many: what does not spill.
+  static constexpr int kIdsAtOnce = C.drops_beside ? 1 : C.tile_q / 32;
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
@@ -55,6 +57,7 @@ struct KeyProducer {
                             item.kv_length);
     };
     if constexpr (C.segments) {
+#pragma unroll 2 * kIdsAtOnce
       for (int row = threadIdx.x % 32; row < C.tile_kv; row += 32) control.own_ids[row] = kv_id(row);
     }
     if constexpr (C.positions) {
@@ -170,6 +173,7 @@ struct KeyProducer {
     wait_as_warp(&control.first_empty[stage], ring.parity);
     if constexpr (C.segments) {
       if ((flags & kComparesSegments) || C.dropout_rows) {
+#pragma unroll kIdsAtOnce
         for (int i = threadIdx.x % 32; i < C.tile_q; i += 32) {
           control.ids[stage][i] = segment_id<-1>(params.problem.q_segments, int64_t(item.batch) * params.problem.q_len,
                                                  first + i, params.problem.q_len);

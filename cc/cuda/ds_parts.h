@@ -24,16 +24,16 @@ struct DsParts {
       : parts(batch), kv_heads(num_kv_heads) {
     if (!is_shared || batch <= 1) return;
     const int64_t bytes = std::max<int64_t>(1, num_kv_heads * group_size * head_bytes);
-    const int64_t fewest = divide_up(batch, kMostDsTurns);
-    const int64_t turns = divide_up(batch, std::clamp<int64_t>(kFewDsBytes / bytes, fewest, batch));
-    parts = divide_up(batch, turns);
+    const int64_t fewest = ceil_div(batch, kMostDsTurns);
+    const int64_t turns = ceil_div(batch, std::clamp<int64_t>(kFewDsBytes / bytes, fewest, batch));
+    parts = ceil_div(batch, turns);
     in_place = parts == 1;
     // Else no more scratch than the bias itself takes, if a key/value head does with that.
     if (!in_place && parts * bytes > kFewDsBytes) kv_heads = std::clamp<int64_t>(num_kv_heads / parts, 1, num_kv_heads);
   }
 
  private:
-  static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 };
 
 }  // namespace jattn::cuda

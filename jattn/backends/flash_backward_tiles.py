@@ -92,8 +92,8 @@ class Tile:
 def resident_blocks(there: bool) -> Iterator[None]:
     """Has blocks stay and take item after item, or one block for each item, in calls traced by this thread.
 
-    For measurements. Kernels of head dims above 128, those that store gradients of scores and those that make dk and
-    dv alone have a block for each item in any case.
+    For measurements. Kernels of head dims above 128, those that make dk and dv alone and, but for head dim 64, those
+    that store gradients of scores have a block for each item in any case; at head dim 64 the latter have none.
     """
     token = _TAKES_ITEMS.set(there)
     try:

@@ -220,8 +220,8 @@ struct LaneBits {
 using QueryRowBits = LaneBits<false>;
 using KeyRowBits = LaneBits<true>;
 
-// One bit a pair, of two calls of 32 columns each: bit 7 - n - 4 call of byte 2 h + e of a word.
-// Of one call, in the place of the first; the other bits are anything.
+// One bit a pair, of two calls of 32 columns each: bit 7 - n - 4 call of byte 2 h + e of a word is that of value 2 h + e of block n
+// of a call. kept_bits(): of one call, in the place of the first; the other bits are anything.
 JATTN_HOST_DEVICE constexpr uint32_t kept_bits(const QueryRowBits& bits) {
   uint32_t kept = (bits.kept[1][0] >> 2 & 0x20202020u) | (bits.kept[1][1] >> 3 & 0x10101010u);
   kept |= bits.kept[0][1] >> 1 & 0x40404040u;

@@ -70,15 +70,17 @@ struct DropWarp {
       for (int odd = 0; odd < 2; ++odd) {
         const PairWords pairs = words_of_query(made, odd != 0);
 #pragma unroll
-        for (int far = 0; far < 2; ++far)
+        for (int far = 0; far < 2; ++far) {
           kept[half][odd][far] = kept_bits(QueryRowBits(pairs, far != 0, source.limits));
+        }
       }
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
 #pragma unroll
-      for (int far = 0; far < 2; ++far)
+      for (int far = 0; far < 2; ++far) {
         words[32 * far + 4 * odd] = join_kept_bits(kept[0][odd][far], kept[1][odd][far]);
+      }
     }
   }
 

@@ -44,7 +44,7 @@ JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
   return words % 32 == 16 ? words : words + 16;
 }
 // Of a tile.
-JATTN_HOST_DEVICE constexpr int drop_words(const Config& config) {
+JATTN_HOST_DEVICE constexpr int drop_place_words(const Config& config) {
   return drops_are_bits(config) ? drop_bit_words(config) * num_consumers(config) * kWarpgroupThreads
                                 : config.tile_q / 8 * drop_row_words(config);
 }
@@ -135,7 +135,7 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int numbers = has_head_numbers(config) ? 24 * kItemSlots : 0;
   const int parts = config.partial_results ? 4 * kItemSlots : 0;
   const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
-  const int drops = config.drops_beside ? drop_places(config) * (2 * 8 + 16 + 4 * drop_words(config)) + 16 : 0;
+  const int drops = config.drops_beside ? drop_places(config) * (2 * 8 + 16 + 4 * drop_place_words(config)) + 16 : 0;
   return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders + drops;
 }
 

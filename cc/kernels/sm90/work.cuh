@@ -87,7 +87,7 @@ struct DropControl {};
 template <Config C>
 struct DropControl<C, true> {
   DropRecord drop_records[drop_places(C)];
-  alignas(16) uint32_t drop_words[drop_places(C)][drop_words(C)];
+  alignas(16) uint32_t drop_words[drop_places(C)][drop_place_words(C)];
   Barrier records_full[drop_places(C)], words_full[drop_places(C)];
 };
 

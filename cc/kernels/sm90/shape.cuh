@@ -32,7 +32,7 @@ inline constexpr int kDropWarps = 3;
 JATTN_HOST_DEVICE constexpr int drop_places(const Config& config) { return config.stages + 2; }
 
 // Whether they leave a consumer thread the bits of its pairs, or the words of its calls. Measured on H200, bits over words: 128 rows
-// 1.03 to 1.08; 192 rows 0.86 to 0.93, since these warps then have more to do than the consumers.
+// 1.01 to 1.06; 192 rows 0.86 to 0.92, since these warps then have more to do than the consumers.
 JATTN_HOST_DEVICE constexpr bool drops_are_bits(const Config& config) { return num_consumers(config) == 2; }
 
 // Bits: words of a consumer thread, of 64 columns each.

@@ -290,7 +290,7 @@ def add_results(torch: Any, data: Data) -> None:
 
 
 def cap_series(coefficients: list[float], case: Case) -> bytes:
-    """Returns sm90::CapSeries; the coefficients are its limit and those of the series."""
+    """Returns sm90::CapSeries or SquaredCapSeries; the coefficients are its limit and those of the series."""
     if not case.softcap:
         return bytes(4 * len(coefficients))
     to_argument = case.true_scale / case.softcap
@@ -298,6 +298,10 @@ def cap_series(coefficients: list[float], case: Case) -> bytes:
         c * case.softcap * LOG2E * to_argument ** (2 * i + 1)
         for i, c in enumerate(coefficients[1:])
     ]
+    if len(factors) == 3:
+        root = math.sqrt(factors[2])
+        shift = factors[1] / (2 * root)
+        factors = [root, shift, factors[0] - shift**2]
     return struct.pack(f"<{len(coefficients)}f", coefficients[0] / to_argument, *factors)
 
 

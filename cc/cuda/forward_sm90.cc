@@ -214,8 +214,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   }
   if (config.cap_series) {
     params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
-    params.short_cap_series =
-        sm90::cap_series(sm90::kShortCapSeriesLimit, sm90::kShortCapSeries, problem.scale, problem.softcap);
+    params.short_cap_series = sm90::short_cap_series(problem.scale, problem.softcap);
     const double trusted_log2 = sm90::trusted_sum_log2(params.problem.softcap_log2);
     if (params.short_cap_series.limit > 0.0f && trusted_log2 > 0.0)
       params.trusted_sum = std::exp2(static_cast<float>(trusted_log2));

@@ -147,8 +147,8 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     features += 16 * tile.stages if tile.staged_bias else 0
     features += 24 * tile.stages if tile.stores_ds else 0
     features += 4 * tile.tile_kv if tile.sums_bias else 0
-    # Bits of 256 threads, records of steps and of heads, barriers.
-    features += 4 * 256 + 16 * 4 + 32 * 2 + 8 * 8 if tile.drops_beside else 0
+    # Bits of 256 threads, records of steps with eight parts of Philox, records of heads, barriers.
+    features += 4 * 256 + 16 * 3 * 9 + 32 * 2 + 8 * 8 if tile.drops_beside else 0
     return -(-(statistics + ids + 16 * tile.stages + 32 + barriers + features) // 16) * 16
 
 
@@ -362,10 +362,15 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bo
     return bulk if keys_shared_bytes(bulk, spec, fused=fused) <= MAX_SHARED_BYTES else tile
 
 
-def _register_steps(spec: Spec, head_dim: int) -> int:
-    """Steps of the scores' product whose k stays in registers, beside warps that add dq up: what does not spill."""
+def _register_steps(spec: Spec, tile: Tile) -> int:
+    """Steps of the scores' product whose k stays in registers, beside warps that add dq up: what does not spill.
+
+    Beside drop warps three and four do not spill either, but are 1 to 3 % slower than two.
+    """
+    if tile.drops_beside:
+        return 2
     terms = _has_step_terms(spec) or spec.positions or spec.mask is not None
-    if head_dim == 64 or terms or (spec.softcap > 0 and spec.segments):
+    if tile.head_dim == 64 or terms or (spec.softcap > 0 and spec.segments):
         return 0
     return 2 if spec.softcap > 0 else 3
 
@@ -383,12 +388,29 @@ def _with_senders(tile: Tile, spec: Spec, order: int) -> Tile:
     can_send = tile.takes_items and tile.bulk_reduce and not (tile.head_dim == 128 and spills)
     if order == 0 or not can_send or (order == 2 and filters):
         return tile
-    steps = _register_steps(spec, tile.head_dim)
+    steps = _register_steps(spec, tile)
     found = dataclasses.replace(tile, dq_order=order, key_register_steps=steps)
     return found if keys_shared_bytes(found, spec, fused=True) <= MAX_SHARED_BYTES else tile
 
 
-def _can_have_drop_warps(spec: Spec, tile: Tile, *, order: int, dbias_apart: bool) -> bool:
+def _any_order(spec: Spec, *, drop_warps: bool) -> int:
+    """The order of sums of dq where any will do, as measured.
+
+    Drop warps leave one warp to add them up: that spares zeros, and loses where there are many queries.
+    """
+    if spec.dropout is None:
+        return 1
+    most = 4096 if spec.band.unbounded else 2048
+    return int(drop_warps and _drops_alone(spec) and spec.q_len <= most)
+
+
+def _drops_alone(spec: Spec) -> bool:
+    """Whether no term but dropout takes registers: drop warps may then have a warp beside them that adds dq up."""
+    others = _has_scores_terms(spec) or spec.segments or spec.positions or spec.softcap > 0
+    return spec.dropout is not None and not others
+
+
+def _can_have_drop_warps(spec: Spec, tile: Tile, *, dbias_apart: bool) -> bool:
     """Whether warps may find the pairs which dropout removes (``Config::drops_beside``): where they are idle.
 
     At head dims up to 64 the bits of a step take the place of a part of dq, which costs more than they gain. Statistics
@@ -399,7 +421,7 @@ def _can_have_drop_warps(spec: Spec, tile: Tile, *, order: int, dbias_apart: boo
     is_wide = max(tile.head_dim, tile.head_dim_v) > 64
     with_warps = dataclasses.replace(tile, drops_beside=True)
     has_room = keys_shared_bytes(with_warps, spec, fused=True) <= MAX_SHARED_BYTES
-    return drops and order == 0 and is_wide and has_room
+    return drops and is_wide and has_room
 
 
 def _pick_keys(
@@ -417,15 +439,17 @@ def _pick_keys(
     """
     keys = keys_tile(spec, fused=fused, stores_ds=stores_ds, sums_bias=sums_bias)
     if fused and (not _splits(keys) or keys.dq_warpgroup):
+        drop_warps = _can_have_drop_warps(spec, keys, dbias_apart=dbias_apart)
         forced = _DQ_ORDER.get()
-        any_order = 1 if spec.dropout is None else 0  # as measured
+        any_order = _any_order(spec, drop_warps=drop_warps)
         order = (2 if deterministic else any_order) if forced is None else forced
-        drop_warps = _can_have_drop_warps(spec, keys, order=order, dbias_apart=dbias_apart)
+        drop_warps = drop_warps and (order == 0 or (order == 1 and _drops_alone(spec)))
         takes_items = _takes_items(spec, keys, drop_warps=drop_warps)
-        keys = dataclasses.replace(keys, takes_items=takes_items)
+        keys = dataclasses.replace(
+            keys, takes_items=takes_items, drops_beside=takes_items and drop_warps
+        )
         keys = dataclasses.replace(keys, documents=_lists_documents(spec, keys))
         keys = _with_senders(keys, spec, order)
-        keys = dataclasses.replace(keys, drops_beside=takes_items and drop_warps)
         if keys.dq_order == 2 or not deterministic:
             return keys, True
     fused = fused and not deterministic

@@ -99,7 +99,7 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
     if tile.drops_beside:
-        bits = -(-tile.tile_kv // 64) * tile.tile_q * 8
+        bits = -(-tile.tile_kv // 64) * tile.tile_q * 8 + 16 * 32  # and parts of Philox
         calls = tile.tile_q // 8 * (-(-(tile.tile_kv * 2 - 64) // 128) * 128 + 64)
         control += (tile.stages + 2) * (32 + (bits if tile.tile_q == 128 else calls)) + 16
     return tile.stages * stage + control

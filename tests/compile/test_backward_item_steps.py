@@ -8,8 +8,8 @@ of them at once, and the copy engine for each warp, whose stores and reductions 
 until they are waited for. With ``Config::drops_beside`` a warp for each warpgroup finds bits for its steps
 (backward_drops.cuh). With ``Config::stores_ds`` gradients of scores take the place of a tile of the
 bias, from where one more stores them (backward_storer.cuh). With ``Config::dq_order`` two more warps
-send dq off (backward_sender.cuh); that other blocks let them is taken for granted here, and shown in
-``test_dq_order.py``.
+send dq off (backward_sender.cuh), or one beside warps that find bits; that other blocks let them is
+taken for granted here, and shown in ``test_dq_order.py``.
 ``test_backward_steps.py`` has the kernels with a block for each item.
 """
 
@@ -55,7 +55,7 @@ class Form:
     slots: int = 2
     senders: bool = False
     drops: bool = False
-    drop_steps: int = 4
+    drop_steps: int = 3
     ds_places: int = 0
     dv: tuple[tuple[int, int], ...] = ((0, 0), (1, 0))
     dk: tuple[tuple[int, int], ...] = ()
@@ -65,6 +65,12 @@ class Form:
     empty_rows: bool = False
     products_meet: bool = True
     without: str = ""
+
+    @property
+    def sent_by(self) -> tuple[range, ...]:
+        """The consumer warpgroups that each sender serves."""
+        apart = () if self.drops else (range(1), range(1, 2))
+        return (apart or (range(2),)) if self.senders else ()
 
 
 class Program:
@@ -190,7 +196,8 @@ class Program:
 
     def announce_dq(self) -> None:
         if self.form.senders:
-            self.wait(("turn empty", self.step % TURNS), self.step // TURNS, 2)
+            senders = len(self.form.sent_by)
+            self.wait(("turn empty", self.step % TURNS), self.step // TURNS, senders)
             self.write("turn", self.step % TURNS)
             self.signal("turn full", self.step % TURNS)
 
@@ -326,19 +333,23 @@ class Program:
             self.send(self.staged_dq(self.me))
         self.staged = False
 
-    def send_dq(self, handed: list[list[tuple[Place, int]]]) -> list[Step]:
-        """The warp that sends what a warpgroup stages. Each sum is waited for at once."""
-        for number in range(len(handed) + 1):
+    def send_dq(self, handed: dict[int, list[list[tuple[Place, int]]]]) -> list[Step]:
+        """A warp that sends what warpgroups stage, these together. Each sum is waited for at once."""
+        sums = len(next(iter(handed.values())))
+        for number in range(sums + 1):
             self.wait(("turn full", number % TURNS), number // TURNS + 1, 1)
             self.read("turn", number % TURNS, version=number // TURNS + 1)
             self.signal("turn empty", number % TURNS)
-            if number == len(handed):
+            if number == sums:
                 break
             slot, rounds = number % self.form.slots, number // self.form.slots
-            self.wait(("staged full", slot, self.warpgroup), rounds + 1, WARPS)
-            for place, version in handed[number]:
-                self.read(*place, version=version)
-            self.signal("staged empty", slot, self.warpgroup)
+            for warpgroup in handed:
+                self.wait(("staged full", slot, warpgroup), rounds + 1, WARPS)
+            for staged in handed.values():
+                for place, version in staged[number]:
+                    self.read(*place, version=version)
+            for warpgroup in handed:
+                self.signal("staged empty", slot, warpgroup)
         self.signal("gone")
         return self.steps
 
@@ -475,9 +486,8 @@ def programs(form: Form, items: list[int]) -> list[list[Step]]:
     """The producer, the warps, their copies, the products of the warpgroups, and the end of the block."""
     warps = [Program(form, items, i // WARPS, i % WARPS) for i in range(ALL_WARPS)]
     found = [Program(form, items).produce(), *(warp.work() for warp in warps)]
-    if form.senders:
-        givers = enumerate(warps[::WARPS])
-        found += [Program(form, items, i).send_dq(giver.handed) for i, giver in givers]
+    for served in form.sent_by:
+        found.append(Program(form, items).send_dq({i: warps[WARPS * i].handed for i in served}))
     if form.drops:
         found += [Program(form, items, i).find_drops() for i in range(2)]
     if form.ds_places:
@@ -488,7 +498,7 @@ def programs(form: Form, items: list[int]) -> list[list[Step]]:
     stored = {step.place for warp in warps for step in warp.copies if step.action == "read"}
     stored |= {place for warp in warps for sums in warp.handed for place, _ in sums}
     end = [
-        Step("wait", ("gone",), ALL_WARPS + 2 * form.senders + (form.ds_places > 0)),
+        Step("wait", ("gone",), ALL_WARPS + len(form.sent_by) + (form.ds_places > 0)),
         *(Step("write", place) for place in sorted(stored, key=str)),
     ]
     return [*found, end]
@@ -521,6 +531,8 @@ FORMS = {
     "128-senders-without-turns": Form(turns=False, senders=True),
     "128-drops": Form(drops=True),
     "128-one-slot-drops": Form(slots=1, drops=True, empty_rows=True),
+    "128-drops-sender": Form(senders=True, drops=True),
+    "128-one-slot-drops-sender": Form(slots=1, senders=True, drops=True, empty_rows=True),
     "64-narrow-drops": Form(dv=((0, 0),), dk=((1, 0),), drops=True),
     "64-stored": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True, ds_places=2),
     "64-stored-in-one": dataclasses.replace(
@@ -605,6 +617,11 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128-one-slot-senders", "turn full", "turn is read early"),
         ("128-one-slot-senders", "turn empty", "turn is read late"),
         ("64-senders", "place of staging", "staging is read late"),
+        ("128-drops-sender", "place of staging", "staging is read late"),
+        ("128-drops-sender", "staging read", "staging is read late"),
+        ("128-drops-sender", "staged full", "staging is read early"),
+        ("128-one-slot-drops-sender", "turn full", "turn is read early"),
+        ("128-one-slot-drops-sender", "turn empty", "turn is read late"),
         ("128", END_IN_FIRST_STEP, "turns of 1 left over"),
         ("128-drops", "drops full", "bits is read early"),
         ("128-drops", "drops empty", "bits is read late"),

@@ -334,14 +334,17 @@ def test_where_tiles_are_filtered_no_order_follows_from_their_numbers(name: str)
 
 @pytest.mark.parametrize("name", WITHOUT_FILTERS | FILTERS | DROPOUT)
 def test_warps_add_dq_up_by_themselves(name: str) -> None:
-    """In any order, or, deterministic, in that of the key tiles; where that cannot be, two kernels."""
+    """In any order, or, deterministic, in that of the key tiles; where that cannot be, two kernels.
+
+    Beside dropout at head dim 64 nothing is gained without drop warps.
+    """
     head_dims, changes = (WITHOUT_FILTERS | FILTERS | DROPOUT)[name]
     spec = test_flash_terms.problem(head_dims, **changes)
     plans = [
         tiles.plan_backward(spec, wants=(True, True, True, False), deterministic=strict).kernels
         for strict in (False, True)
     ]
-    assert ("dq_order=1" in plans[0]) == (name not in DROPOUT)
+    assert ("dq_order=1" in plans[0]) == (name != "dropout 64")
     assert ("sm90_backward_dq" if name in FILTERS else "dq_order=2") in plans[1]
 
 

@@ -171,6 +171,44 @@ def test_drop_warps_beside_a_term(name: str, head_dims: tuple[int, int]) -> None
     assert resources.read_log(key, log).faults == ()
 
 
+DROPS_ALONE: dict[str, dict[str, object]] = {
+    "alone": {},
+    "float16": {"dtype": "float16"},
+    "causal": CAUSAL,
+    "lengths": {"q_lengths": True, "kv_lengths": True},
+    "lengths-causal": {"kv_lengths": True} | CAUSAL,
+    "window": {"band": Band(left=100, right=30)},
+}
+
+
+def dq_order_beside_drops(head_dims: tuple[int, int], **changes: object) -> tuple[str, str]:
+    """The order of sums of dq where drop warps find what dropout removes, and the kernel's key."""
+    spec = test_flash_terms.problem(head_dims, **TERMS["dropout"], **changes)
+    plan = tiles.plan_backward(spec, wants=(True, True, True, False), deterministic=False)
+    [key] = [key for key in plan.kernels.split(";") if key.startswith("family=sm90_backward ")]
+    assert {"drops_beside=1", "take_turns=1", "schedule=2"} <= set(key.split())
+    return toolchain.word(_core.canonical_kernel_key(key), "dq_order"), key
+
+
+@pytest.mark.parametrize("head_dims", [(96, 96), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", DROPS_ALONE)
+def test_one_warp_adds_dq_up_beside_drop_warps(name: str, head_dims: tuple[int, int]) -> None:
+    toolchain.require_nvrtc()
+    order, key = dq_order_beside_drops(head_dims, **DROPS_ALONE[name])
+    assert order == "1"
+    assert "key_register_steps=2" in key.split()
+    _, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+
+
+def test_consumers_add_dq_up_beside_many_queries_or_a_term() -> None:
+    for changes, most in (({}, 4096), (CAUSAL, 2048)):
+        for q_len, order in ((most, "1"), (most + 1, "0")):
+            assert dq_order_beside_drops((128, 128), q_len=q_len, **changes)[0] == order
+    for changes in BESIDE_DROPOUT.values():
+        assert dq_order_beside_drops((128, 128), **changes)[0] == "0"
+
+
 @pytest.mark.parametrize("name", [*CROWDED, "gradient of a row-bias", "deterministic"])
 def test_no_drop_warps_without_registers(name: str) -> None:
     """Nor where the same bits are asked for, or a kernel of its own would read the statistics."""

@@ -32,17 +32,24 @@ def fused(a: F32 | np.float32, b: F32, c: F32 | np.float32) -> F32:
     return np.asarray(np.float64(a) * np.float64(b) + np.float64(c), np.float32)
 
 
+def by_squares(s: F32, factors: list[float]) -> F32:
+    """A series of three terms as the kernel has it, a square and a rest."""
+    root = factors[2] ** 0.5
+    shift = factors[1] / (2 * root)
+    inner = fused(s * np.float32(root), s, np.full_like(s, shift))
+    return s * fused(inner, inner, np.full_like(s, factors[0] - shift**2))
+
+
 def by_series(s: F32, scale: float, softcap: float, coefficients: list[float]) -> F32:
     """Capped scores in units of log2 as the kernel computes them, without the shift of the exponent."""
     to_argument = scale / softcap
-    factors = [
-        np.float32(c * softcap * LOG2E * to_argument ** (2 * i + 1))
-        for i, c in enumerate(coefficients)
-    ]
+    factors = [c * softcap * LOG2E * to_argument ** (2 * i + 1) for i, c in enumerate(coefficients)]
+    if len(factors) == 3:
+        return by_squares(s, factors)
     square = s * s
     slope = np.full_like(s, factors[-1])
     for factor in factors[-2::-1]:
-        slope = fused(slope, square, factor)
+        slope = fused(slope, square, np.float32(factor))
     return s * slope
 
 

@@ -72,8 +72,8 @@ def test_lists_of_documents(case: Case) -> None:
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
 
 
-# Where two warps beside the producer find the pairs that dropout removes.
-DROPS_BESIDE = [
+# Where two warps beside the producer find the pairs that dropout removes, and a third adds dq up.
+DROPS_ALONE = [
     BASE.but("beside", dropout_rate=0.2),
     BASE.but("beside-causal", dropout_rate=0.5, is_causal=True, dtype="float16"),
     BASE.but("beside-window", dropout_rate=0.2, window=(90, 30), kv_len=611),
@@ -92,6 +92,9 @@ DROPS_BESIDE = [
     BASE.but("beside-sinks", dropout_rate=0.2, sinks_form="n", is_causal=True),
     BASE.but("beside-uneven", dropout_rate=0.2, head_dim=120, head_dim_v=104, is_causal=True),
     BASE.but("beside-most", dropout_rate=0.999, is_causal=True),  # counts as 255/256
+]
+# The same beside one more term, where consumers add dq up.
+DROPS_BESIDE = [
     BASE.but(
         "beside-segments", dropout_rate=0.2, segments="random", num_segments=5, is_causal=True
     ),
@@ -106,7 +109,17 @@ DROPS_BESIDE = [
 @pytest.mark.parametrize("case", DROPS_BESIDE, ids=str)
 @pytest.mark.backends("flash")
 def test_drop_warps(case: Case) -> None:
-    verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*drops_beside=1")
+    verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*take_turns=1 drops_beside=1")
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("case", DROPS_ALONE, ids=str)
+@pytest.mark.backends("flash")
+def test_drop_warps_alone(case: Case, order: int) -> None:
+    """With the warp that adds dq up, and as where there are more queries."""
+    form = r"dq_order=1 [^;\"]*drops_beside=1" if order else "take_turns=1 drops_beside=1"
+    with flash_backward_tiles.dq_order(order):
+        verify(case, "flash", kernel=rf"family=sm90_backward [^;\"]*{form}")
 
 
 # A bias of the keys, whose gradient is made of sums of keys: over queries, heads of a group, heads and batch entries.

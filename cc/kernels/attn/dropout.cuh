@@ -41,6 +41,9 @@ struct PhiloxPart {
   uint32_t upper, lower, crossed;
 };
 
+// The same in shared memory, read by one access.
+struct alignas(16) DropPart : PhiloxPart {};
+
 JATTN_HOST_DEVICE constexpr PhiloxPart philox_part(uint32_t word, uint32_t multiplier, uint32_t next_multiplier,
                                                    uint32_t next_key) {
   const uint64_t first = uint64_t(multiplier) * word;
@@ -52,6 +55,12 @@ JATTN_HOST_DEVICE constexpr PhiloxPart philox_row_part(PhiloxKey key, uint32_t r
 }
 JATTN_HOST_DEVICE constexpr PhiloxPart philox_column_part(PhiloxKey key, uint32_t column_group) {
   return philox_part(column_group ^ key.high, kPhiloxMultiplier1, kPhiloxMultiplier0, key.low + kPhiloxStep0);
+}
+// Either, by the same instructions.
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_part_of(PhiloxKey key, uint32_t group, bool of_row) {
+  return philox_part(group ^ (of_row ? key.low : key.high), of_row ? kPhiloxMultiplier0 : kPhiloxMultiplier1,
+                     of_row ? kPhiloxMultiplier1 : kPhiloxMultiplier0,
+                     of_row ? key.high + kPhiloxStep1 : key.low + kPhiloxStep0);
 }
 
 JATTN_HOST_DEVICE constexpr PhiloxKey philox_key(PhiloxKey key, uint32_t round) {
@@ -262,26 +271,28 @@ __device__ __forceinline__ float kept_factor(const ProblemParams& problem, int b
   return kept_factor(dropout_threshold(problem, batch));
 }
 
+__device__ __forceinline__ PhiloxKey dropout_key(const ProblemParams& problem, int batch, int head) {
+  const uint32_t* words = problem.dropout_keys.data + int64_t(batch) * problem.dropout_keys.stride_batch +
+                          int64_t(head) * problem.dropout_keys.stride_head;
+  return {__ldg(words), __ldg(words + 1)};
+}
+
 // Of one batch entry and head.
 template <Config kConfig>
 __device__ __forceinline__ Dropout dropout_of(const ProblemParams& problem, int batch, int head) {
   const int threshold = dropout_threshold(problem, batch);
   PhiloxKey key{0, 0};
   if constexpr (!kConfig.dropout_rows) {
-    const uint32_t* words = problem.dropout_keys.data + int64_t(batch) * problem.dropout_keys.stride_batch +
-                            int64_t(head) * problem.dropout_keys.stride_head;
+    key = dropout_key(problem, batch, head);
     // The same in the whole warp: said by a shuffle, so that the key schedule may use uniform registers.
-    key = {__shfl_sync(0xffffffffu, __ldg(words), 0), __shfl_sync(0xffffffffu, __ldg(words + 1), 0)};
+    key = {__shfl_sync(0xffffffffu, key.low, 0), __shfl_sync(0xffffffffu, key.high, 0)};
   }
   return {key, __shfl_sync(0xffffffffu, uint32_t(threshold), 0), kept_factor(threshold)};
 }
 
 // Key of a row of the table of keys: Config::dropout_rows.
 __device__ __forceinline__ PhiloxKey dropout_row_key(const ProblemParams& problem, int segment, int head) {
-  const int row = min(max(segment, 0), problem.num_dropout_rows - 1);
-  const uint32_t* words = problem.dropout_keys.data + int64_t(row) * problem.dropout_keys.stride_batch +
-                          int64_t(head) * problem.dropout_keys.stride_head;
-  return {__ldg(words), __ldg(words + 1)};
+  return dropout_key(problem, min(max(segment, 0), problem.num_dropout_rows - 1), head);
 }
 
 // Sixteen rows of queries or keys.

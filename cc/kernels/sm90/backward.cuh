@@ -39,7 +39,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   static_assert(!C.take_turns || (kFused && !kSplit));
   static_assert(C.key_register_steps == 0 || (!kSplit && C.key_register_steps <= C.head_dim / kStepDepth));
   static_assert(!has_senders(C) || (takes_items(C) && C.bulk_reduce));
-  static_assert(!C.drops_beside || (takes_items(C) && !has_senders(C) && C.dropout && !C.dropout_rows));
+  static_assert(!C.drops_beside || (takes_items(C) && !C.stores_ds && C.dropout && !C.dropout_rows));
   static_assert(!orders_dq(C) || (!C.segments && !C.mask && !has_position_band(C)));
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -71,10 +71,14 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       if constexpr (C.stores_ds) {
         if (lane() == 0) DsStorer<C, kFused>{params, control, tiles}.run();
       }
-    } else if constexpr (has_senders(C)) {
-      if (warp <= kBackwardConsumers && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
     } else if constexpr (C.drops_beside) {
-      if (warp <= kBackwardDropWarps) BackwardDropWarp<C>{params, control, warp - 1}.run();
+      if (warp <= kBackwardDropWarps) {
+        BackwardDropWarp<C>{params, control, warp - 1}.run();
+      } else if constexpr (has_senders(C)) {
+        if (lane() == 0) DqSender<C>{params, control, tiles, 0}.run();
+      }
+    } else if constexpr (has_senders(C)) {
+      if (warp <= num_senders(C) && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
     }
   } else if constexpr (has_dq_warpgroup(C)) {
     if (warpgroup == 1) {

@@ -48,8 +48,8 @@ struct BackwardParams {
       next_item;  // items taken beside the first of each block; zeroed by backward_prepare, with the rest of DocumentCounter
   const DocumentTile* documents;  // of keys; this and the next two: read if Config::documents
   void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
-  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, of each consumer
-  // warpgroup (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
+  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, by each of
+  // num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
   int32_t* dq_turns;
   float*
       key_sums;  // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias

@@ -114,10 +114,20 @@ struct KeyProducer {
     }
   }
 
+  // Eight lanes have a group each; the key comes from L1.
+  __device__ __forceinline__ void make_drop_parts(const DropStep& step) {
+    if (step.batch < 0) return;
+    const PhiloxKey key = dropout_key(params.problem, step.batch, step.head);
+    const int group = ptx::thread_index_anew() % kDropStepParts;  // kept, it would spill beside segments
+    control.drop_parts[drop_place][group] = {philox_row_part(key, unsigned(step.query) / 8 + group)};
+    __syncwarp();
+  }
+
   // Tells the drop warps of the next step.
   __device__ __forceinline__ void announce_drops(const DropStep& step) {
     if constexpr (C.drops_beside) {
       static_assert(C.stages < kDropSteps);
+      make_drop_parts(step);
       if (leads()) {
         control.drop_steps[drop_place] = step;
         arrive(&control.drop_step_full[drop_place]);

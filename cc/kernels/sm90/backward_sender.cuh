@@ -1,6 +1,7 @@
 // The warps that add dq up in memory (Config::dq_order), one for each consumer warpgroup, whose parts they send from staging
-// memory. Blocks that own keys of one head add to the same tiles of dq; who is first there stores its part instead, so
-// that the accumulator need not be zeroed. Each half of a tile of the accumulator has a counter in memory that says so.
+// memory, or, beside drop warps, one for both, whose parts of a tile lie beside each other and are sent as one. Blocks that
+// own keys of one head add to the same tiles of dq; who is first there stores its part instead, so that the accumulator need
+// not be zeroed. Each half of a tile of the accumulator, or each tile, has a counter in memory that says so.
 //
 // In any order: who has a part and finds nothing there says that it stores, and whoever comes until it has done so waits.
 //
@@ -29,14 +30,15 @@ __device__ __forceinline__ void store_turn(int32_t* counter, int value) {
 template <Config C>
 struct DqSender {
   static constexpr KeyLayout kLayout = key_layout(C, true);
-  static constexpr int kHalfBytes = kLayout.staging_bytes / kBackwardConsumers;
-  static constexpr int kNothing = 0, kStoring = 1, kStored = 2;  // the counter, if sums are in any order
+  static constexpr int kWarpgroups = kBackwardConsumers / num_senders(C);  // that this warp serves
+  static constexpr int kBytes = kLayout.staging_bytes / num_senders(C);    // of a sum
+  static constexpr int kNothing = 0, kStoring = 1, kStored = 2;            // the counter, if sums are in any order
   static_assert(C.tile_q >= kDqTurnRows);
 
   const BackwardParams& params;
   BackwardControl<C, false>& control;
   unsigned tiles;  // shared address of the first tile
-  int warpgroup;   // among the consumers
+  int number;      // among the senders
 
   __device__ __forceinline__ static void wait_until(const int32_t* counter, int value) {
     while (load_turn(counter) != value) {}
@@ -68,22 +70,26 @@ struct DqSender {
       arrive(&control.turn_empty[ring.index]);
       ring.advance();
       if (turn.own == 0) break;
-      int32_t* const counter = params.dq_turns + turn.row / kDqTurnRows * kBackwardConsumers + warpgroup;
+      int32_t* const counter = params.dq_turns + turn.row / kDqTurnRows * kBackwardConsumers + number;
       sleep_at_random();
       const bool found = finds_sums(counter, turn);
-      wait(&control.staged_full[slot.index][warpgroup], slot.parity);
+#pragma unroll
+      for (int i = 0; i < kWarpgroups; ++i) {
+        wait(&control.staged_full[slot.index][number * kWarpgroups + i], slot.parity);
+      }
       const bool stores = !found && comes_first(counter);
-      float* const destination = params.dq_accumulator + turn.row * C.head_dim + warpgroup * (kHalfBytes / 4);
-      const unsigned source = tiles + kLayout.staging + slot.index * kLayout.staging_bytes + warpgroup * kHalfBytes;
+      float* const destination = params.dq_accumulator + turn.row * C.head_dim + number * (kBytes / 4);
+      const unsigned source = tiles + kLayout.staging + slot.index * kLayout.staging_bytes + number * kBytes;
       if (stores) {
-        store_floats(destination, source, kHalfBytes);
+        store_floats(destination, source, kBytes);
       } else {
         fence_async_proxy_global();
-        add_floats(destination, source, kHalfBytes);
+        add_floats(destination, source, kBytes);
       }
       commit_stores();
       wait_stores();
-      arrive(&control.staged_empty[slot.index][warpgroup]);
+#pragma unroll
+      for (int i = 0; i < kWarpgroups; ++i) arrive(&control.staged_empty[slot.index][number * kWarpgroups + i]);
       sleep_at_random();
       if (orders_dq(C) || stores) store_turn(counter, orders_dq(C) ? turn.own : kStored);
       slot.advance();

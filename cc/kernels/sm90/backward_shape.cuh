@@ -29,9 +29,12 @@ JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
 // leave. Told by Config::schedule, 2 as in the forward pass.
 JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
 
-// Two warps of the producer's warpgroup add dq up, each what a consumer warpgroup staged; nothing need be zeroed before. In the
-// order of the key tiles if orders_dq(): the same bits every time (backward_sender.cuh).
+// Warps of the producer's warpgroup add dq up, each what a consumer warpgroup staged, or, beside drop warps, one for both;
+// nothing need be zeroed before. In the order of the key tiles if orders_dq(): the same bits every time (backward_sender.cuh).
 JATTN_HOST_DEVICE constexpr bool has_senders(const Config& config) { return config.dq_order != 0; }
+JATTN_HOST_DEVICE constexpr int num_senders(const Config& config) {
+  return config.drops_beside ? 1 : kBackwardConsumers;
+}
 JATTN_HOST_DEVICE constexpr bool orders_dq(const Config& config) { return config.dq_order == 2; }
 
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
@@ -76,11 +79,13 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
 // Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
 // keys of each consumer warpgroup: for each of its threads a word, with a bit for each of 32 pairs.
 inline constexpr int kBackwardDropWarps = kBackwardConsumers;
-inline constexpr int kDropSteps = 4;  // records of steps for them; more than stages
+inline constexpr int kDropSteps = 3;      // records of steps for them; more than stages
+inline constexpr int kDropStepParts = 8;  // groups of the queries of a step
 JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
-  constexpr int kBarriers = kDropSteps + 2 * kBackwardConsumers;
+  constexpr int kBarriers = (kDropSteps + 2 * kBackwardConsumers + 1) / 2 * 2;  // in whole 16 bytes
   constexpr int kBits = 4 * kBackwardConsumers * kWarpgroupThreads;
-  return config.drops_beside ? kBits + 16 * kDropSteps + 32 * kBackwardDropWarps + 8 * kBarriers : 0;
+  return config.drops_beside ? kBits + 16 * kDropSteps * (1 + kDropStepParts) + 32 * kBackwardDropWarps + 8 * kBarriers
+                             : 0;
 }
 
 // Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.

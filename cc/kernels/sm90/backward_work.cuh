@@ -126,6 +126,7 @@ struct alignas(16) DropSource {
 struct StepDropsPart {
   uint32_t drop_bits[kBackwardConsumers * kWarpgroupThreads];  // Drops::words of each consumer thread
   DropStep drop_steps[kDropSteps];
+  DropPart drop_parts[kDropSteps][kDropStepParts];  // of the queries' groups
   DropSource drop_sources[kBackwardDropWarps];
   Barrier drop_step_full[kDropSteps];
   Barrier drops_full[kBackwardConsumers], drops_empty[kBackwardConsumers];  // of a warpgroup's bits
@@ -181,7 +182,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
                                      StepDropsOf<C>,
                                      DsPlacesOf<C> {
   // Of the queries of a stage, targets of bulk copies; kernels that own queries keep theirs in registers.
-  float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
+  alignas(16) float lse_log2[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   float delta[kOwnsQueries ? 1 : C.stages][kOwnsQueries ? 4 : C.tile_q];
   // Of the axis that the block owns, and of a stage of the other.
   int own_ids[C.segments ? (kOwnsQueries ? C.tile_q : C.tile_kv) : 1];
@@ -473,7 +474,7 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
   if constexpr (has_senders(C)) {
     for (int turn = 0; turn < kDqTurns; ++turn) {
       init_barrier(&control.turn_full[turn], 1);
-      init_barrier(&control.turn_empty[turn], kBackwardConsumers);
+      init_barrier(&control.turn_empty[turn], num_senders(C));
     }
     for (int slot = 0; slot < 2; ++slot) {
       for (int warpgroup = 0; warpgroup < kBackwardConsumers; ++warpgroup) {

@@ -3,6 +3,9 @@
 #pragma once
 
 #include "base/types.cuh"
+#ifndef __CUDACC__
+#include <cmath>
+#endif
 
 namespace jattn::sm90 {
 
@@ -12,6 +15,13 @@ template <int kTerms>
 struct CapSeries {
   float limit;  // 0: never
   float factor[kTerms];
+};
+
+// The same of three terms as s * ((root s^2 + shift)^2 + rest): as many instructions, but every coefficient is an operand of one
+// with two registers at most, and so need not be in a third. Beside products an instruction costs its reads of registers.
+struct SquaredCapSeries {
+  float limit;  // 0: never
+  float root, shift, rest;
 };
 
 // tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of a score
@@ -37,6 +47,18 @@ CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms],
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
 }
 
+#ifndef __CUDACC__
+inline SquaredCapSeries short_cap_series(double scale, double softcap) {
+  const CapSeries<3> series = cap_series(kShortCapSeriesLimit, kShortCapSeries, scale, softcap);
+  if (!(series.limit > 0.0f)) return {};
+  const double to_argument = scale / softcap, power = to_argument * softcap * 1.4426950408889634;
+  const double square = to_argument * to_argument;
+  const double root = std::sqrt(kShortCapSeries[2] * power) * square;
+  const double shift = kShortCapSeries[1] * power * square / (2.0 * root);
+  return {series.limit, float(root), float(shift), float(kShortCapSeries[0] * power - shift * shift)};
+}
+#endif
+
 // Where scores are not tested, the sums over a thread's columns of a tile, of probabilities that refer to zero, tell afterwards.
 // Below the probability of a score at kShortCapSeriesLimit all scores are below that limit: the series ascends everywhere, and
 // one beyond would exceed the sum by itself. That must be 2^10 at least, so that the sums of ordinary scores are far below.
@@ -60,8 +82,13 @@ constexpr double trusted_sum_log2(double softcap_log2) {
 #ifdef __CUDACC__
 
 // The polynomial without its last factor s.
+__device__ __forceinline__ float capped_over_product(const SquaredCapSeries& series, float s) {
+  const float inner = fmaf(s * series.root, s, series.shift);
+  return fmaf(inner, inner, series.rest);
+}
 template <int kTerms>
-__device__ __forceinline__ float capped_over_product(const CapSeries<kTerms>& series, float square) {
+__device__ __forceinline__ float capped_over_product(const CapSeries<kTerms>& series, float s) {
+  const float square = s * s;
   float slope = series.factor[kTerms - 1];
 #pragma unroll
   for (int term = kTerms - 2; term >= 0; --term) slope = fmaf(slope, square, series.factor[term]);

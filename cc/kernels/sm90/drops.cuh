@@ -1,13 +1,15 @@
 // The drop warps: the three warps of the producer's warpgroup that copy nothing call Philox for the dropout of a tile, while the
 // consumers compute. What a consumer warp does stands in a row with its products, and beside products wide multiplications
 // are slow; here a call also serves two consumer warps, where one of these can use but half of its pairs. For two consumer
-// warpgroups they also find what is dropped, one bit a pair.
+// warpgroups they also find what is dropped, one bit a pair, and what a call has of its queries or keys alone is made by
+// otherwise idle lanes of the producer, once for a tile.
 //
-// Protocol. The producer writes a record of each tile before it waits for the place of its k (records_full), drop warps make
-// its words (words_full), consumers read these beside the product with k. All of that lies in a ring of two places more than k
-// has, which nobody says is free: when the producer tells of tile n it has found room for k of n - 1, so the product with k of
-// n - 1 - stages has ended. A warp starts it when it has read the words of the tile before, n - 2 - stages, whose place they
-// take. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends their work.
+// Protocol. The producer writes a record of each tile, and these parts, before it waits for the place of its k (records_full),
+// drop warps make its words (words_full), consumers read these beside the product with k. All of that lies in a ring of two
+// places more than k has, which nobody says is free: when the producer tells of tile n it has found room for k of n - 1, so
+// the product with k of n - 1 - stages has ended. A warp starts it when it has read the words of the tile before,
+// n - 2 - stages, whose place they take. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends
+// their work.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -37,11 +39,8 @@ struct DropWarp {
 
   __device__ __forceinline__ static int lane() { return ptx::thread_index_anew() & 31; }
 
-  // row: of groups, from the tile's first.
-  __device__ __forceinline__ static PhiloxWords call(PhiloxKey key, const DropRecord& record, int row,
-                                                     uint32_t column_group) {
-    const uint32_t row_group = uint32_t(record.q_begin) / 8 + uint32_t(row);
-    PhiloxWords c = philox_begin(key, philox_row_part(key, row_group), philox_column_part(key, column_group));
+  __device__ __forceinline__ static PhiloxWords call(PhiloxKey key, PhiloxPart row, PhiloxPart column) {
+    PhiloxWords c = philox_begin(key, row, column);
 #pragma unroll kRoundsAtOnce
     for (uint32_t round = kPhiloxSplitRounds; round < kPhiloxRounds; ++round) philox_round(c, philox_key(key, round));
     return c;
@@ -49,23 +48,26 @@ struct DropWarp {
 
   __device__ __forceinline__ void make_words(PhiloxKey key, const DropRecord& record, int step) const {
     const int row = step / kColumnSteps * 8 + lane() / 4, column = step % kColumnSteps * 4 + lane() % 4;
-    const PhiloxWords c = call(key, record, row, uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(column));
+    const uint32_t row_group = uint32_t(record.q_begin) / 8 + uint32_t(row);
+    const uint32_t column_group = uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(column);
+    const PhiloxWords c = call(key, philox_row_part(key, row_group), philox_column_part(key, column_group));
     *reinterpret_cast<uint4*>(control.drop_words[ring.index] + row * drop_row_words(C) + 4 * column) = {
         c.word[0], c.word[1], c.word[2], c.word[3]};
   }
 
-  __device__ __forceinline__ void make_bits(const Source& source, const DropRecord& record, int step) const {
+  __device__ __forceinline__ void make_bits(const Source& source, int step) const {
     const int row = step / kColumnSteps * 8 + lane() / 4, word = step % kColumnSteps;
-    uint32_t column_group = uint32_t(record.kv_tile) * (C.tile_kv / 8) + uint32_t(word * 8 + lane() % 4);
+    const DropPart* const parts = control.drop_parts[ring.index];
+    const DropPart* column = parts + DropParts<C>::kRows + word * 8 + lane() % 4;
     // Of the four consumer threads that a call serves: of even and odd rows, of the first and the second 16 of 32.
     uint32_t* const words = control.drop_words[ring.index] + word * num_consumers(C) * kWarpgroupThreads +
                             row / 4 * 64 + row % 4 * 8 + lane() % 4;
     const bool alone = C.tile_kv % 64 != 0 && word == kColumnSteps - 1;  // the other half lies beyond the tile
     uint32_t kept[2][2][2] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half, column_group += 4) {
+    for (int half = 0; half < 2; ++half, column += 4) {
       if (half == 1 && alone) break;
-      const PhiloxWords made = call(source.key, record, row, column_group);
+      const PhiloxWords made = call(source.key, parts[row], *column);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const PairWords pairs = words_of_query(made, odd != 0);
@@ -103,7 +105,7 @@ struct DropWarp {
 #pragma unroll 1
       for (int step = first; step < kRowSteps * kColumnSteps; step += kDropWarps) {
         if constexpr (kBits) {
-          make_bits(source, record, step);
+          make_bits(source, step);
         } else {
           make_words(source.key, record, step);
         }

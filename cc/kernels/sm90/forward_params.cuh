@@ -69,7 +69,7 @@ struct ForwardParams {
   RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
   int32_t key_splits;  // items are parts of tiles: the part is the fastest index
   CapSeries<4> cap_series;  // this and the next two: read if Config::cap_series
-  CapSeries<3> short_cap_series;
+  SquaredCapSeries short_cap_series;
   float trusted_sum;  // sums of probabilities below it prove that short_cap_series held (cap_series.cuh); 0: none do
   const DocumentTile* documents;  // of this and the next: read if Config::documents
   void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box

@@ -397,11 +397,24 @@ struct Producer {
 
   // Before the place of the tile's k is waited for (drops.cuh).
   __device__ __forceinline__ void tell_drop_warps(const DropRecord& record) {
+    if constexpr (drops_are_bits(C)) make_drop_parts(record);
     if (leads()) {
       control.drop_records[drop_ring.index] = record;
       arrive({control.records_full, drop_ring.index});
     }
     drop_ring.advance();
+  }
+
+  // A lane for each group of rows or columns; the key comes from L1.
+  __device__ __forceinline__ void make_drop_parts(const DropRecord& record) {
+    using Parts = DropParts<C>;
+    const int lane = threadIdx.x % 32;
+    const bool of_row = lane < Parts::kRows;
+    const uint32_t group = of_row ? uint32_t(record.q_begin) / 8 + lane
+                                  : uint32_t(record.kv_tile) * Parts::kColumns + (lane - Parts::kRows);
+    const PhiloxKey key = dropout_key(params.problem, record.batch, record.head);
+    control.drop_parts[drop_ring.index][lane] = {philox_part_of(key, group, of_row)};
+    __syncwarp();
   }
 
   // Row of the tile's first key.

@@ -49,6 +49,12 @@ JATTN_HOST_DEVICE constexpr int drop_place_words(const Config& config) {
                                 : config.tile_q / 8 * drop_row_words(config);
 }
 
+// Bits: parts of Philox for the groups of rows and of columns of a tile, a lane of the producer for each.
+inline constexpr int kDropParts = 32;
+JATTN_HOST_DEVICE constexpr int drop_parts_bytes(const Config& config) {
+  return drops_are_bits(config) ? 16 * kDropParts : 0;
+}
+
 // Whether the producer looks up segments, or fetches numbers of a head beside more: 24 registers then spill.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
   const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
@@ -135,7 +141,8 @@ JATTN_HOST_DEVICE constexpr int control_bytes(const Config& config) {
   const int numbers = has_head_numbers(config) ? 24 * kItemSlots : 0;
   const int parts = config.partial_results ? 4 * kItemSlots : 0;
   const int placeholders = has_control_extras(config) ? 96 : 0;  // of the extras that are not there; alignment
-  const int drops = config.drops_beside ? drop_places(config) * (2 * 8 + 16 + 4 * drop_place_words(config)) + 16 : 0;
+  const int drop_place = 2 * 8 + 16 + 4 * drop_place_words(config) + drop_parts_bytes(config);
+  const int drops = config.drops_beside ? drop_places(config) * drop_place + 16 : 0;
   return barriers + 8 + headers + records + ids + positions + row_bias + mask + numbers + parts + placeholders + drops;
 }
 

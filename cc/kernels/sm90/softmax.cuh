@@ -228,28 +228,28 @@ struct OnlineSoftmax {
 
   // The same as update(), of settled rows, from raw products of magnitude below series.limit, all of them visible: the
   // polynomial ends in the multiply-add of the exponent.
-  template <int kTerms, int kCount>
-  __device__ __forceinline__ void update_capped(float (&s)[kCount], const CapSeries<kTerms>& series) {
+  template <class Series, int kCount>
+  __device__ __forceinline__ void update_capped(float (&s)[kCount], const Series& series) {
     static_assert(kScaled);
     rescale = false;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i] * s[i]), -row_max[i / 2 % 2]));
+      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i]), -row_max[i / 2 % 2]));
       row_sum[i / 2 % 2] += s[i];
     }
   }
 
   // update_capped() where nothing is known of the scores, of rows settled at zero. Returns whether what this thread has of the tile
   // proves that the series holds for them (cap_series.cuh); if not, nothing has been added to row_sum.
-  template <int kTerms, int kCount>
-  __device__ __forceinline__ bool update_unproven(float (&s)[kCount], const CapSeries<kTerms>& series,
+  template <int kCount>
+  __device__ __forceinline__ bool update_unproven(float (&s)[kCount], const SquaredCapSeries& series,
                                                   float trusted_sum) {
     static_assert(kScaled);
     rescale = false;
     float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i] * s[i]), -row_max[i / 2 % 2]));
+      s[i] = exp2_fast(fmaf(s[i], capped_over_product(series, s[i]), -row_max[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
     bool proven = true;

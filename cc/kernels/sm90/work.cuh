@@ -81,11 +81,22 @@ struct alignas(16) DropRecord {
   int batch;
 };
 
+// Of a tile: its rows' groups, then those of its columns.
+template <Config C, bool kThere = C.drops_beside && drops_are_bits(C)>
+struct DropParts {};
+template <Config C>
+struct DropParts<C, true> {
+  static constexpr int kRows = C.tile_q / 8, kColumns = C.tile_kv / 8;
+  static_assert(kRows + kColumns <= kDropParts);
+
+  DropPart drop_parts[drop_places(C)][kDropParts];
+};
+
 // What passes between the producer, the drop warps and the consumers.
 template <Config C, bool kThere = C.drops_beside>
 struct DropControl {};
 template <Config C>
-struct DropControl<C, true> {
+struct DropControl<C, true> : DropParts<C> {
   DropRecord drop_records[drop_places(C)];
   alignas(16) uint32_t drop_words[drop_places(C)][drop_place_words(C)];
   Barrier records_full[drop_places(C)], words_full[drop_places(C)];

@@ -31,6 +31,15 @@ MaskTiling mask_tiling(const Config& config) {
   return {.orientation = MaskOrientation::kQueriesAsRows, .rows = config.tile_q, .columns = config.tile_kv};
 }
 
+// s * (factor[0] + factor[1] s^2 + factor[2] s^4), the last factor being positive.
+sm90::SquaredCapSeries as_square(const sm90::CapSeries<3>& series) {
+  if (!(series.limit > 0.0f)) return {};
+  const double root = std::sqrt(static_cast<double>(series.factor[2]));
+  const double shift = series.factor[1] / (2.0 * root);
+  return {series.limit, static_cast<float>(root), static_cast<float>(shift),
+          static_cast<float>(series.factor[0] - shift * shift)};
+}
+
 // The bias in boxes of 64 keys; a broadcast axis has extent 1.
 sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
   const BroadcastTensor& bias = problem.bias;
@@ -214,7 +223,8 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   }
   if (config.cap_series) {
     params.cap_series = sm90::cap_series(sm90::kCapSeriesLimit, sm90::kCapSeries, problem.scale, problem.softcap);
-    params.short_cap_series = sm90::short_cap_series(problem.scale, problem.softcap);
+    params.short_cap_series =
+        as_square(sm90::cap_series(sm90::kShortCapSeriesLimit, sm90::kShortCapSeries, problem.scale, problem.softcap));
     const double trusted_log2 = sm90::trusted_sum_log2(params.problem.softcap_log2);
     if (params.short_cap_series.limit > 0.0f && trusted_log2 > 0.0)
       params.trusted_sum = std::exp2(static_cast<float>(trusted_log2));

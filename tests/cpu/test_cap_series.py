@@ -43,7 +43,10 @@ def by_squares(s: F32, factors: list[float]) -> F32:
 def by_series(s: F32, scale: float, softcap: float, coefficients: list[float]) -> F32:
     """Capped scores in units of log2 as the kernel computes them, without the shift of the exponent."""
     to_argument = scale / softcap
-    factors = [c * softcap * LOG2E * to_argument ** (2 * i + 1) for i, c in enumerate(coefficients)]
+    factors = [
+        float(np.float32(c * softcap * LOG2E * to_argument ** (2 * i + 1)))
+        for i, c in enumerate(coefficients)
+    ]
     if len(factors) == 3:
         return by_squares(s, factors)
     square = s * s

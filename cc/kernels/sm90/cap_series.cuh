@@ -3,9 +3,6 @@
 #pragma once
 
 #include "base/types.cuh"
-#ifndef __CUDACC__
-#include <cmath>
-#endif
 
 namespace jattn::sm90 {
 
@@ -46,18 +43,6 @@ CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms],
   }
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
 }
-
-#ifndef __CUDACC__
-inline SquaredCapSeries short_cap_series(double scale, double softcap) {
-  const CapSeries<3> series = cap_series(kShortCapSeriesLimit, kShortCapSeries, scale, softcap);
-  if (!(series.limit > 0.0f)) return {};
-  const double to_argument = scale / softcap, power = to_argument * softcap * 1.4426950408889634;
-  const double square = to_argument * to_argument;
-  const double root = std::sqrt(kShortCapSeries[2] * power) * square;
-  const double shift = kShortCapSeries[1] * power * square / (2.0 * root);
-  return {series.limit, float(root), float(shift), float(kShortCapSeries[0] * power - shift * shift)};
-}
-#endif
 
 // Where scores are not tested, the sums over a thread's columns of a tile, of probabilities that refer to zero, tell afterwards.
 // Below the probability of a score at kShortCapSeriesLimit all scores are below that limit: the series ascends everywhere, and

@@ -50,17 +50,17 @@ JATTN_HOST_DEVICE constexpr PhiloxPart philox_part(uint32_t word, uint32_t multi
   const uint64_t second = uint64_t(next_multiplier) * (uint32_t(first >> 32) ^ next_key);
   return {uint32_t(second >> 32), uint32_t(second), uint32_t(first)};
 }
-JATTN_HOST_DEVICE constexpr PhiloxPart philox_row_part(PhiloxKey key, uint32_t row_group) {
-  return philox_part(row_group ^ key.low, kPhiloxMultiplier0, kPhiloxMultiplier1, key.high + kPhiloxStep1);
-}
-JATTN_HOST_DEVICE constexpr PhiloxPart philox_column_part(PhiloxKey key, uint32_t column_group) {
-  return philox_part(column_group ^ key.high, kPhiloxMultiplier1, kPhiloxMultiplier0, key.low + kPhiloxStep0);
-}
-// Either, by the same instructions.
+// Of a row's or a column's group, by the same instructions.
 JATTN_HOST_DEVICE constexpr PhiloxPart philox_part_of(PhiloxKey key, uint32_t group, bool of_row) {
   return philox_part(group ^ (of_row ? key.low : key.high), of_row ? kPhiloxMultiplier0 : kPhiloxMultiplier1,
                      of_row ? kPhiloxMultiplier1 : kPhiloxMultiplier0,
                      of_row ? key.high + kPhiloxStep1 : key.low + kPhiloxStep0);
+}
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_row_part(PhiloxKey key, uint32_t row_group) {
+  return philox_part_of(key, row_group, true);
+}
+JATTN_HOST_DEVICE constexpr PhiloxPart philox_column_part(PhiloxKey key, uint32_t column_group) {
+  return philox_part_of(key, column_group, false);
 }
 
 JATTN_HOST_DEVICE constexpr PhiloxKey philox_key(PhiloxKey key, uint32_t round) {

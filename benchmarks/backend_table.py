@@ -11,9 +11,9 @@ from jattn.device import Device
 from jattn.masks import Band
 from jattn.spec import FEATURES, FLOAT_DTYPES, Dropout, Spec
 
-HOPPER = Device("cuda", arch=(9, 0))
-CPU = Device("cpu")
 ARCHS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+GPUS = tuple(Device("cuda", arch=arch) for arch in ARCHS)
+CPU = Device("cpu")
 LARGEST_HEAD_DIM_ASKED = 1024
 
 # The arguments behind each feature of a problem; a feature that is not here fails the check of the tables.
@@ -24,7 +24,7 @@ ARGUMENTS = {
     "lengths": "`query_seq_lengths`, `key_value_seq_lengths`",
     "segments": "segment ids",
     "softcap": "`logits_soft_cap`",
-    "grouped_heads": "fewer key heads than query heads",
+    "grouped_heads": "fewer key/value heads than query heads",
     "value_head_dim": "another head dim for values",
     "negative_scale": "`scale` of 0 or below",
     "positions": "`query_positions`, `key_value_positions`",
@@ -70,89 +70,120 @@ def _runs(backend: Backend, spec: Spec, device: Device, *, needs_grad: bool = Tr
     return not refusals
 
 
-def _listed() -> list[tuple[Backend, Device]]:
-    """Every backend, in the order of preference, on a device that it is made for."""
-    found: dict[str, tuple[Backend, Device]] = {}
-    for platform, device in (("cuda", HOPPER), ("cpu", CPU)):
-        for backend in backends.ORDER[platform]:
-            found[backend.name] = (backend, device)
-    return sorted(found.values(), key=lambda pair: backends.KNOWN_NAMES.index(pair[0].name))
+def _listed() -> list[Backend]:
+    """Every backend, in the order of preference."""
+    found = {b.name: b for platform in ("cuda", "cpu") for b in backends.ORDER[platform]}
+    return sorted(found.values(), key=lambda b: backends.KNOWN_NAMES.index(b.name))
 
 
-def _dtype(backend: Backend, device: Device) -> str:
-    """A dtype that the backend takes."""
-    return next(
-        d for d in FLOAT_DTYPES if _runs(backend, dataclasses.replace(_PLAIN, dtype=d), device)
-    )
+def _places(backend: Backend) -> list[tuple[Device, str]]:
+    """The devices and dtypes with which the backend runs the plain problem."""
+    return [
+        (device, dtype)
+        for device in (*GPUS, CPU)
+        for dtype in FLOAT_DTYPES
+        if _runs(backend, dataclasses.replace(_PLAIN, dtype=dtype), device)
+    ]
+
+
+def _arch_name(device: Device) -> str:
+    assert device.arch is not None
+    return f"sm_{device.arch[0]}{device.arch[1]}"
 
 
 def _devices(backend: Backend) -> str:
-    dtype = _dtype(backend, CPU if backend.name == "cpu" else HOPPER)
-    plain = dataclasses.replace(_PLAIN, dtype=dtype)
-    archs = [arch for arch in ARCHS if _runs(backend, plain, Device("cuda", arch=arch))]
-    names = [f"sm_{major}{minor}" for major, minor in archs]
-    if _runs(backend, plain, Device("tpu")):
+    found = {device for device, _ in _places(backend)}
+    names = [_arch_name(device) for device in GPUS if device in found]
+    if _runs(backend, _PLAIN, Device("tpu")):
         return "all"
-    if archs:
+    if names:
         return names[0] if len(names) == 1 else f"{names[0]} and later"
     return "CPU"
 
 
-def _dtypes(backend: Backend, device: Device) -> str:
-    names = [
-        d for d in FLOAT_DTYPES if _runs(backend, dataclasses.replace(_PLAIN, dtype=d), device)
-    ]
+def _dtypes(backend: Backend) -> str:
+    found = {dtype for _, dtype in _places(backend)}
+    names = [dtype for dtype in FLOAT_DTYPES if dtype in found]
     return "all" if len(names) == len(FLOAT_DTYPES) else ", ".join(names)
 
 
-def _largest_head_dim(backend: Backend, device: Device) -> str:
-    dtype = _dtype(backend, device)
-    dims = [
+def _head_dim_that_runs(backend: Backend, device: Device, dtype: str, *, needs_grad: bool) -> int:
+    """The largest head dim of query, key and value."""
+    return max(
         dim
         for dim in range(8, LARGEST_HEAD_DIM_ASKED + 1, 8)
         if _runs(
-            backend, dataclasses.replace(_PLAIN, head_dim=dim, head_dim_v=dim, dtype=dtype), device
+            backend,
+            dataclasses.replace(_PLAIN, head_dim=dim, head_dim_v=dim, dtype=dtype),
+            device,
+            needs_grad=needs_grad,
         )
-    ]
-    return "any" if dims[-1] == LARGEST_HEAD_DIM_ASKED else str(dims[-1])
+    )
 
 
-def _answer(backend: Backend, device: Device, feature: str) -> str:
-    spec = _problem(feature, _dtype(backend, device))
-    if _runs(backend, spec, device):
+def _largest_head_dim(backend: Backend) -> str:
+    """The largest head dim, then in brackets where it is smaller."""
+    found = {
+        (device, dtype, needs_grad): _head_dim_that_runs(
+            backend, device, dtype, needs_grad=needs_grad
+        )
+        for device, dtype in _places(backend)
+        for needs_grad in (False, True)
+    }
+    largest = max(found.values())
+    smaller: dict[tuple[str, int], list[str]] = {}
+    for (device, dtype, needs_grad), dim in found.items():
+        forward_dim = found[device, dtype, False]
+        if dim < largest and (not needs_grad or dim < forward_dim):
+            problem = f"{dtype} with gradients" if needs_grad else dtype
+            smaller.setdefault((problem, dim), []).append(_arch_name(device))
+    if largest == LARGEST_HEAD_DIM_ASKED:
+        assert not smaller
+        return "any"
+    notes = [f"{problem}: {dim} on {', '.join(archs)}" for (problem, dim), archs in smaller.items()]
+    return f"{largest} ({'; '.join(notes)})" if notes else str(largest)
+
+
+def _answer(backend: Backend, feature: str) -> str:
+    """Whether the backend runs the feature wherever it runs the plain problem."""
+    asked = [(_problem(feature, dtype), device) for device, dtype in _places(backend)]
+    if all(_runs(backend, spec, device) for spec, device in asked):
         return "yes"
-    return "forward" if _runs(backend, spec, device, needs_grad=False) else "no"
+    runs_forward = all(_runs(backend, spec, device, needs_grad=False) for spec, device in asked)
+    return "forward only" if runs_forward else "no"
 
 
 def rows() -> list[list[str]]:
     """The header, then one row for devices, dtypes, the head dim and each feature."""
     listed = _listed()
     return [
-        ["", *(f"`{backend.name}`" for backend, _ in listed)],
-        ["devices", *(_devices(backend) for backend, _ in listed)],
-        ["dtypes", *(_dtypes(backend, device) for backend, device in listed)],
-        ["largest head dim", *(_largest_head_dim(backend, device) for backend, device in listed)],
+        ["", *(f"`{backend.name}`" for backend in listed)],
+        ["devices", *(_devices(backend) for backend in listed)],
+        ["dtypes", *(_dtypes(backend) for backend in listed)],
+        ["largest head dim", *(_largest_head_dim(backend) for backend in listed)],
         *(
-            [ARGUMENTS[feature], *(_answer(backend, device, feature) for backend, device in listed)]
+            [ARGUMENTS[feature], *(_answer(backend, feature) for backend in listed)]
             for feature in FEATURES
         ),
     ]
 
 
 def summary() -> list[list[str]]:
-    """One row for each backend, with what it does not run."""
-    found = [["backend", "devices", "dtypes", "head dim", "does not run"]]
-    for backend, device in _listed():
-        answers = {f: _answer(backend, device, f) for f in FEATURES}
-        refused = [f for f in FEATURES if answers[f] == "no"]
-        refused += [f"gradients with {ARGUMENTS[f]}" for f in FEATURES if answers[f] == "forward"]
+    """One row for each backend, with the features it refuses."""
+    found = [["backend", "devices", "dtypes", "head dim", "features it refuses"]]
+    for backend in _listed():
+        answers = {f: _answer(backend, f) for f in FEATURES}
+        refused = [ARGUMENTS[f] for f in FEATURES if answers[f] == "no"]
+        refused += [
+            f"gradients with {ARGUMENTS[f]}" for f in FEATURES if answers[f] == "forward only"
+        ]
         found.append(
             [
                 f"`{backend.name}`",
                 _devices(backend),
-                _dtypes(backend, device),
-                f"up to {_largest_head_dim(backend, device)}".replace("up to any", "any"),
-                ", ".join(refused).replace("_", " ") or "nothing",
+                _dtypes(backend),
+                f"up to {_largest_head_dim(backend)}".replace("up to any", "any"),
+                ", ".join(refused) or "none",
             ]
         )
     return found

@@ -5,6 +5,7 @@ python -m benchmarks.report FILE... prints the tables of recorded runs.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -182,6 +183,18 @@ def read(path: Path) -> tuple[Row, ...]:
     return tuple(Row(**(row | {"rounds_us": tuple(row["rounds_us"])})) for row in rows)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables of the files that are named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="records of benchmarks.run and its like"
+    )
+    for path in parser.parse_args(arguments).files:
+        print(format_table(read(path)))
+    return 0
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(format_table(read(Path(argument))))
+    sys.exit(main())

@@ -50,9 +50,11 @@ def count(files: Iterable[Path]) -> tuple[Counts, Counts, list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the record; fails if a test failed, or if none ran."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="what pytest --junitxml wrote")
+    parser.add_argument("--out", type=Path, required=True, help="the record to write")
     parser.add_argument(
         "--command", default="tests/cpu --full", help="what pytest was given (%(default)s)"
     )

@@ -127,6 +127,20 @@ def _cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# Options of ``explain`` that a call has or has not; each is off by default.
+_FLAGS = {
+    "causal": "is_causal",
+    "bias": "a bias (1, heads, query length, key length) of the dtype",
+    "mask": "a bool mask of that shape",
+    "lengths": "key_value_seq_lengths",
+    "segments": "segment ids",
+    "positions": "query_positions and key_value_positions",
+    "sinks": "sinks, one a head",
+    "alibi": "alibi_slopes, one a head",
+    "grad": "with the backward pass",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jattn", description="Asks jattn about this machine and about a call."
@@ -138,24 +152,26 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="which backend would run a call, and why the others would not"
     )
-    explain.add_argument("--batch", type=int, default=2)
-    explain.add_argument("--q-len", type=int, default=2048, help="query length")
-    explain.add_argument("--kv-len", type=int, help="key length (default: the query length)")
-    explain.add_argument("--heads", type=int, default=16)
-    explain.add_argument("--kv-heads", type=int, help="key heads (default: --heads)")
-    explain.add_argument("--head-dim", type=int, default=128)
-    explain.add_argument(
-        "--value-head-dim", type=int, help="head dim of the values (default: --head-dim)"
+    add = explain.add_argument
+    add("--batch", type=int, default=2, help="batch entries (default: %(default)s)")
+    add("--q-len", type=int, default=2048, help="query length (default: %(default)s)")
+    add("--kv-len", type=int, help="key length (default: --q-len)")
+    add("--heads", type=int, default=16, help="query heads (default: %(default)s)")
+    add("--kv-heads", type=int, help="key/value heads (default: --heads)")
+    add("--head-dim", type=int, default=128, help="of query and key (default: %(default)s)")
+    add("--value-head-dim", type=int, help="of the values (default: --head-dim)")
+    add("--dtype", default="bfloat16", help="of query, key and value (default: %(default)s)")
+    add(
+        "--window",
+        type=int,
+        nargs=2,
+        metavar=("LEFT", "RIGHT"),
+        help="local_window_size; -1: no limit (default: none)",
     )
-    explain.add_argument("--dtype", default="bfloat16")
-    explain.add_argument(
-        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit"
-    )
-    explain.add_argument("--softcap", type=float)
-    explain.add_argument("--dropout", type=float, metavar="RATE", help="of attention weights")
-    flags = "causal bias mask lengths segments positions sinks alibi grad"
-    for flag in flags.split():
-        explain.add_argument(f"--{flag}", action="store_true")
+    add("--softcap", type=float, metavar="CAP", help="logits_soft_cap (default: none)")
+    add("--dropout", type=float, metavar="RATE", help="of attention weights (default: none)")
+    for flag, text in _FLAGS.items():
+        add(f"--{flag}", action="store_true", help=text)
     explain.add_argument(
         "--device",
         type=_device,
@@ -167,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print a dictionary")
     explain.set_defaults(run=_explain)
 
-    cache = commands.add_parser("cache", help="the CUDA kernel cache on disk")
+    cache = commands.add_parser(
+        "cache", help="the CUDA kernel cache on disk: folder, entries, bytes"
+    )
     cache.add_argument("--clear", action="store_true", help="remove its entries")
     cache.set_defaults(run=_cache)
     return parser

@@ -120,10 +120,11 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes scaled dot product attention, exactly, with memory linear in the lengths.
 
-    A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, except that a query that sees
-    no key gives 0 here (``jax.nn`` averages the values). Every mask argument may be combined with every other; a
-    key must pass all of them. B batch, T query length, S key length, N query heads, K key heads, D head dim, Dv
-    head dim of values.
+    A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, with four exceptions. A query
+    that sees no key gives 0 (``jax.nn`` averages the values); -1 in ``local_window_size`` is no limit (there a number
+    of keys); a traced ``scale`` and an integer ``bias`` are refused. Every mask argument may be combined with every
+    other; a key must pass all of them. B batch, T query length, S key length, N query heads, K key/value heads, D
+    head dim, Dv head dim of values.
 
     Args:
       query: (B, T, N, D), or (T, N, D), or with further leading batch axes; float16, bfloat16, float32 or float64.
@@ -142,7 +143,7 @@ def dot_product_attention(
       implementation: a backend ("flash", "mem_efficient", "cudnn", "cpu", "xla", "reference"), or several, tried
         in order; a backend that is named is used or refused, never replaced. None: the fastest that can run the
         problem.
-      return_residual: also returns the logsumexp (B, T, N) in the dtype of ``query``, without a gradient, as
+      return_residual: also returns the log-sum-exp (B, T, N) in the dtype of ``query``, without a gradient, as
         ``jax.nn``.
       causal_alignment: where a query's own position is, for ``is_causal`` and ``local_window_size``. "upper_left":
         query t sits at key t. "lower_right": at key t + S - T, with the lengths of its batch entry where lengths
@@ -157,9 +158,9 @@ def dot_product_attention(
       alibi_slopes: (N,), or broadcastable to (B, N), float: ``slope * |key position - query position|`` is taken off
         the capped scores. Differentiable.
       sinks: (N,), or broadcastable to (B, N), float: the score of one more key, without a value, in the softmax of each
-        row that sees a key; the logsumexp includes it. Differentiable.
+        row that sees a key; the log-sum-exp includes it. Differentiable.
       dropout_rate: the probability of dropping a weight, 0 <= rate < 1; a number, or a traced scalar. Rounded to a
-        multiple of 1/32768, and at most 255/256. Kept weights are divided by 1 - rate; the logsumexp is that of all
+        multiple of 1/32768, and at most 255/256. Kept weights are divided by 1 - rate; the log-sum-exp is that of all
         weights. No gradient (the result is piecewise constant in it).
       dropout_key: one JAX key; its seed is ``jattn.seed_from_key(dropout_key)``, its offset 0. The same key drops the
         same pairs again: ``jattn.dropout_mask`` tells which. Under ``jax.vmap`` with one key all mapped elements
@@ -167,7 +168,7 @@ def dot_product_attention(
       dropout_seed, dropout_offset: in place of a key, uint32 (2,), the lower word first, or Python ints; offset 0 if
         None.
       broadcast_dropout: one mask (T, S) serves all batch entries and heads.
-      return_lse: also returns the logsumexp of the scores (B, T, N), natural logarithm, float32 (float64 for
+      return_lse: also returns the log-sum-exp of the scores (B, T, N), natural logarithm, float32 (float64 for
         float64), -inf for a query that sees no key. Differentiable.
       compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too.
 
@@ -209,7 +210,11 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         compute_dtype=compute_dtype,
     )
-    if as_flag("return_lse", return_lse) and as_flag("return_residual", return_residual):
+    return_lse, return_residual = (
+        as_flag("return_lse", return_lse),
+        as_flag("return_residual", return_residual),
+    )
+    if return_lse and return_residual:
         raise ValueError(
             f"{_NAME}: return_lse and return_residual are both True; ask for one of them"
         )
@@ -239,7 +244,7 @@ def packed_attention(
 def attention_of(call: Call) -> tuple[jax.Array, jax.Array]:
     """Runs a parsed call: out (*lead, T, N, Dv) and lse (*lead, T, N)."""
     spec, operands, options = call.spec, call.operands, call.options
-    explicit = partition.explicit_cut(spec, operands.q)
+    explicit = partition.explicit_cut(spec, operands)
     if explicit is None:
         flat = unify(operands.flat())
         out, lse = autodiff.attention(spec, Operands.unflatten(spec, flat), options)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jattn import config, dispatch, dropout
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
-from jattn.spec import FLOAT_DTYPES, Operands, Spec
+from jattn.spec import FLOAT_DTYPES, Operands, Spec, as_int32, is_wide, saturated
 
 _NAME = "jattn.dot_product_attention"
 
@@ -77,10 +77,19 @@ class Call:
         _check_qkv(q, k, v)
         extents = _Extents(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
         q, k, v = map(extents.fold, (q, k, v))
-        band = _band(mask, is_causal, local_window_size, causal_alignment, extents)
-        dense_mask = (
-            None if mask is None or isinstance(mask, CausalBias) else as_array("mask", mask)
-        )
+        band = _band(is_causal, local_window_size, causal_alignment)
+        if isinstance(mask, CausalBias):
+            band, dense_mask = _with_causal_bias(
+                mask,
+                band,
+                extents,
+                is_causal=is_causal,
+                has_lengths=query_seq_lengths is not None or key_value_seq_lengths is not None,
+                has_positions=query_positions is not None,
+                has_slopes=alibi_slopes is not None,
+            )
+        else:
+            dense_mask = None if mask is None else as_array("mask", mask)
         q_segments, kv_segments = _segments(
             segment_ids, query_segment_ids, key_value_segment_ids, extents
         )
@@ -118,8 +127,8 @@ class Call:
         )
         spec = Spec.of(
             operands,
-            scale=_scale(scale, q.shape[3]),
-            softcap=_softcap(logits_soft_cap),
+            scale=_scale(scale, q.shape[3], q.dtype),
+            softcap=_softcap(logits_soft_cap, q.dtype),
             band=_canonical(band, operands),
             dropout_rows=dropout_table is not None,
         )
@@ -301,7 +310,7 @@ def _check_bias(bias: jax.Array | None, dtype: Any, extents: _Extents) -> jax.Ar
         hint = "pass a bool array as mask=" if bias.dtype == bool else f"cast it to {dtype}"
         raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
     # Backends read two types; a third one is cast, as adding it to the scores would.
-    wide = jnp.promote_types(dtype, "float32")
+    wide = jnp.dtype(_score_dtype(dtype))
     if bias.dtype not in (dtype, wide):
         bias = bias.astype(wide)
     return _fold_scores("bias", bias, extents)
@@ -322,6 +331,8 @@ def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax
     """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
     if values is None:
         return None
+    if isinstance(values, np.ndarray) and values.dtype in ("int64", "uint64"):
+        values = saturated(values)  # without jax_enable_x64 JAX would cut the upper bits off
     x = as_array(name, values)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
@@ -336,9 +347,46 @@ def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax
         if not length and x.ndim == 1 and lead == (x.shape[0] - 1,):
             what += "; cumulative lengths belong to jattn.flash_mha_varlen"
         raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
-    if jnp.iinfo(x.dtype).bits > 32 or x.dtype == jnp.uint32:
-        x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)
-    return extents.fold(x.astype(jnp.int32))
+    return extents.fold(as_int32(x))
+
+
+def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
+    """Ids that int32 can hold, equal where those given are; by name, of queries and keys or of both.
+
+    Raises:
+      ValueError: known ids beyond 2^31 - 1.
+    """
+    arrays = []
+    for name, ids in given.items():
+        x = ids if isinstance(ids, np.ndarray) else as_array(name, ids)
+        known = not isinstance(x, jax.core.Tracer)
+        if known and jnp.issubdtype(x.dtype, jnp.integer) and is_wide(x.dtype) and x.size:
+            largest = int(x.max())
+            if largest > 2**31 - 1:
+                raise ValueError(
+                    f"{_NAME}: {name} holds {largest}, must be at most 2^31 - 1: number the documents of a batch entry"
+                    " from 0"
+                )
+        arrays.append(x)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    shapes = [(*extents.lead, n) for n in (extents.q_len, extents.kv_len)]
+    fits = all(
+        jnp.issubdtype(x.dtype, jnp.integer) and x.shape == shape
+        for x, shape in zip(arrays, shapes, strict=False)
+    )
+    if not (is_traced and fits and any(is_wide(x.dtype) for x in arrays)):
+        return arrays
+    # Ids that nobody can look at yet: where some are too large, all are numbered in their order.
+    together = jnp.concatenate([x.astype(jnp.result_type(*arrays)) for x in arrays], axis=-1)
+    flat = together.reshape(-1, together.shape[-1])
+
+    def numbered(x: jax.Array) -> jax.Array:
+        numbers = jax.vmap(jnp.searchsorted)(jnp.sort(x, axis=-1), x)
+        return jnp.where(x < 0, -1, numbers.astype(jnp.int32))
+
+    is_large = jnp.max(flat, initial=0) > 2**31 - 1
+    numbers = jax.lax.cond(is_large, numbered, as_int32, flat).reshape(together.shape)
+    return jnp.split(numbers, [arrays[0].shape[-1]], axis=-1)[: len(arrays)]
 
 
 def _segments(
@@ -355,6 +403,7 @@ def _segments(
                 f"{_NAME}: segment_ids needs as many queries as keys, got {extents.q_len} and {extents.kv_len}: pass"
                 " query_segment_ids and key_value_segment_ids"
             )
+        (both,) = _segment_ids(extents, segment_ids=both)
         ids = _index_array("segment_ids", both, extents, extents.q_len)
         return ids, ids
     if (of_queries is None) != (of_keys is None):
@@ -362,6 +411,10 @@ def _segments(
         raise ValueError(
             f"{_NAME}: {missing} is missing; segment ids are needed for queries and keys: pass both, or segment_ids"
             " where they are the same"
+        )
+    if of_queries is not None:
+        of_queries, of_keys = _segment_ids(
+            extents, query_segment_ids=of_queries, key_value_segment_ids=of_keys
         )
     return (
         _index_array("query_segment_ids", of_queries, extents, extents.q_len),
@@ -460,7 +513,7 @@ def dropout_operands(
     if key is None and seed is None and table is None:
         raise ValueError(
             f"{_NAME}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or dropout_seed,"
-            " or dropout_rate=0.0"
+            " or the number 0.0, not an array, as dropout_rate"
         )
     # Piecewise constant in the rate: rounding to 1/32768 comes first.
     rates = jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32)).reshape(1, 1, 1)
@@ -484,35 +537,54 @@ def _seed_of_key(key: Any) -> jax.Array:
     return dropout.seed_from_key(key)
 
 
-def _band(
-    mask: Any, is_causal: bool, window: Window, alignment: Alignment, extents: _Extents
-) -> Band:
+def _band(is_causal: bool, window: Window, alignment: Alignment) -> Band:
     is_causal = as_flag("is_causal", is_causal)
     if alignment not in ("upper_left", "lower_right"):
         raise ValueError(
             f"{_NAME}: causal_alignment is {alignment!r}, must be 'upper_left' or 'lower_right'"
         )
-    band = Band(lower_right=alignment == "lower_right")
-    if isinstance(mask, CausalBias):
-        if is_causal:
-            raise ValueError(
-                f"{_NAME}: CausalBias should not be used with causal=True: drop is_causal, or the causal bias object"
-            )
-        q_len, kv_len = extents.q_len, extents.kv_len
-        if (mask.q_len, mask.kv_len) != (q_len, kv_len):
-            raise ValueError(
-                f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
-                f" has {q_len} and {kv_len}: make it as jattn.causal_{mask.alignment}({q_len}, {kv_len})"
-            )
-        if window is not None and mask.alignment != alignment:
-            raise ValueError(
-                f"{_NAME}: the causal bias object is aligned {mask.alignment} and local_window_size {alignment}; pass"
-                f" causal_alignment={mask.alignment!r}"
-            )
-        band = Band(lower_right=mask.alignment == "lower_right")
-    left, right = _window(window)
-    band = band.intersect(left, right)
-    return band.intersect(UNBOUNDED, 0) if is_causal or isinstance(mask, CausalBias) else band
+    band = Band(lower_right=alignment == "lower_right").intersect(*_window(window))
+    return band.intersect(UNBOUNDED, 0) if is_causal else band
+
+
+def _with_causal_bias(
+    mask: CausalBias,
+    band: Band,
+    extents: _Extents,
+    *,
+    is_causal: bool,
+    has_lengths: bool,
+    has_positions: bool,
+    has_slopes: bool,
+) -> tuple[Band, jax.Array | None]:
+    """A causal bias object, which counts indices, as part of the band, or as a dense mask where the band does not."""
+    q_len, kv_len = extents.q_len, extents.kv_len
+    if is_causal:
+        raise ValueError(
+            f"{_NAME}: CausalBias should not be used with causal=True: drop is_causal, or the causal bias object"
+        )
+    if (mask.q_len, mask.kv_len) != (q_len, kv_len):
+        raise ValueError(
+            f"{_NAME}: the causal bias object was made for {mask.q_len} queries and {mask.kv_len} keys, the call"
+            f" has {q_len} and {kv_len}: make it as jattn.causal_{mask.alignment}({q_len}, {kv_len})"
+        )
+    lower_right = mask.alignment == "lower_right"
+    if not band.unbounded and lower_right != band.lower_right:
+        raise ValueError(
+            f"{_NAME}: the causal bias object is aligned {mask.alignment}, but local_window_size is not; pass"
+            f" causal_alignment={mask.alignment!r}"
+        )
+    # The band is of other keys where it follows lengths or positions, and slopes read its alignment.
+    is_other = (
+        has_positions
+        or (has_lengths and lower_right)
+        or (has_slopes and lower_right != band.lower_right)
+    )
+    if not is_other:
+        return dataclasses.replace(band, lower_right=lower_right).intersect(UNBOUNDED, 0), None
+    if band == Band() and not has_positions:
+        return Band(right=kv_len - q_len if lower_right else 0), None
+    return band, mask.materialize()
 
 
 def _canonical(band: Band, operands: Operands[jax.Array]) -> Band:
@@ -546,24 +618,38 @@ def _window(window: Window) -> tuple[int, int]:
     return left, right
 
 
-def _scale(scale: Any, head_dim: int) -> float:
+def _scale(scale: Any, head_dim: int, dtype: Any) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = _number("scale", scale, "multiply the query by a traced scale instead")
-    if not math.isfinite(value):
-        raise ValueError(f"{_NAME}: scale is {value}, must be finite; None is 1 / sqrt(head dim)")
+    if not math.isfinite(_as_scores_are(value, dtype)):
+        raise ValueError(
+            f"{_NAME}: scale is {value}, must be finite, in the type of the scores,"
+            f" {_score_dtype(dtype)}, too; None is 1 / sqrt(head dim)"
+        )
     return value
 
 
-def _softcap(softcap: Any) -> float:
+def _softcap(softcap: Any, dtype: Any) -> float:
     if softcap is None:
         return 0.0
     value = _number("logits_soft_cap", softcap, "make it a static argument")
-    if not (math.isfinite(value) and value > 0):
+    number = _as_scores_are(value, dtype)
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(
-            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number; None is no cap"
+            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number, in the type of the"
+            f" scores, {_score_dtype(dtype)}, too; None is no cap"
         )
     return value
+
+
+def _score_dtype(dtype: Any) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _as_scores_are(value: float, dtype: Any) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.asarray(value).astype(_score_dtype(dtype)))
 
 
 def _options(implementation: str | Sequence[str] | None) -> Options:

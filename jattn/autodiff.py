@@ -276,6 +276,27 @@ def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:
         )
 
 
+def _without_padding(spec: Spec, operands: Operands[jax.Array]) -> Operands[jax.Array]:
+    """The operands with zeros where there is padding, which a formula that is differentiated multiplies by 0 at least:
+    it may be NaN.
+    """
+
+    def cleaned(x: jax.Array, lengths: jax.Array | None, segments: jax.Array | None) -> jax.Array:
+        if lengths is not None:
+            is_real = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
+            x = jnp.where(is_real[..., None, None], x, 0)
+        if segments is not None:
+            x = jnp.where((segments >= 0)[..., None, None], x, 0)
+        return x
+
+    of_keys = operands.kv_lengths, operands.kv_segments
+    return operands._replace(
+        q=cleaned(operands.q, operands.q_lengths, operands.q_segments),
+        k=cleaned(operands.k, *of_keys),
+        v=cleaned(operands.v, *of_keys),
+    )
+
+
 def _jvp_through(
     function: Callable[..., list[jax.Array]], primitive: Primitive
 ) -> Callable[..., Any]:
@@ -293,7 +314,9 @@ def _jvp_through(
             arrays = list(primals)
             for i, x in zip(moving, some, strict=True):
                 arrays[i] = x
-            return function(*arrays, **params)
+            operands, rest = _split(arrays, params["spec"])
+            operands = _without_padding(params["spec"], operands)
+            return function(*operands.flat(), *rest, **params)
 
         _, moved = jax.jvp(
             of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving)
@@ -325,6 +348,8 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         arrays: Sequence[Any], dims: Sequence[int | None], *, spec: Spec, **params: Any
     ) -> Any:
         size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+        give_back = partition.sharder_of_mapped_axis(arrays, dims)
+        arrays = [partition.gathered(x) for x in arrays]
         operands, _ = _split(arrays, spec)
         operand_dims, _ = _split(dims, spec)
         has_rows = spec.dropout is not None and spec.dropout.rows
@@ -353,7 +378,7 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
                 if shape is not None:
                     reduce = functools.partial(reference.reduce_to_shape, shape=shape)
                     unfolded[i] = jax.vmap(reduce)(unfolded[i])
-        return unfolded, [0] * len(unfolded)
+        return [give_back(x) for x in unfolded], [0] * len(unfolded)
 
     return rule
 

@@ -3,10 +3,10 @@
 ``Options`` is read once, in the public function, and travels from there in the parameters of the primitives: a
 backward rule or a lowering may run when the context has long been left.
 
-Environment variables (all read here):
-  JATTN_DISABLE        1: only the backends "xla" and "reference" are used
+Environment variables, read when jattn is imported:
+  JATTN_DISABLE        anything but empty and "0": only the backends "xla" and "reference" are used
   JATTN_CACHE_DIR      folder of the CUDA kernel cache (default: $XDG_CACHE_HOME/jattn or ~/.cache/jattn)
-  JATTN_KERNEL_CACHE   off: no kernel cache on disk
+  JATTN_KERNEL_CACHE   "off" or "0": no kernel cache on disk
   JATTN_NVRTC          path of the NVRTC library to open instead of the one that JAX's CUDA packages bring
   XLA_FLAGS            if it asks XLA for deterministic GPU operations, ``jattn.deterministic("strict")`` is the default
 """
@@ -106,9 +106,13 @@ def sdpa_kernel(backends: str | Sequence[str]) -> Iterator[None]:
 def deterministic(mode: Determinism = "strict") -> Iterator[None]:
     """Sets how much the bits of a backward pass may vary from run to run inside the ``with`` block.
 
+    On one kind of device with one build, the bits are the same in every mode in forward passes, in backward passes on
+    a CPU and in those of "flash" above head dim 192. Other backward passes of "flash" and "mem_efficient" add up dq in
+    an order that varies, unless the mode is "strict".
+
     Args:
-      mode: "strict" uses the deterministic form of every kernel, "warn" warns at trace time where the default form
-        is not deterministic, "off" says nothing. The forward pass is deterministic in every mode.
+      mode: "strict" uses the deterministic form of every kernel, "warn" warns at trace time where "flash" or
+        "mem_efficient" would run a backward pass, "off" says nothing.
 
     Raises:
       ValueError: another mode.
@@ -158,8 +162,15 @@ def set_enabled(enabled: bool) -> None:
 
     Args:
       enabled: False leaves "xla" and "reference" alone, as the environment variable ``JATTN_DISABLE=1`` does.
+
+    Raises:
+      TypeError: not a bool.
     """
-    _context.set_global(dataclasses.replace(current_options(), fused=enabled))
+    if not isinstance(enabled, bool):
+        raise TypeError(f"jattn.set_enabled: enabled is {enabled!r}, must be True or False")
+    of_process = _context.get_global()  # current_options() may be those of a context
+    assert isinstance(of_process, Options)
+    _context.set_global(dataclasses.replace(of_process, fused=enabled))
 
 
 @dataclasses.dataclass(frozen=True)

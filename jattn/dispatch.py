@@ -71,6 +71,10 @@ def register_backend(platform: str, backend: Backend) -> None:
 def unregister_backend(platform: str, name: str) -> None:
     """Takes back a ``register_backend``.
 
+    Args:
+      platform: as it was given to ``register_backend``.
+      name: ``name`` of the backend.
+
     Raises:
       ValueError: no backend of that name was registered for the platform.
     """
@@ -228,7 +232,12 @@ def _check_fallback(
     only_slow = options.enabled is not None and set(options.enabled) <= backends.SLOW
     if backend.name not in backends.SLOW or not fused or named or only_slow or not options.fused:
         return
-    turned_down = {name: reasons for name, reasons in refusals.items() if name in fused}
+    asked = options.implementation or ()
+    turned_down = {
+        name: reasons
+        for name, reasons in refusals.items()
+        if name in fused or (name in asked and name not in backends.SLOW)
+    }
     text = describe_refusals(
         f"jattn.dot_product_attention: the slow backend {backend.name!r} stands in on {device}\n  {spec}",
         turned_down,

@@ -76,6 +76,13 @@ def seed_from_key(key: jax.Array) -> jax.Array:
 
     Args:
       key: one key, typed (``jax.random.key``) or raw (``jax.random.PRNGKey``).
+
+    Returns:
+      uint32 (2,), the lower word first.
+
+    Raises:
+      ValueError: several keys.
+      TypeError: not a key.
     """
     return jax.random.bits(key, (2,), jnp.uint32)
 

@@ -17,6 +17,9 @@ class Reason:
       actual: its value.
       rule: what the backend requires of it.
       remedy: what the caller can do.
+
+    Raises:
+      ValueError: an unknown code.
     """
 
     backend: str

@@ -15,6 +15,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
@@ -111,7 +112,7 @@ class CallSite:
     """One place in a function that runs a pass of attention.
 
     Attributes:
-      where: "file:line (function)" of the user's program.
+      where: ``file:line (function)`` of the user's program.
       count: how often it runs in one call of the function; the body of a ``while`` loop counts once.
       explanation: who runs it; its ``passes`` has one entry.
     """
@@ -289,6 +290,18 @@ def select_backend(
 # ---- A call --------------------------------------------------------------------------------------------------------
 
 
+_STATIC = {
+    "scale",
+    "is_causal",
+    "local_window_size",
+    "implementation",
+    "causal_alignment",
+    "logits_soft_cap",
+    "broadcast_dropout",
+    "compute_dtype",
+}
+
+
 def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Call:
     """Checks a call whose arrays may be mere shapes; the arrays of the result are tracers, and of no use."""
     try:
@@ -299,7 +312,12 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> C
         ) from None
     for name in ("return_lse", "return_residual"):
         named.pop(name, None)
-    arrays = {name: _shape_of(x) for name, x in named.items() if hasattr(x, "shape")}
+    # Numbers of numpy have a shape, too.
+    arrays = {
+        name: _shape_of(x)
+        for name, x in named.items()
+        if hasattr(x, "shape") and name not in _STATIC and not isinstance(x, np.generic)
+    }
     static = {name: x for name, x in named.items() if name not in arrays}
     for name in ("query", "key", "value"):
         if name in static:
@@ -314,6 +332,10 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> C
 
 
 def _shape_of(x: Any) -> Any:
+    if x.dtype == "float64" and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise ValueError(
+            f"{_NAME}: an argument has dtype float64, which JAX would make float32: set jax_enable_x64, or cast it"
+        )
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jattn.spec import as_int32
+
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 
 
@@ -26,8 +28,9 @@ class RaggedArray:
 
     Sequence i is the rows ``offsets[i] : offsets[i + 1]``, or the first ``lengths[i]`` of them where ``lengths`` is
     there: the rest is a hole. Rows in holes and beyond the last sequence are padding: what they hold never matters.
-    Run-time values that make no sense are harmless: offsets are clamped to the rows there are, a decreasing one
-    counts as the largest before it, and a sequence longer than ``max_length`` is cut there.
+    Offsets and lengths that make no sense are refused with ``ValueError`` by the attention call, where they are not
+    traced. Traced ones are harmless: offsets are clamped to the rows there are, a decreasing one counts as the
+    largest before it, and a sequence longer than ``max_length`` is cut there.
 
     Attributes:
       values: (total, ...), the rows; (total, N, D) for an operand of attention.
@@ -111,6 +114,14 @@ class RaggedArray:
             raise ValueError(
                 f"jattn.RaggedArray: arrays are {shapes}; they must agree in dtype and in every axis but the first"
             )
+        if parts[0].ndim == 0:
+            raise ValueError(
+                "jattn.RaggedArray: arrays are numbers, must have an axis of rows: pass x[None] for one of a row"
+            )
+        if alignment < 1:
+            raise ValueError(
+                f"jattn.RaggedArray: alignment is {alignment}, must be 1 or more: 1 leaves no holes"
+            )
         lengths = [int(x.shape[0]) for x in parts]
         padded = [-(-length // alignment) * alignment for length in lengths]
         pieces: list[jax.Array] = []
@@ -175,7 +186,7 @@ class RaggedArray:
                 f"jattn.RaggedArray.from_padded: lengths are {lengths.dtype} {lengths.shape}, must be integers of shape"
                 f" ({batch},): one for each batch entry"
             )
-        counts = jnp.clip(lengths, 0, longest).astype(jnp.int32)
+        counts = jnp.clip(as_int32(lengths), 0, longest)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         empty = jnp.zeros((batch * longest if total is None else total, 0))
         which, position = RaggedArray(empty, offsets).rows()
@@ -217,7 +228,7 @@ class RaggedArray:
         values, ids = jnp.asarray(values), jnp.asarray(ids)
         total = values.shape[0]
         if not isinstance(ids, jax.core.Tracer):
-            _check_ids(np.asarray(ids), total, num_sequences)
+            _check_ids(np.asarray(ids), total, num_sequences, max_length)
         row = jnp.arange(total, dtype=jnp.int32)
         bucket = jnp.where((ids >= 0) & (ids < num_sequences), ids, num_sequences)
         size = num_sequences + 1
@@ -244,7 +255,11 @@ class RaggedArray:
         Raises:
           ValueError: the mask is not bool or not left-aligned, or it is traced and ``check`` is True.
         """
-        mask = jnp.asarray(mask)
+        x, mask = jnp.asarray(x), jnp.asarray(mask)
+        if mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"jattn.RaggedArray.from_mask: mask has shape {mask.shape}, must be {x.shape[:2]}: one for each row"
+            )
         if mask.dtype != bool:
             raise ValueError(
                 f"jattn.RaggedArray.from_mask: mask has dtype {mask.dtype}, must be bool, True for a real row: compare"
@@ -268,7 +283,10 @@ class RaggedArray:
     # ---- Checks
 
     def check_static(self, name: str) -> None:
-        """Checks what is known while tracing; errors call the array ``name``.
+        """Checks what is known while tracing.
+
+        Args:
+          name: what errors call it.
 
         Raises:
           ValueError: offsets or lengths have the wrong dtype or shape.
@@ -294,7 +312,8 @@ class RaggedArray:
     def checked(self, name: str = "jattn.RaggedArray") -> RaggedArray:
         """Returns itself after a check of the values of offsets and lengths too, where they are not traced.
 
-        Errors call it ``name``.
+        Args:
+          name: what errors call it.
 
         Raises:
           ValueError: offsets decrease or leave the rows, or lengths leave their room or the static bounds.
@@ -363,12 +382,18 @@ def take_rows(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def is_left_aligned(mask: jax.Array) -> jax.Array:
-    """Says whether every row of mask (B, T) is True up to some column and False from there on; a bool scalar."""
+    """Says whether every row of a mask is True up to some column and False from there on; a bool scalar.
+
+    Args:
+      mask: (B, T), bool or what converts to it.
+    """
     kept = jnp.asarray(mask, bool)
     return ~jnp.any(~kept[..., :-1] & kept[..., 1:])
 
 
-def _check_ids(ids: npt.NDArray[Any], total: int, num_sequences: int) -> None:
+def _check_ids(
+    ids: npt.NDArray[Any], total: int, num_sequences: int, max_length: int | None
+) -> None:
     name = "jattn.RaggedArray.from_segment_ids"
     if ids.shape != (total,):
         raise ValueError(
@@ -381,4 +406,9 @@ def _check_ids(ids: npt.NDArray[Any], total: int, num_sequences: int) -> None:
     if holes:
         raise ValueError(
             f"{name}: the rows of a sequence must be neighbours, padding stands between some"
+        )
+    longest = int(np.bincount(ids[real]).max(initial=0)) if real.size else 0
+    if max_length is not None and longest > max_length:
+        raise ValueError(
+            f"{name}: max_length is {max_length}, but a sequence has {longest} rows: leave it out, or raise it"
         )

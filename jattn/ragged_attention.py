@@ -56,7 +56,7 @@ def ragged_dot_product_attention(
 ) -> RaggedArray | tuple[RaggedArray, RaggedArray]:
     """Computes attention inside each sequence of a ragged batch: sequence i of the queries sees that of the keys.
 
-    B sequences, N query heads, K key heads, D head dim, Dv head dim of values. The arguments that
+    B sequences, N query heads, K key/value heads, D head dim, Dv head dim of values. The arguments that
     ``jattn.dot_product_attention`` has too mean the same, for every sequence by itself. ``key`` and ``value`` share
     their sequences; those of ``query`` may differ, and may be empty on either side: a query whose sequence has no key
     gives 0 and lse -inf. What does not hold a sequence for every other (one sequence, one head, or a dense array of
@@ -79,7 +79,7 @@ def ragged_dot_product_attention(
       dropout_rate, dropout_key, dropout_seed, dropout_offset, broadcast_dropout: as in the dense call. The decision
         for a pair depends on (sequence, head, position of the query, position of the key), so it is that of the padded
         dense call, wherever the sequences lie.
-      return_lse: also returns the logsumexp, values (total, N) float32; -inf for padding.
+      return_lse: also returns the log-sum-exp, values (total, N) float32 (float64 for float64); -inf for padding.
       strict: refuses sequences of length 0 where they are known: declared by ``min_length=0``, or not traced.
       form: "packed" or "padded"; None: packed, unless a backend without tiles would run it or dropout meets
         "lower_right" alignment. Results agree up to rounding, dropout decisions exactly.
@@ -116,6 +116,9 @@ def ragged_dot_product_attention(
         "broadcast_dropout": broadcast_dropout,
     }
     _check_operands(arguments)
+    return_lse = as_flag("return_lse", return_lse)
+    if form not in (None, "packed", "padded"):
+        raise ValueError(f"{_NAME}: form is {form!r}, must be 'packed', 'padded' or None")
     if _rank(arguments) > 3:
         return _ragged_batch(arguments, bias, mask, options, return_lse)
     if bias is not None or mask is not None:
@@ -134,7 +137,7 @@ def ragged_dot_product_attention(
     problem = _Problem(q, k, v, options)
     out, lse = problem.padded() if problem.wants_padding(form) else problem.packed()
     result = q.with_values(out)
-    return (result, q.with_values(lse)) if as_flag("return_lse", return_lse) else result
+    return (result, q.with_values(lse)) if return_lse else result
 
 
 def flash_mha_varlen(
@@ -167,13 +170,15 @@ def flash_mha_varlen(
       is_causal: query t of a sequence of T queries and S keys sees keys up to t + S - T.
       window_size: how many keys to the left and to the right of its own a query sees, one number for both or a pair;
         -1: no limit.
-      **options: others of ``jattn.ragged_dot_product_attention``.
+      **options: others of ``jattn.ragged_dot_product_attention``; causal_alignment="upper_left" has the diagonal and
+        the window begin at the first key.
 
     Returns:
-      (total_q, N, Dv), or with ``return_lse=True`` the pair with the logsumexp (total_q, N).
+      (total_q, N, Dv), or with ``return_lse=True`` the pair with the log-sum-exp (total_q, N).
 
     Raises:
       ValueError: as ``jattn.ragged_dot_product_attention``; lengths in place of cumulative ones.
+      jattn.NoBackendError: as ``jattn.ragged_dot_product_attention``.
     """
     q, k, v = (_packed_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     of_q = _borders("seqlens_q", seqlens_q)
@@ -186,15 +191,17 @@ def flash_mha_varlen(
     if seqlens_k is None and max_seqlen_k < 0:
         longest_k = longest_q
     keys = RaggedArray(k, of_k, used, longest_k)
+    window: Any = window_size
+    if isinstance(window, list | np.ndarray):
+        window = tuple(window)
     found = ragged_dot_product_attention(
         RaggedArray(q, of_q, None, longest_q),
         keys,
         keys.with_values(v),
         scale=softmax_scale,
         is_causal=is_causal,
-        local_window_size=None if window_size in (-1, (-1, -1), [-1, -1]) else window_size,
-        causal_alignment="lower_right",
-        **options,
+        local_window_size=None if window in (-1, (-1, -1)) else window,
+        **{"causal_alignment": "lower_right"} | options,
     )
     if isinstance(found, tuple):
         return found[0].values, found[1].values
@@ -496,8 +503,6 @@ class _Problem:
         return not self.self_attention and self.options["causal_alignment"] == "lower_right"
 
     def wants_padding(self, form: Form | None) -> bool:
-        if form not in (None, "packed", "padded"):
-            raise ValueError(f"{_NAME}: form is {form!r}, must be 'packed', 'padded' or None")
         # A row has one position: it cannot be aligned to the lower right and also count from 0 for dropout.
         if self.dropout_table is not None and self.shifted:
             if form == "packed":
@@ -578,6 +583,13 @@ class _Problem:
         return packed(out, 0.0), packed(lse, -jnp.inf)
 
 
+def _have_other_offsets(x: RaggedArray, y: RaggedArray) -> bool:
+    """Whether offsets are known to differ."""
+    if isinstance(x.offsets, jax.core.Tracer) or isinstance(y.offsets, jax.core.Tracer):
+        return False
+    return not np.array_equal(x.offsets, y.offsets)
+
+
 def _ragged_batch(
     arguments: dict[str, Any], bias: Any, mask: Any, options: dict[str, Any], return_lse: bool
 ) -> RaggedArray | tuple[RaggedArray, RaggedArray]:
@@ -589,6 +601,12 @@ def _ragged_batch(
             f"{_NAME}: query, key and value must have the same rows, got {lead[0]}, {k.values.shape[0]} and"
             f" {v.values.shape[0]}"
         )
+    for name, x in (("key", k), ("value", v)):
+        if _have_other_offsets(q, x):
+            raise ValueError(
+                f"{_NAME}: query and {name} have rows in different sequences, offsets {q.offsets} and {x.offsets}; row"
+                " by row they attend to each other: give them the same offsets"
+            )
     real = (q.segment_ids() >= 0) & (k.segment_ids() >= 0)
     real = jnp.broadcast_to(real.reshape(-1, *(1,) * (len(lead) - 1)), lead)
     out, lse = cast(

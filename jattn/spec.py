@@ -100,7 +100,7 @@ class Spec:
 
     @property
     def lse_dtype(self) -> str:
-        """Type of the logsumexp: float64 for a float64 problem, float32 otherwise."""
+        """Type of the log-sum-exp: float64 for a float64 problem, float32 otherwise."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def features(self) -> frozenset[str]:
@@ -350,3 +350,21 @@ def clamped_lengths(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Arra
         return jnp.clip(values, 0, extent)[:, None, None, None]
 
     return lengths(operands.q_lengths, spec.q_len), lengths(operands.kv_lengths, spec.kv_len)
+
+
+# ---- Indices, as the kernels take them
+
+
+def as_int32(x: jax.Array) -> jax.Array:
+    """Returns integers of any type as int32, those beyond its limits at the limits."""
+    return (saturated(x) if is_wide(x.dtype) else x).astype(jnp.int32)
+
+
+def is_wide(dtype: Any) -> bool:
+    """Returns whether an integer type has values that int32 has not."""
+    return jnp.iinfo(dtype).bits > 32 or dtype == jnp.uint32
+
+
+def saturated(x: Any) -> Any:
+    """Returns an array of integers, JAX's or numpy's, with those beyond the limits of int32 at the limits."""
+    return x.clip(max(jnp.iinfo(x.dtype).min, -(2**31)), 2**31 - 1)

@@ -16,7 +16,7 @@ from jattn import _core
 CPU_BACKENDS = ("reference", "xla", "cpu")
 GPU_BACKENDS = ("mem_efficient", "flash")
 
-# Float32 products on a GPU default to tf32; a test compares with float64 (sdpa.md S012).
+# Float32 products on a GPU default to tf32; a test compares with float64 (docs/conventions.md).
 jax.config.update("jax_default_matmul_precision", "highest")
 
 hypothesis.settings.register_profile(

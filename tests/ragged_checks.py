@@ -295,7 +295,7 @@ R100 = _r100()
 
 
 def _t079() -> list[RaggedCase]:
-    """The seed's grid without dropout; causality, which it refused, takes turns."""
+    """A grid without dropout; causality takes turns."""
     found = []
     for i, (count, q_high, kv_high, head_dim, scaled) in enumerate(
         (b, t, s, d, c) for b in (8, 32) for t in (32, 256) for s in (32, 256) for d in (8, 64) for c in (0, 1)

@@ -1,9 +1,9 @@
 """The acceptance rows: id -> where it is tested, or why not. test_rows_table.py checks the table against the tests.
 
-T and J rows are about dense calls, R rows about ragged batches. Test functions carry the ids of their rows; several
-ids may share one. `Later` rows belong to a feature that is not in the library yet: their tests, where there are some,
-check that asking for it is refused today. `NotApplicable` rows have nothing to test in JAX. Of long lists every run has
-a short part; `--full` adds the rest.
+T and J rows are about dense calls (J: what JAX and this library add), R rows about ragged batches. Test functions carry
+the ids of their rows; several ids may share one. `Later` rows belong to a feature that is not in the library yet: their
+tests, where there are some, check that asking for it is refused today. `NotApplicable` rows have nothing to test in
+JAX. Of long lists every run has a short part; `--full` adds the rest.
 """
 
 import dataclasses
@@ -58,16 +58,16 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T015": CPU,
     "T016": CPU,
     "T017": CPU,
-    "T018": NotApplicable("the seed's test asserts nothing; growing caches are J10"),
-    "T019": Covered(("cpu", "gpu"), "mask and is_causal both apply (D02)"),
-    "T020": NotApplicable("dead code in the seed; the condition it means is T042"),
+    "T018": NotApplicable("states nothing that can fail; growing caches are J10"),
+    "T019": Covered(("cpu", "gpu"), "mask and is_causal both apply"),
+    "T020": NotApplicable("a condition that cannot occur; the one that it means is T042"),
     "T021": Covered(
         ("cpu",), "the check is is_left_aligned and RaggedArray.from_mask; a mask= runs dense"
     ),
     "T022": CPU,
     "T023": CPU,
     "T024": CPU,
-    "T025": Covered(("cpu",), "head dim 2 is accepted (D04), not refused"),
+    "T025": Covered(("cpu",), "head dim 2 is accepted, not refused"),
     "T026": GPU,
     "T027": CPU,
     "T028": CPU,
@@ -75,14 +75,12 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T030": CPU,
     "T031": Covered(("cpu",), "rank 3 gets its batch axis before any backend sees it"),
     "T032": Covered(("cpu",), "a wrong call, ValueError, as in jax.nn"),
-    "T033": Covered(("cpu",), "zero lengths work (D07)"),
-    "T034": Covered(("cpu",), "no strides in JAX; transposed inputs instead (S003)"),
-    "T035": Covered(("cpu",), "head dim 9 is accepted (D04); limits are refused"),
+    "T033": Covered(("cpu",), "zero lengths work"),
+    "T034": Covered(("cpu",), "no strides in JAX; transposed inputs instead"),
+    "T035": Covered(("cpu",), "head dim 9 is accepted; one beyond the limit is refused"),
     "T036": CPU,
-    "T037": Covered(("cpu",), "dense masks are taken by every fused backend (S034 as decided)"),
-    "T038": Covered(
-        ("cpu",), "unaligned head dims are accepted (D04); old devices are refused as such"
-    ),
+    "T037": Covered(("cpu",), "dense masks are taken by every fused backend"),
+    "T038": Covered(("cpu",), "unaligned head dims are accepted; old devices are refused as such"),
     "T039": CPU,
     "T040": BOTH,
     "T041": BOTH,
@@ -90,14 +88,12 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T043": CPU,
     "T044": Covered(("cpu",), "rank 5 alone has two batch axes and is legal"),
     "T045": CPU,
-    "T046": Covered(("cpu",), "accepted: no head dim is refused for alignment (D-R1 as decided)"),
+    "T046": Covered(("cpu",), "accepted: no head dim is refused for alignment"),
     "T047": CPU,
     "T048": BOTH,
     "T049": Covered(("cpu", "gpu"), "computed; refused only under strict, where lengths are known"),
-    "T050": Covered(
-        ("cpu",), "training through a broadcast works (D-R3 as decided), it is not refused"
-    ),
-    "T051": Covered(("cpu",), "non-square causal is served by every backend (S055 as decided)"),
+    "T050": Covered(("cpu",), "training through a broadcast works, it is not refused"),
+    "T051": Covered(("cpu",), "non-square causal is served by every backend"),
     "T052": CPU,
     "T053": Covered(("cpu",), "ragged and dropout go to the kernel too"),
     "T054": CPU,
@@ -120,8 +116,8 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T069": CPU,
     "T070": BOTH,
     "T071": GPU,
-    "T072": Covered(("gpu",), "dropout up to 1024 tokens, as in the seed"),
-    "T073": Covered(("gpu",), "dropout up to 1024 tokens, as in the seed"),
+    "T072": Covered(("gpu",), "dropout up to 1024 tokens"),
+    "T073": Covered(("gpu",), "dropout up to 1024 tokens"),
     "T074": Covered(
         ("gpu",),
         "a grid in which types, scale and batch take turns; an eighth of it in the short list",
@@ -145,8 +141,8 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T089": Later(CUDNN, ("cpu",)),
     "J01": CPU,
     "J02": CPU,
-    "J03": Covered(("cpu",), "works on every backend (README), no error on fused ones"),
-    "J04": Covered(("cpu",), "works on every backend (README), no error on fused ones"),
+    "J03": Covered(("cpu",), "works on every backend, no error on fused ones"),
+    "J04": Covered(("cpu",), "works on every backend, no error on fused ones"),
     "J05": CPU,
     "J06": CPU,
     "J07": Covered(("cpu",), "head dim 257 is no limit of the CPU kernel; flash's is T035"),
@@ -183,13 +179,13 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "R031": Covered(("cpu",), "told apart by the rank of the values"),
     "R040": CPU,
     "R041": CPU,
-    "R042": Covered(("cpu",), "with gradients (D-R3 as decided)"),
+    "R042": Covered(("cpu",), "with gradients"),
     "R043": CPU,
     "R050": CPU,
     "R051": CPU,
     "R052": CPU,
     "R060": CPU,
-    "R061": Covered(("cpu",), "no head dim is refused for alignment (D-R1 as decided)"),
+    "R061": Covered(("cpu",), "no head dim is refused for alignment"),
     "R062": CPU,
     "R063": Covered(("cpu",), "backends without tiles get the padded form"),
     "R064": Covered(("cpu",), "seed and offset are arguments, so only lse is returned"),

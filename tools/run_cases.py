@@ -39,10 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--case",
         nargs="+",
         default=[],
-        help="names of cases; prints errors of these that pass, too",
+        help="names of cases; prints the errors of those that pass as well (default: a few small cases)",
     )
     parser.add_argument("--tag", nargs="+", default=[], help="all cases with one of these tags")
-    parser.add_argument("--backend", nargs="+", default=["flash", "mem_efficient"])
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=["flash", "mem_efficient"],
+        help="names of backends (default: flash mem_efficient)",
+    )
     parser.add_argument("--seconds", type=float, help="begin no case after this time")
     parser.add_argument(
         "--dq-order",

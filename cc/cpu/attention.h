@@ -13,9 +13,14 @@ namespace jattn::cpu {
 // The threads that a pass may use.
 struct Threads {
   int64_t count;  // a hint: how much work makes a task
-  // Calls body(i) once for every i in [0, size), on several threads, and returns when all calls have returned.
-  std::function<void(int64_t size, const std::function<void(int64_t)>& body)> parallel_for;
+  // Calls body(i) once for every i in [0, size), on several threads that have each reserved `thread_bytes`, and returns when all
+  // calls have returned. Throws std::bad_alloc, before the first call, if the calling thread cannot reserve them.
+  std::function<void(int64_t size, int64_t thread_bytes, const std::function<void(int64_t)>& body)> parallel_for;
 };
+
+// Memory of the calling thread for the tasks that it is going to run: tasks wait for one another, so none may fail midway.
+// False if there is not as much to be had.
+bool reserve_thread_memory(int64_t bytes);
 
 // Bytes of scratch memory that a pass needs. Depends on extents and flags only, never on the number of threads.
 int64_t forward_scratch_bytes(const Problem& problem);

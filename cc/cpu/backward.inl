@@ -51,7 +51,7 @@ class BackwardPass {
                               dbias_.num_pieces()};
     int64_t num_tickets = 0;
     for (const int64_t stage : stages) num_tickets += stage;
-    run_tasks(runner, num_tickets, [&](int64_t) {
+    run_tasks(runner, num_tickets, max_of(prepare_bytes(), differentiate_bytes()), [&](int64_t) {
       int64_t i = tickets.take();
       int stage = 0;
       for (const int64_t size : stages) {
@@ -180,13 +180,21 @@ class BackwardPass {
     return zeros;
   }
 
+  // What tasks take of their thread's memory.
+  int64_t prepare_bytes() const { return Products::pack_bytes(plan_) + zeros_bytes(); }
+  int64_t differentiate_bytes() const {
+    return kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
+           Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<int8_t>(kTile * kTile) + zeros_bytes() +
+           FewRows<Element>::workspace_bytes(plan_);
+  }
+
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
   void prepare_queries(const QueryTile& tile) {
     const int64_t index = tile.index;
     const int64_t head_dim_v = problem_.head_dim_v;
     const Sequence sequence(problem_, tile.batch);
     const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(tile.first + i); };
-    Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
+    Workspace workspace(prepare_bytes());
     const Element* zeros = take_zeros(workspace);
     const auto rows = [&](const void* array, int64_t row_size) {
       return without_padding(query_rows(array, tile, row_size), is_padding, zeros);
@@ -293,9 +301,7 @@ class BackwardPass {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     const Dropout dropout(problem_, sequence);
-    Workspace workspace(kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
-                        Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<int8_t>(kTile * kTile) +
-                        zeros_bytes() + FewRows<Element>::workspace_bytes(plan_));
+    Workspace workspace(differentiate_bytes());
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     const Tiles tiles{take_tile(),
                       take_tile(),

@@ -45,7 +45,7 @@ class ForwardPass {
     const int64_t num_tasks = (num_groups() - own_heads) * tasks_of_head;
     const int64_t num_merges = plan_.num_splits > 1 ? (num_rows() + kTile - 1) / kTile : 0;
     Tickets tickets;
-    run_tasks(runner, own_heads + num_packs + num_tasks + num_merges, [&](int64_t) {
+    run_tasks(runner, own_heads + num_packs + num_tasks + num_merges, task_bytes(), [&](int64_t) {
       int64_t i = tickets.take();
       if (i < own_heads) {
         attend_to_head(i);
@@ -144,7 +144,7 @@ class ForwardPass {
     const int64_t batch = head / problem_.num_kv_heads, kv_head = head % problem_.num_kv_heads;
     const Sequence sequence(problem_, batch);
     if (tile * kTile < sequence.kv_length) {
-      Workspace workspace(Products::pack_bytes(plan_) + zeros_bytes());
+      Workspace workspace(pack_bytes());
       const int64_t index = place * plan_.kv_tiles + tile;
       const KeyRange keys{tile * kTile, min_of(kTile, sequence.kv_length - tile * kTile)};
       not_finite_[index] = pack_rows(sequence, kv_head, keys, packed_tile(index), workspace).not_finite;
@@ -202,6 +202,24 @@ class ForwardPass {
     return zeros;
   }
 
+  // What tasks take of their thread's memory.
+  int64_t pack_bytes() const { return Products::pack_bytes(plan_) + zeros_bytes(); }
+  int64_t attend_bytes() const {
+    return Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
+           Workspace::bytes<int8_t>(kTile * kPanel) + 2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
+           2 * Workspace::bytes<Acc>(plan_.value_tile_len) + Workspace::bytes<Acc>(kPanel * plan_.row_len_v) +
+           2 * zeros_bytes();
+  }
+  int64_t attend_by_rows_bytes() const {
+    return RowProducts::workspace_bytes(plan_) + zeros_bytes() + Workspace::bytes<Acc>(kFewRows * plan_.row_len_v) +
+           Workspace::bytes<Acc>(kFewRows * kTile) + 2 * Workspace::bytes<Acc>(kTile * kTile) +
+           Workspace::bytes<int8_t>(kTile * kTile);
+  }
+  int64_t merge_bytes() const { return Workspace::bytes<Acc>(plan_.row_len_v); }
+  int64_t task_bytes() const {
+    return max_of(max_of(pack_bytes(), merge_bytes()), plan_.by_rows ? attend_by_rows_bytes() : attend_bytes());
+  }
+
   Task decode(int64_t index) const {
     const auto next = [&](int64_t extent) {
       const int64_t digit = index % extent;
@@ -233,11 +251,7 @@ class ForwardPass {
       attend_by_rows(task, sequence);
       return;
     }
-    Workspace workspace(Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) +
-                        5 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<int8_t>(kTile * kPanel) +
-                        2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
-                        2 * Workspace::bytes<Acc>(plan_.value_tile_len) +
-                        Workspace::bytes<Acc>(kPanel * plan_.row_len_v) + 2 * zeros_bytes());
+    Workspace workspace(attend_bytes());
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
@@ -316,9 +330,7 @@ class ForwardPass {
   // attend() for a handful of rows, which needs no tiles of its own. What hides keys and acts on scores has keys in the lanes
   // from the start.
   void attend_by_rows(const Task& task, const Sequence& sequence) {
-    Workspace workspace(RowProducts::workspace_bytes(plan_) + zeros_bytes() +
-                        Workspace::bytes<Acc>(kFewRows * plan_.row_len_v) + Workspace::bytes<Acc>(kFewRows * kTile) +
-                        2 * Workspace::bytes<Acc>(kTile * kTile) + Workspace::bytes<int8_t>(kTile * kTile));
+    Workspace workspace(attend_by_rows_bytes());
     RowProducts products(problem_, plan_, workspace);
     Panel panel{};
     start_panel(task, sequence, workspace.take<Acc>(kFewRows * plan_.row_len_v), kFewRows, panel);
@@ -716,7 +728,7 @@ class ForwardPass {
   // Joins the splits of kTile output rows, in the order of the splits.
   void merge_splits(int64_t block) const {
     milestones_.wait(num_groups(), plan_.num_tasks);
-    Workspace workspace(Workspace::bytes<Acc>(plan_.row_len_v));
+    Workspace workspace(merge_bytes());
     Acc* merged = workspace.take<Acc>(plan_.row_len_v);
     for (int64_t row = block * kTile; row < min_of(num_rows(), (block + 1) * kTile); ++row) {
       Acc row_max = -static_cast<Acc>(__builtin_inf()), sum = 0;

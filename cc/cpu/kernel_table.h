@@ -8,12 +8,14 @@
 
 namespace jattn::cpu {
 
-// Runs body(argument, i) for every i in [0, count) on several threads. Plain function pointers: a std::function called
-// from an instruction-set file would leave library templates in it that use those instructions.
+// Runs body(argument, i) for every i in [0, count) on several threads that have `thread_bytes` of thread_memory(). Plain function
+// pointers: a std::function called from an instruction-set file would leave library templates in it that use those
+// instructions.
 struct TaskRunner {
   int64_t num_threads;
   void* context;
-  void (*run)(void* context, int64_t count, void (*body)(const void* argument, int64_t i), const void* argument);
+  void (*run)(void* context, int64_t count, int64_t thread_bytes, void (*body)(const void* argument, int64_t i),
+              const void* argument);
 };
 
 using ForwardKernel = void (*)(const Problem&, const ForwardPlan&, const ForwardResults&, void* scratch,
@@ -35,7 +37,7 @@ extern const KernelTable kAvx512Bf16Kernels;  // of bfloat16
 extern const KernelTable kAmxKernels;         // of all but float64
 #endif
 
-// 64-byte aligned memory of the calling thread, reused by its later calls. Contents are undefined.
+// 64-byte aligned memory of the calling thread, which has reserved as much (attention.h). Contents are undefined.
 void* thread_memory(int64_t bytes);
 
 // Lets another thread of this core run.

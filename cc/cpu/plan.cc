@@ -48,7 +48,8 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   plan.head_blocks = ceil_div(group, plan.heads);
   plan.last_queries_first = problem.band_right != kUnbounded;
 
-  plan.packs_first = plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
+  // The task that packs the first tile of a head takes its place; without keys there is none.
+  plan.packs_first = problem.kv_len > 0 && plan.query_blocks * plan.head_blocks >= kLeastReadersOfPacked;
   plan.by_rows = !plan.packs_first && plan.queries * plan.heads <= kFewRows;
 
   const int64_t tasks = groups * plan.query_blocks * plan.head_blocks;

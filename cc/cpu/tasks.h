@@ -38,10 +38,10 @@ class FlushSubnormals {
 };
 
 template <typename Body>
-inline void run_tasks(const TaskRunner& runner, int64_t count, const Body& body) {
+inline void run_tasks(const TaskRunner& runner, int64_t count, int64_t thread_bytes, const Body& body) {
   if (count <= 0) return;
   runner.run(
-      runner.context, count,
+      runner.context, count, thread_bytes,
       [](const void* argument, int64_t i) {
         const FlushSubnormals flush;
         (*static_cast<const Body*>(argument))(i);

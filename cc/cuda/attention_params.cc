@@ -119,8 +119,7 @@ const Kernel& require_family(const Plan& plan, std::string_view family) {
   return *kernel;
 }
 
-ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
-  const Config& config = kernel.config();
+void require_extents(const Problem& problem) {
   JATTN_REQUIRE(problem.q_len <= kMaxLength && problem.kv_len <= kMaxLength, "lengths ", problem.q_len, " and ",
                 problem.kv_len, " are too long: at most ", kMaxLength);
   JATTN_REQUIRE(problem.num_kv_heads > 0 && problem.num_heads % problem.num_kv_heads == 0, "num_heads ",
@@ -128,7 +127,22 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   JATTN_REQUIRE(problem.batch * problem.num_heads <= kMaxHeads, "batch * num_heads is ",
                 problem.batch * problem.num_heads, ", at most ", kMaxHeads);
   JATTN_REQUIRE(problem.head_dim > 0 && problem.head_dim_v > 0, "head dims must be positive");
-  JATTN_REQUIRE(element_of(problem.dtype) == config.element, "kernel ", kernel.text, " has another element type");
+  JATTN_REQUIRE(problem.num_dropout_rows <= kMaxLength, "the table of dropout keys has ", problem.num_dropout_rows,
+                " rows, at most ", kMaxLength);
+}
+
+void require_element(const Kernel& kernel, DType dtype) {
+  JATTN_REQUIRE(element_of(dtype) == kernel.config().element, "kernel ", kernel.text, " has another element type");
+}
+
+void require_bias_element(const Kernel& kernel, DType dtype) {
+  JATTN_REQUIRE(element_of(dtype) == kernel.config().bias_element, "kernel ", kernel.text, " has another bias type");
+}
+
+ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
+  const Config& config = kernel.config();
+  require_extents(problem);
+  require_element(kernel, problem.dtype);
   JATTN_REQUIRE(problem.head_dim <= config.head_dim, "head_dim ", problem.head_dim, " exceeds that of kernel ",
                 kernel.text);
   const int64_t bytes = size_bytes(problem.dtype);
@@ -149,10 +163,7 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   check_feature(kernel, "dropout", problem.dropout_keys.data != nullptr, config.dropout, false);
   check_feature(kernel, "dropout by rows", problem.dropout_rows, config.dropout_rows, false);
   JATTN_REQUIRE(!problem.dropout_rows || problem.num_dropout_rows > 0, "the table of dropout keys has no rows");
-  if (config.bias) {
-    JATTN_REQUIRE(element_of(problem.bias.dtype) == config.bias_element, "kernel ", kernel.text,
-                  " has another bias type");
-  }
+  if (config.bias) require_bias_element(kernel, problem.bias.dtype);
 
   ProblemParams params{};
   params.q = problem.q;

@@ -16,6 +16,13 @@ const Kernel* find_family(const Plan& plan, std::string_view family);
 // The same, an error if the plan has none.
 const Kernel& require_family(const Plan& plan, std::string_view family);
 
+// Checks what becomes an int32_t on the device. Before the first launch of a pass.
+void require_extents(const Problem& problem);
+
+// Checks that a kernel was made for this type: of q, k and v, or of the bias where the kernel writes its gradient.
+void require_element(const Kernel& kernel, DType dtype);
+void require_bias_element(const Kernel& kernel, DType dtype);
+
 // Checks that the variant can run the problem (extents, features, alignment) and fills everything but the ranges
 // of tiles.
 ProblemParams problem_params(const Problem& problem, const Kernel& kernel);

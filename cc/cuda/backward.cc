@@ -104,6 +104,8 @@ BackwardParams backward_params(const Problem& problem, const BackwardBuffers& bu
                                const Scratch& scratch) {
   BackwardParams params{};
   params.problem = problem_params(problem, kernel);
+  JATTN_REQUIRE(problem.head_dim_v <= kernel.config().head_dim_v, "head_dim_v ", problem.head_dim_v,
+                " exceeds that of kernel ", kernel.text);
   params.dout = buffers.dout;
   params.lse_log2 = scratch.lse_log2;
   params.delta = scratch.delta;
@@ -119,6 +121,7 @@ BackwardParams backward_params(const Problem& problem, const BackwardBuffers& bu
 void launch_row_delta(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                       const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "row_delta");
+  require_element(kernel, problem.dtype);
   RowDeltaParams params{};
   params.out = buffers.out;
   params.dout = buffers.dout;
@@ -212,8 +215,8 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
   const Launch block{.grid = {},
                      .num_threads = sm80::backward_dbias_threads(config),
                      .shared_bytes = sm80::backward_dbias_shared_bytes(config)};
-  launch_dbias_tiles(buffers, plan, kernel, dbias_shape(problem, config, kWantedBlocks), scratch.partials, params,
-                     block, stream);
+  launch_dbias_tiles(problem, buffers, plan, kernel, dbias_shape(problem, config, kWantedBlocks), scratch.partials,
+                     params, block, stream);
 }
 
 }  // namespace
@@ -228,6 +231,7 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
     clear_gradients(problem, buffers, stream);
     return;
   }
+  require_extents(problem);
   const Kernels kernels = find_kernels(plan);
   const Scratch scratch = carve(problem, buffers, kernels, scratch_base);
   const bool wants_keys = buffers.dk != nullptr || buffers.dv != nullptr;

@@ -23,9 +23,10 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wan
   return shape;
 }
 
-void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, int64_t elements, int64_t group, int64_t splits,
-               const float* partials, CUstream stream) {
+void sum_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, int64_t elements,
+               int64_t group, int64_t splits, const float* partials, CUstream stream) {
   const Kernel& kernel = require_family(plan, "sum_partials");
+  require_bias_element(kernel, problem.bias.dtype);
   const SumPartialsParams params{.partials = partials,
                                  .result = buffers.dbias,
                                  .elements = elements,

@@ -26,14 +26,14 @@ DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wan
 void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUstream stream);
 
 // Adds up partial sums [elements / group, splits, group] into dbias.
-void sum_dbias(const BackwardBuffers& buffers, const Plan& plan, int64_t elements, int64_t group, int64_t splits,
-               const float* partials, CUstream stream);
+void sum_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, int64_t elements,
+               int64_t group, int64_t splits, const float* partials, CUstream stream);
 
 // Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward` is
 // filled in; block: threads and shared memory.
 template <typename Params>
-void launch_dbias_tiles(const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel, const DbiasShape& shape,
-                        float* partials, Params params, Launch block, CUstream stream) {
+void launch_dbias_tiles(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                        const DbiasShape& shape, float* partials, Params params, Launch block, CUstream stream) {
   params.dbias = buffers.dbias;
   params.partials = partials;
   params.bias_elements = shape.elements();
@@ -47,7 +47,7 @@ void launch_dbias_tiles(const BackwardBuffers& buffers, const Plan& plan, const 
   block.grid = {.x = shape.tiles() * shape.splits};
   launch(kernel, block, &params, stream);
   const int64_t elements = shape.elements();
-  if (shape.splits > 1) sum_dbias(buffers, plan, elements, elements, shape.splits, partials, stream);
+  if (shape.splits > 1) sum_dbias(problem, buffers, plan, elements, elements, shape.splits, partials, stream);
 }
 
 }  // namespace jattn::cuda

@@ -168,7 +168,8 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
   constexpr int64_t kWaitingBlocks = 8;
   const bool waits = sm90::orders_dq(config) && config.band;
-  const int64_t at_work = waits ? sm_count / std::min(tiles, kWaitingBlocks) : ceil_div(sm_count, tiles);
+  const int64_t at_work =
+      waits ? std::max<int64_t>(1, sm_count / std::min(tiles, kWaitingBlocks)) : ceil_div(sm_count, tiles);
   return {static_cast<int32_t>(full_sections(std::max(by_bytes, at_work), heads))};
 }
 
@@ -183,6 +184,7 @@ bool scales_statistics(const Kernels& kernels) {
 void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                     const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "backward_prepare");
+  require_element(kernel, problem.dtype);
   const Config& config = kernel.config();
   JATTN_REQUIRE(problem.head_dim_v <= config.head_dim_v, "head_dim_v ", problem.head_dim_v, " exceeds that of kernel ",
                 kernel.text);
@@ -212,7 +214,8 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
-// Ranges of tiles, packed mask, bias. Rows of the packed mask are the axis that the kernel owns. section_heads is set.
+// Ranges of tiles, packed mask, bias. Rows of the packed mask are the axis that the kernel owns. Where sections matter,
+// section_heads is set.
 void add_tiles(const Problem& problem, const Plan& plan, const Config& config, bool owns_keys, void* ranges, void* mask,
                sm90::BackwardParams& params, CUstream stream) {
   launch_tile_ranges(problem, plan, config, ranges, params.problem, stream);
@@ -220,7 +223,10 @@ void add_tiles(const Problem& problem, const Plan& plan, const Config& config, b
   if (sm90::bias_tile_bytes(config) > 0) params.bias = bias_map(problem, config.tile_q);
   // Blocks at work at the same time then read the same tiles of a bias.
   params.batch_fastest = config.bias && problem.bias.stride_batch == 0 && problem.batch > 1;
-  if (params.batch_fastest) params.section_heads *= static_cast<int32_t>(problem.batch);
+  if (params.batch_fastest) {
+    const int64_t heads = owns_keys ? problem.num_kv_heads : problem.num_heads;
+    params.section_heads = heads_over_batch(params.section_heads, problem.batch, heads);
+  }
 }
 
 sm90::BackwardParams backward_params(const Problem& problem, const BackwardBuffers& buffers, const Kernel& kernel,
@@ -291,6 +297,7 @@ void launch_keys_and_dbias(const Problem& problem, const BackwardBuffers& buffer
     if (ds.in_place) continue;
 
     const Kernel& sum = require_family(plan, "backward_sum");
+    require_element(sum, problem.dtype);
     const sm90::SumParams sums{
         .parts = scratch.ds,
         .result = static_cast<char*>(buffers.dbias) + first_head * area * size_bytes(problem.dtype),
@@ -314,7 +321,8 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
   const int64_t entries = bias.stride_batch != 0 ? problem.batch : 1;
   const int64_t heads = bias.stride_head != 0 ? problem.num_kv_heads : 1;
   const int64_t splits = problem.batch * problem.num_kv_heads / (entries * heads);
-  sum_dbias(buffers, plan, entries * heads * problem.kv_len, heads * problem.kv_len, splits, scratch.partials, stream);
+  sum_dbias(problem, buffers, plan, entries * heads * problem.kv_len, heads * problem.kv_len, splits, scratch.partials,
+            stream);
 }
 
 // dk and dv; in the fused form dq's accumulator too.
@@ -421,8 +429,8 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
   const Launch block{.grid = {},
                      .num_threads = sm90::backward_threads(config),
                      .shared_bytes = sm90::backward_dbias_shared_bytes(config)};
-  launch_dbias_tiles(buffers, plan, kernel, dbias_shape(problem, config, kWantedDbiasBlocks), scratch.partials, params,
-                     block, stream);
+  launch_dbias_tiles(problem, buffers, plan, kernel, dbias_shape(problem, config, kWantedDbiasBlocks), scratch.partials,
+                     params, block, stream);
 }
 
 }  // namespace
@@ -439,6 +447,7 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
     clear_gradients(problem, buffers, stream);
     return;
   }
+  require_extents(problem);
   const Kernels kernels = find_kernels(plan);
   const bool wants_keys = buffers.dk != nullptr || buffers.dv != nullptr;
   JATTN_REQUIRE(buffers.dq == nullptr || kernels.fused != nullptr || kernels.dq != nullptr,

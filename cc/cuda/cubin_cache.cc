@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -187,15 +188,17 @@ std::string CubinCache::write(const std::string& name, std::string_view cubin) c
   Header header{.magic = {}, .name_bytes = name.size(), .cubin_bytes = cubin.size(), .digest = sha256(payload)};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
 
+  // With the time: in containers processes have the same numbers, and one that is killed leaves its file behind.
   static std::atomic<unsigned int> counter{0};
-  const std::string temporary = concat(name, '.', ::getpid(), '.', counter++, kTemporarySuffix);
+  const int64_t time = std::chrono::system_clock::now().time_since_epoch().count();
+  const std::string temporary = concat(name, '.', ::getpid(), '.', counter++, '.', time, kTemporarySuffix);
   const int directory = folder.descriptor.number();
   Descriptor file(
       ::openat(directory, temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, S_IRUSR | S_IWUSR));
   if (!file) return error_text(errno);
   const bool written = write_all(file.number(), {reinterpret_cast<const char*>(&header), sizeof header}) &&
                        write_all(file.number(), payload);
-  int error = written ? 0 : errno;
+  int error = written ? 0 : errno != 0 ? errno : EIO;
   file = Descriptor();
   const std::string file_name = name + std::string(kSuffix);
   if (written && ::renameat(directory, temporary.c_str(), directory, file_name.c_str()) != 0) error = errno;

@@ -14,7 +14,6 @@ namespace jattn::cuda {
 
 using CUresult = int;  // 0: success
 using CUdevice = int;
-using CUcontext = struct CUcontextOpaque*;
 using CUstream = struct CUstreamOpaque*;
 using CUlibrary = struct CUlibraryOpaque*;
 using CUkernel = struct CUkernelOpaque*;
@@ -32,8 +31,6 @@ inline constexpr int kDeviceComputeCapabilityMinor = 76;
 inline constexpr int kDeviceMaxSharedBytesPerBlockOptin = 97;
 // CUfunction_attribute
 inline constexpr int kFunctionStaticSharedBytes = 1;
-inline constexpr int kFunctionLocalBytes = 3;
-inline constexpr int kFunctionNumRegisters = 4;
 inline constexpr int kFunctionMaxDynamicSharedBytes = 8;
 
 struct Driver {

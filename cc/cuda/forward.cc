@@ -2,7 +2,6 @@
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
-#include "cuda/forward_sm90.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
 #include "kernels/sm80/forward_shape.cuh"
@@ -17,13 +16,11 @@ MaskTiling mask_tiling(const Config& config) {
 }  // namespace
 
 int64_t forward_scratch_bytes(const Problem& problem, const Plan& plan) {
-  if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90_scratch_bytes(problem, plan);
   const Config& config = require_family(plan, "sm80_forward").config();
   return tile_ranges_bytes(problem, config) + (config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0);
 }
 
 void forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch, CUstream stream) {
-  if (find_family(plan, "sm90_forward") != nullptr) return forward_sm90(problem, results, plan, scratch, stream);
   const Kernel& kernel = require_family(plan, "sm80_forward");
   const Config& config = kernel.config();
   if (problem.batch == 0 || problem.q_len == 0 || problem.num_heads == 0) return;

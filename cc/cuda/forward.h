@@ -1,4 +1,4 @@
-// The forward pass on a CUDA device: Problem, results and plan -> kernel launches on a stream.
+// The forward pass by the kernels of sm_80: Problem, results and plan -> kernel launches on a stream (cuda/dispatch.h picks).
 #pragma once
 
 #include <cstdint>

@@ -40,21 +40,6 @@ sm90::SquaredCapSeries as_square(const sm90::CapSeries<3>& series) {
           static_cast<float>(series.factor[0] - shift * shift)};
 }
 
-// The bias in boxes of 64 keys; a broadcast axis has extent 1.
-sm90::TensorMap bias_map(const Problem& problem, const Config& config) {
-  const BroadcastTensor& bias = problem.bias;
-  const int64_t area = problem.q_len * problem.kv_len;
-  const std::array<TensorMapAxis, 4> axes{{
-      {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
-      {.extent = problem.q_len, .stride = bias.stride_query, .box = config.tile_q},
-      {.extent = bias.stride_head == 0 ? 1 : problem.num_heads, .stride = area, .box = 1},
-      {.extent = bias.stride_batch == 0 ? 1 : problem.batch,
-       .stride = bias.stride_head == 0 ? area : area * problem.num_heads,
-       .box = 1},
-  }};
-  return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
-}
-
 // Quarters of a wave of items whose heads are handed out together, but for the last ones. As measured: few heads take less of
 // L2, but at long sequences and head dims above 64 more of them are faster (docs/kernels/log.md, "Sections").
 int64_t quarter_waves_of_section(const Problem& problem, const Config& config) {
@@ -112,6 +97,7 @@ int64_t parts_bytes(const Problem& problem, const Plan& plan) {
 void launch_combine(const Problem& problem, const ForwardResults& results, const Plan& plan,
                     const sm90::ForwardParams& params, CUstream stream) {
   const Kernel& kernel = require_family(plan, kCombineFamily);
+  require_element(kernel, problem.dtype);
   const bool has_sinks = problem.sinks.data != nullptr;
   JATTN_REQUIRE(kernel.config().sinks == has_sinks, "the problem ", has_sinks ? "has" : "has no",
                 " sinks, other than kernel ", kernel.text);
@@ -214,7 +200,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   params.v = map(has_keys ? problem.v : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim_v, config.tile_kv);
   params.out = query_map(results.out, problem.head_dim_v, sm90::kWarpgroupRows);
   if (config.bias && config.staged_bias && has_keys) {
-    params.bias = bias_map(problem, config);
+    params.bias = bias_map(problem, config.tile_q);
     params.bias_heads = static_cast<int32_t>(problem.bias.stride_head == 0 ? 1 : problem.num_heads);
     params.bias_batch = static_cast<int32_t>(problem.bias.stride_batch == 0 ? 1 : problem.batch);
   }

@@ -8,27 +8,25 @@ namespace jattn::cuda {
 namespace {
 
 constexpr int64_t kMaxGridX = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxGridYZ = 65535;
 
 std::string describe_launch(const Kernel& kernel, const Launch& shape) {
-  return concat("kernel ", kernel.text, " with grid ", shape.grid.x, " x ", shape.grid.y, " x ", shape.grid.z, ", ",
-                shape.num_threads, " threads, ", shape.shared_bytes, " bytes of shared memory");
+  return concat("kernel ", kernel.text, " with grid ", shape.grid.x, ", ", shape.num_threads, " threads, ",
+                shape.shared_bytes, " bytes of shared memory");
 }
 
 }  // namespace
 
 void launch(const Kernel& kernel, const Launch& shape, const void* params, CUstream stream) {
   const Grid& grid = shape.grid;
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  JATTN_REQUIRE(grid.x > 0 && grid.x <= kMaxGridX && grid.y > 0 && grid.y <= kMaxGridYZ && grid.z > 0 &&
-                    grid.z <= kMaxGridYZ && shape.shared_bytes >= 0 && shape.shared_bytes <= kMaxGridX,
+  if (grid.x == 0) return;
+  JATTN_REQUIRE(grid.x > 0 && grid.x <= kMaxGridX && shape.shared_bytes >= 0 && shape.shared_bytes <= kMaxGridX,
                 "the problem is too large for one launch: ", describe_launch(kernel, shape));
   void* arguments[] = {const_cast<void*>(params)};
   // The driver accepts a context-independent CUkernel in place of a CUfunction, and then serves the current context.
-  const CUresult result = driver().cuLaunchKernel(
-      reinterpret_cast<CUfunction>(kernel.handle), static_cast<unsigned int>(grid.x), static_cast<unsigned int>(grid.y),
-      static_cast<unsigned int>(grid.z), static_cast<unsigned int>(shape.num_threads), 1, 1,
-      static_cast<unsigned int>(shape.shared_bytes), stream, arguments, nullptr);
+  const CUresult result =
+      driver().cuLaunchKernel(reinterpret_cast<CUfunction>(kernel.handle), static_cast<unsigned int>(grid.x), 1, 1,
+                              static_cast<unsigned int>(shape.num_threads), 1, 1,
+                              static_cast<unsigned int>(shape.shared_bytes), stream, arguments, nullptr);
   if (result != 0)
     fail(Fault::kJattn, concat(describe(result), " from the launch of ", describe_launch(kernel, shape)));
 }

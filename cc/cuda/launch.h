@@ -1,4 +1,4 @@
-// The one function that launches kernels.
+// Launches of kernels, and memory set to zero on a stream.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,7 @@
 namespace jattn::cuda {
 
 struct Grid {
-  int64_t x = 1;  // up to 2^31 - 1; carries the large extents
-  int64_t y = 1;  // up to 65535
-  int64_t z = 1;  // up to 65535
+  int64_t x = 1;  // up to 2^31 - 1: all blocks, since the other axes have room for 65535
 };
 
 struct Launch {

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -50,11 +51,17 @@ class Loop {
 };
 
 cpu::Threads threads_of(ffi::ThreadPool pool) {
-  const auto parallel_for = [pool](int64_t count, const std::function<void(int64_t)>& body) mutable {
+  const auto parallel_for = [pool](int64_t count, int64_t thread_bytes,
+                                   const std::function<void(int64_t)>& body) mutable {
     if (count <= 0) return;
+    if (!cpu::reserve_thread_memory(thread_bytes)) throw std::bad_alloc();
     auto loop = std::make_shared<Loop>(count, body);
     const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
+    for (int64_t i = 0; i < helpers; ++i) {
+      pool.Schedule([loop, thread_bytes] {
+        if (cpu::reserve_thread_memory(thread_bytes)) loop->work();  // else the others do the work
+      });
+    }
     loop->work();
     loop->wait();
   };
@@ -73,6 +80,17 @@ ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
   return ffi::Error::Success();
 }
 
+// No exception may leave a handler.
+template <class Pass>
+ffi::Error run_pass(const Pass& pass) {
+  try {
+    pass();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles that a thread works on");
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
                    ffi::Dictionary) {
   ForwardResults results;
@@ -80,8 +98,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
   if (ffi::Error error = check_scratch(scratch, cpu::forward_scratch_bytes(*problem)); error.failure()) return error;
-  cpu::forward(*problem, results, scratch.untyped_data(), threads_of(pool));
-  return ffi::Error::Success();
+  return run_pass([&] { cpu::forward(*problem, results, scratch.untyped_data(), threads_of(pool)); });
 }
 
 ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -92,8 +109,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   if (problem.has_error()) return problem.error();
   const int64_t needed_bytes = cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr);
   if (ffi::Error error = check_scratch(scratch, needed_bytes); error.failure()) return error;
-  cpu::backward(*problem, buffers, scratch.untyped_data(), threads_of(pool));
-  return ffi::Error::Success();
+  return run_pass([&] { cpu::backward(*problem, buffers, scratch.untyped_data(), threads_of(pool)); });
 }
 
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary) { return bind::check_attributes(spec); }

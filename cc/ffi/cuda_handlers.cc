@@ -57,10 +57,9 @@ cuda::Plan find_plan(const ffi::Dictionary& attributes, int device_ordinal) {
   return plan;
 }
 
-ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
+void require_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
   const auto size_bytes = static_cast<int64_t>(scratch.size_bytes());
   JATTN_REQUIRE(size_bytes >= needed_bytes, "scratch has ", size_bytes, " bytes, needs ", needed_bytes);
-  return ffi::Error::Success();
 }
 
 std::atomic<int64_t> executions{0};
@@ -91,7 +90,7 @@ ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remaining
   if (problem.has_error()) return problem.error();
   return guarded([&] {
     const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    check_scratch(scratch, cuda::planned_forward_scratch_bytes(*problem, plan));
+    require_scratch(scratch, cuda::planned_forward_scratch_bytes(*problem, plan));
     cuda::planned_forward(*problem, results, plan, scratch.untyped_data(), stream);
     return ffi::Error::Success();
   });
@@ -106,7 +105,7 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
   if (problem.has_error()) return problem.error();
   return guarded([&] {
     const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    check_scratch(scratch, cuda::planned_backward_scratch_bytes(*problem, buffers, plan));
+    require_scratch(scratch, cuda::planned_backward_scratch_bytes(*problem, buffers, plan));
     cuda::planned_backward(*problem, buffers, plan, scratch.untyped_data(), stream);
     return ffi::Error::Success();
   });

@@ -74,7 +74,14 @@ class Backend(Protocol):
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
     ) -> tuple[Reason, ...]:
-        """Returns every reason why this backend cannot run the problem; empty if it can."""
+        """Returns every reason why this backend cannot run the problem; empty if it can.
+
+        Args:
+          spec: the problem; every feature it uses is among ``understands``.
+          device: where it is to run.
+          needs_grad: whether the backward pass must run too.
+          determinism: "strict" asks for a backward pass whose bits never vary.
+        """
         ...
 
     def for_backward(self) -> Backend:
@@ -84,7 +91,15 @@ class Backend(Protocol):
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns out (B, T, N, Dv) and lse (B, N, T); traced inside a lowering."""
+        """Returns out (B, T, N, Dv) in the dtype of the problem and lse (B, N, T) in float32 (float64 for float64).
+
+        Traced inside a lowering.
+
+        Args:
+          spec: the problem.
+          operands: its arrays; those that it does not use are None.
+          device: where it is to run.
+        """
         ...
 
     def backward(
@@ -96,7 +111,14 @@ class Backend(Protocol):
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the gradients; those not wanted may hold anything."""
+        """Returns the gradients; those not wanted may hold anything. Traced inside a lowering.
+
+        Args:
+          spec, operands, device: as for ``forward``.
+          residuals: results of the forward pass and the gradients of these.
+          wants: which gradients are wanted.
+          determinism: "strict" asks for the same bits every time.
+        """
         ...
 
 
@@ -155,7 +177,12 @@ def wrong_dtype(backend: str, spec: Spec, allowed: tuple[str, ...]) -> tuple[Rea
     )
 
 
-def wide_heads(backend: str, spec: Spec, largest: int) -> tuple[Reason, ...]:
+def wide_heads(
+    backend: str,
+    spec: Spec,
+    largest: int,
+    way_out: str = "split the head, or use implementation='xla'",
+) -> tuple[Reason, ...]:
     """The reasons why head dims above ``largest`` cannot run."""
     return tuple(
         Reason(
@@ -164,7 +191,7 @@ def wide_heads(backend: str, spec: Spec, largest: int) -> tuple[Reason, ...]:
             name,
             getattr(spec, name),
             f"must be less than or equal to {largest}",
-            "split the head, or use implementation='xla'",
+            way_out,
         )
         for name in ("head_dim", "head_dim_v")
         if isinstance(getattr(spec, name), int) and getattr(spec, name) > largest

@@ -81,6 +81,6 @@ def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[in
         head_dim=spec.head_dim,
         head_dim_v=spec.head_dim_v,
         dtype=spec.dtype,
-        bias_shape=spec.bias or (0, 0, 0, 0),
+        bias_shape=tuple(x if isinstance(x, int) else 1 for x in spec.bias or (0, 0, 0, 0)),
     )
     return (size,) if known else (spec.batch, size)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import ffi
-from jattn.backends import flash_backward_tiles, flash_tiles, key_splits
+from jattn.backends import flash_backward_tiles, flash_tiles, key_splits, mem_efficient
 from jattn.backends.base import (
     Backend,
     Residuals,
@@ -18,7 +18,6 @@ from jattn.backends.base import (
     wrong_dtype,
 )
 from jattn.backends.kernel_plan import round_up
-from jattn.backends.mem_efficient import cuda_kernels_missing
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -48,9 +47,12 @@ class FlashBackend:
     ) -> tuple[Reason, ...]:
         """Refuses other devices, other dtypes and larger head dims."""
         way_out = "leave the choice to jattn, or use implementation='mem_efficient'"
-        reasons = cuda_kernels_missing(self.name, device, ARCH, ARCH, way_out)
+        reasons = mem_efficient.cuda_kernels_missing(self.name, device, ARCH, ARCH, way_out)
         reasons += wrong_dtype(self.name, spec, DTYPES)
-        reasons += wide_heads(self.name, spec, flash_tiles.LARGEST_HEAD_DIM)
+        elsewhere = wide_heads("mem_efficient", spec, mem_efficient.LARGEST_HEAD_DIM)
+        if elsewhere:
+            way_out = elsewhere[0].remedy
+        reasons += wide_heads(self.name, spec, flash_tiles.LARGEST_HEAD_DIM, way_out)
         return reasons + symbolic_extents(self.name, spec)
 
     def forward(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.api import dot_product_attention
@@ -82,7 +83,7 @@ class AttentionFunction:
         mask: Array | StructuralMask | CausalBias | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Array | None = None,
-        dropout_rate: float = 0.0,
+        dropout_rate: float | Array = 0.0,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
         precision: Any = None,  # what JAX's own matmul functions accept
@@ -138,7 +139,9 @@ class AttentionFunction:
             )
         if deterministic:
             dropout_rate = 0.0
-        elif dropout_rng is None and dropout_rate > 0.0:
+        elif dropout_rng is None and (
+            isinstance(dropout_rate, jax.core.Tracer) or dropout_rate > 0.0
+        ):
             raise ValueError(
                 f"jattn.flax.attention_fn: dropout_rate is {dropout_rate} and deterministic is false, but dropout_rng"
                 " is None: give the module a dropout key, rngs={'dropout': key} in Linen and nnx.Rngs(dropout=...) in"
@@ -162,6 +165,16 @@ class AttentionFunction:
         if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
             bias = jnp.asarray(bias, jnp.float32)
 
+        is_causal = is_causal or self.is_causal
+        if _is_decoding_step(query, key, mask) and self.causal_alignment == "upper_left":
+            if self.local_window_size is not None:
+                raise ValueError(
+                    f"jattn.flax.attention_fn: local_window_size is {self.local_window_size}, but a query alone beside"
+                    f" {key.shape[-3]} keys is a step of decoding, whose place in the cache only the module's mask"
+                    " knows: have the mask hide the keys outside of the window"
+                )
+            is_causal = False  # the module's mask has the keys up to the query
+
         return dot_product_attention(
             query,
             key,
@@ -169,7 +182,7 @@ class AttentionFunction:
             bias,
             mask,
             scale=self.scale,
-            is_causal=is_causal or self.is_causal,
+            is_causal=is_causal,
             local_window_size=self.local_window_size,
             implementation=self.implementation,
             causal_alignment=self.causal_alignment,
@@ -203,7 +216,9 @@ def make_attention_fn(
     """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
 
     A causal or windowed layer built this way needs no (T, S) mask, and the tiles outside the band are skipped. What
-    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`.
+    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`. In a module
+    with ``decode=True`` the mask that the module makes has the keys up to the query: `is_causal` is then left to it,
+    and a `local_window_size` refused.
 
     Args:
       is_causal: query t sees keys up to t (or up to t + S - T, see `causal_alignment`).
@@ -228,15 +243,27 @@ def make_attention_fn(
     return AttentionFunction(
         is_causal=is_causal,
         causal_alignment=causal_alignment,
-        local_window_size=local_window_size,
+        local_window_size=(
+            tuple(local_window_size)
+            if isinstance(local_window_size, list | np.ndarray)
+            else local_window_size
+        ),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
-        alibi_slopes=None if alibi_slopes is None else tuple(alibi_slopes),
+        alibi_slopes=(
+            None if alibi_slopes is None else tuple(np.asarray(alibi_slopes, np.float32).tolist())
+        ),
         implementation=implementation,
     )
 
 
 attention_fn = AttentionFunction()
+
+
+def _is_decoding_step(query: Array, key: Array, mask: object) -> bool:
+    """Whether a module with ``decode=True`` calls: one query, all places of the cache, and a mask of those in use."""
+    is_array = mask is not None and not isinstance(mask, CausalBias)
+    return query.shape[-3] == 1 and key.shape[-3] > 1 and is_array
 
 
 def _refuse_products(*, precision: object, **products: Einsum | None) -> None:

@@ -280,15 +280,54 @@ def _sharding_rule(
 # ---- Explicit meshes: the types say --------------------------------------------------------------------------------
 
 
-def explicit_cut(spec: Spec, q: jax.Array) -> tuple[Any, Cut] | None:
-    """Returns the mesh and the cut of a call whose queries are sharded over axes of an explicit mesh, else None."""
-    sharding = jax.typeof(q).sharding
+def explicit_cut(spec: Spec, operands: Operands[jax.Array]) -> tuple[Any, Cut] | None:
+    """Returns the mesh and the cut of a call with an operand that is sharded over axes of an explicit mesh, else None.
+
+    The cut is that of the first such operand, so of the queries where these are sharded.
+    """
+    for name, x in operands._asdict().items():
+        if x is not None and (explicit := _explicit_axes(x)):
+            sharding = jax.typeof(x).sharding
+            entries = _as_of_queries(name, x.shape, sharding.spec)
+            return sharding.mesh, choose_cut(spec, dict(sharding.mesh.shape), entries, explicit)
+    return None
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """An array that is not sharded over an explicit mesh: what `vmap` maps it has no axis for."""
+    return jax.sharding.reshard(x, PartitionSpec()) if _explicit_axes(x) else x
+
+
+def sharder_of_mapped_axis(
+    arrays: Sequence[jax.Array], dims: Sequence[int | None]
+) -> Callable[[jax.Array], jax.Array]:
+    """What shards an array's first axis over an explicit mesh as the mapped axis of these arrays is."""
+    for x, dim in zip(arrays, dims, strict=True):
+        if dim is not None and _explicit_axes(x):
+            entry = jax.typeof(x).sharding.spec[dim]
+            return lambda result: jax.sharding.reshard(result, PartitionSpec(entry))
+    return lambda result: result
+
+
+def _explicit_axes(x: jax.Array) -> frozenset[str]:
+    """The axes of the explicit mesh that an array is sharded over; empty if it is on none, or whole."""
+    sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
-    explicit = frozenset(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if not any(entry is not None for entry in sharding.spec):
+        return frozenset()
+    return frozenset(
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == jax.sharding.AxisType.Explicit
     )
-    if not explicit or not any(entry is not None for entry in sharding.spec):
-        return None
-    return mesh, choose_cut(spec, dict(mesh.shape), sharding.spec, explicit)
+
+
+def _as_of_queries(name: str, shape: tuple[int, ...], given: Sequence[Any]) -> PartitionSpec:
+    """An operand's partition spec in the axes of the queries, (B, T, N, D); an axis that broadcasts is not cut."""
+    entries = [*given, *[None] * (len(shape) - len(given))]
+    if name in ("q", "k", "v"):
+        return PartitionSpec(*entries)
+    batch = entries[0] if shape[0] != 1 else None
+    has_heads = name in ("bias", "mask", "sinks", "alibi_slopes", "dropout_keys")
+    heads = entries[1] if has_heads and shape[1] != 1 else None
+    return PartitionSpec(batch, None, heads, None)

@@ -356,7 +356,7 @@ def _distribution_cases() -> list[Case]:
     """Each input distribution in a 16-bit type and in float32, a tail in S, causal every other time."""
     cases = []
     for i, distribution in enumerate(DISTRIBUTIONS):
-        # dS = P * (dout . v) leaves the range of float16, which S022 lets a kernel round to.
+        # dS = P * (dout . v) leaves the range of float16, to which a kernel may round it (docs/conventions.md).
         half = "bfloat16" if distribution == "huge_v" else DTYPES[1 + i % 2]
         for dtype in ("float32", half):
             cases.append(

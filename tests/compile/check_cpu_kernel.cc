@@ -242,9 +242,10 @@ class Operands {
 };
 
 cpu::Threads threads_of(int64_t count) {
-  return {count, [count](int64_t size, const std::function<void(int64_t)>& body) {
+  return {count, [count](int64_t size, int64_t thread_bytes, const std::function<void(int64_t)>& body) {
             std::atomic<int64_t> next{0};
             const auto work = [&] {
+              if (!cpu::reserve_thread_memory(thread_bytes)) throw std::bad_alloc();
               for (int64_t i; (i = next++) < size;) body(i);
             };
             std::vector<std::thread> others;

@@ -55,3 +55,29 @@ def test_every_tile_has_one_item_and_the_last_section_is_the_larger(
         for head in range(first, beyond)
     ]
     assert items == expected
+
+
+OVER_BATCH = """
+#include "cuda/sections.h"
+
+// Arguments: heads of a section, batch, all heads. Prints the heads of a section over all batch entries.
+int main(int, char** arguments) {
+  const auto number = [&](int i) { return std::stoll(arguments[i]); };
+  std::cout << jattn::cuda::heads_over_batch(number(1), number(2), number(3)) << "\\n";
+}
+"""
+
+
+def test_sections_over_the_batch_have_no_more_heads_than_there_are(tmp_path: Path) -> None:
+    """Else 2^15 heads of 2^17 batch entries are 2^32, of which an int32 keeps 0."""
+    program = build_host_program(SHIM + OVER_BATCH, tmp_path, f"-I{KERNELS.parent}")
+    for heads, batch, all_heads, want in [
+        (1, 1, 1, 1),
+        (3, 4, 16, 12),
+        (40, 4, 16, 64),
+        (1 << 15, 1 << 17, 1, 1 << 17),
+        (1, 1 << 30, 1, 1 << 30),
+    ]:
+        numbers = [str(x) for x in (heads, batch, all_heads)]
+        done = subprocess.run([program, *numbers], check=True, capture_output=True, text=True)
+        assert int(done.stdout) == want

@@ -207,6 +207,52 @@ def explicit_mesh(backend: str) -> None:
     close(got, want)
 
 
+@check
+def one_operand_on_an_explicit_mesh(backend: str) -> None:
+    """Only keys and values, or only the bias, are sharded: values, and types of gradients and tangents."""
+    q, k, v, _ = drawn()
+    bias = jax.random.normal(jax.random.key(5), (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return jattn.dot_product_attention(q, k, v, bias, implementation=backend)
+
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, pullback(2 * out), jax.jvp(attend, (q, k, v), (q, k, v))[1]
+
+    want = jax.jit(run)(q, k, v, bias)
+    with jax.sharding.set_mesh(the_mesh):
+        q, bias = jax.device_put((q, bias), PartitionSpec())
+        cut = jax.device_put((k, v), PartitionSpec("x"))
+        got = jax.jit(run)(q, *cut, bias)
+        assert jax.typeof(got[0]).sharding.spec[0] == "x", jax.typeof(got[0])
+        assert [jax.typeof(x).sharding.spec[0] for x in got[1]] == [None, "x", "x"]
+        close(got, want)
+        k, v = jax.device_put((k, v), PartitionSpec())
+        close(jax.jit(run)(q, k, v, jax.device_put(bias, PartitionSpec("x"))), want)
+
+
+@check
+def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
+    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = drawn()[0][:, :, :4]
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        def attend(x: Any) -> Any:
+            return jattn.dot_product_attention(x, x, x, implementation=backend)
+
+        out, pullback = jax.vjp(jax.vmap(attend), x)
+        return out, pullback(2 * out)[0]
+
+    want = run(x)
+    with jax.sharding.set_mesh(the_mesh):
+        got = run(jax.device_put(x, PartitionSpec("x")))
+        assert all(jax.typeof(y).sharding.spec[0] == "x" for y in got)
+    close(got, want)
+
+
 def new_operands(shared: bool) -> tuple[jax.Array, ...]:
     """Sinks and slopes, the same for all batch entries and heads or one each, and a dropout key."""
     shape = (1,) if shared else (4, 4)

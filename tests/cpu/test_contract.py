@@ -101,6 +101,9 @@ def test_a_visible_nan_in_a_value_reaches_its_channel(backend: str) -> None:
         (0, 4, 5, 2, 2),
         (2, 0, 5, 2, 1),
         (2, 4, 0, 2, 2),
+        # Several blocks of queries, or of heads of a group, that share keys.
+        (1, 200, 0, 2, 2),
+        (1, 1, 0, 300, 1),
         (2, 0, 0, 2, 2),
         (2, 4, 5, 0, 2),
         (2, 4, 5, 0, 0),
@@ -351,3 +354,101 @@ def test_attention_keeps_its_identities(backend: str) -> None:
     ]
     for a, b in zip(*square, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+LARGE_IDS = np.array([[3_000_000_000] * 2 + [4_000_000_000] * 2] * 2)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_known_segment_ids_that_int32_cannot_hold_are_refused(dtype: str) -> None:
+    x = normal(0, 2, 4, 2, 8)
+    with pytest.raises(ValueError, match="segment_ids holds 4000000000, must be at most"):
+        jattn.dot_product_attention(x, x, x, segment_ids=LARGE_IDS.astype(dtype))
+    small = np.arange(4).reshape(1, 4).repeat(2, 0).astype(dtype)
+    np.testing.assert_array_equal(
+        jattn.dot_product_attention(x, x, x, segment_ids=small),
+        jattn.dot_product_attention(x, x, x, segment_ids=small.astype("int32")),
+    )
+
+
+def test_traced_segment_ids_that_int32_cannot_hold_stay_apart() -> None:
+    """Their order says which are equal; in a program that runs with small ones, too."""
+    x = normal(0, 2, 4, 2, 8)
+    same = jnp.array([[0, 0, 1, 1]] * 2)
+
+    @jax.jit
+    def attend(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
+        return jattn.dot_product_attention(
+            x, x, x, query_segment_ids=of_queries, key_value_segment_ids=of_keys
+        )
+
+    want = attend(same, same)
+    large = jnp.asarray(LARGE_IDS.astype("uint32"))
+    np.testing.assert_array_equal(attend(large, large), want)
+    np.testing.assert_array_equal(attend(same.astype("uint32"), same.astype("uint32")), want)
+    np.testing.assert_array_equal(
+        attend(large, large[:, ::-1]), attend(same, same[:, ::-1]), err_msg="ids of both sides"
+    )
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+@pytest.mark.parametrize("beside", ["lengths", "positions", "slopes", "window"])
+@pytest.mark.parametrize("causal_alignment", ["upper_left", "lower_right"])
+def test_a_causal_bias_object_is_the_mask_that_it_says(
+    alignment: str, beside: str, causal_alignment: str
+) -> None:
+    """It counts indices, whatever lengths, positions or slopes count."""
+    q, k = normal(1, 2, 6, 4, 8), normal(2, 2, 10, 4, 8)
+    mask = jattn.CausalBias(alignment, 6, 10)  # type: ignore[arg-type]
+    lengths = {
+        "query_seq_lengths": jnp.array([4, 6]),
+        "key_value_seq_lengths": jnp.array([5, 9]),
+    }
+    options: dict[str, Any] = {
+        "lengths": lengths,
+        "positions": {
+            "query_positions": jnp.arange(6)[None].repeat(2, 0) + 3,
+            "key_value_positions": jnp.arange(10)[None].repeat(2, 0),
+            "local_window_size": (5, 2),
+        },
+        "slopes": {"alibi_slopes": jnp.array([0.1, 0.2, 0.3, 0.4])},
+        "window": {"local_window_size": (3, 0), **lengths},
+    }[beside]
+    attend = functools.partial(
+        jattn.dot_product_attention,
+        q,
+        k,
+        k,
+        causal_alignment=causal_alignment,
+        return_lse=True,
+        **options,
+    )
+    if beside == "positions" and causal_alignment == "lower_right":
+        return  # refused, as without the object
+    if "local_window_size" in options and alignment != causal_alignment:
+        with pytest.raises(ValueError, match="causal bias object is aligned"):
+            attend(mask=mask)
+        return
+    for got, want in zip(attend(mask=mask), attend(mask=mask.materialize()), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_numbers_that_float32_cannot_hold_are_refused(name: str) -> None:
+    x = normal(0, 1, 4, 2, 8)
+    with pytest.raises(ValueError, match=rf"{name} is 1e\+300, must be .*finite.*float32"):
+        jattn.dot_product_attention(x, x, x, **{name: 1e300})
+
+
+def test_both_flags_of_results_are_checked() -> None:
+    x = normal(0, 1, 4, 2, 8)
+    with pytest.raises(ValueError, match="return_residual is 'no', must be True or False"):
+        jattn.dot_product_attention(x, x, x, return_residual="no")  # type: ignore[call-overload]
+
+
+def test_a_bias_under_strict_promotion() -> None:
+    x = normal(0, 1, 4, 2, 8, dtype="bfloat16")
+    bias = normal(1, 1, 2, 4, 4, dtype="bfloat16")
+    want = jattn.dot_product_attention(x, x, x, bias)
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(jattn.dot_product_attention(x, x, x, bias), want)

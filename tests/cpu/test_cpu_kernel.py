@@ -255,6 +255,46 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     assert len({hashed for _, hashed in digests.values()}) == 1
 
 
+SHORT_OF_MEMORY = """
+import resource, sys
+import jax, jax.numpy as jnp
+import jattn
+
+# Head dim 32768: a thread works on tiles of 150 MB or more.
+x = jnp.ones((1, 64, 2, 1 << 15))
+gradients = jax.grad(lambda *x: jattn.dot_product_attention(*x, implementation="cpu").sum(), (0, 1, 2))
+run = jax.jit(gradients).lower(x, x, x).compile()
+with open("/proc/self/statm") as sizes:
+    used = int(sizes.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (int(sys.argv[1]) << 20), resource.RLIM_INFINITY))
+try:
+    jax.block_until_ready(run(x, x, x))
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="measures its own memory on Linux"
+)
+def test_a_thread_without_memory_is_an_error_and_no_crash() -> None:
+    """Tasks wait for one another: a pass that lacks memory ends before the first of them begins."""
+    outputs = []
+    for mebibytes in (150, 250, 350):
+        done = subprocess.run(
+            [sys.executable, "-c", SHORT_OF_MEMORY, str(mebibytes)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert any("no memory for the tiles that a thread works on" in output for output in outputs), (
+        outputs
+    )
+
+
 def pool_size() -> int:
     """The threads of XLA's pool, by their name."""
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]

@@ -389,12 +389,12 @@ def weights(
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_S070_a_backend_drops_exactly_the_pairs_of_the_mask(backend: str, broadcast: bool) -> None:
+def test_a_backend_drops_exactly_the_pairs_of_the_mask(backend: str, broadcast: bool) -> None:
     got, lse = weights(backend, broadcast)
     shape = (1, 1, *got.shape[2:]) if broadcast else got.shape
     mask = jattn.dropout_mask(SEED, 4, shape, 0.3)  # type: ignore[arg-type]
     assert ((got > 0) == mask).all()
-    # What is kept is exp(s - lse) / (1 - r), and lse is that of all weights (S091).
+    # What is kept is exp(s - lse) / (1 - r), and lse is that of all weights.
     plain = weights("reference", broadcast)
     np.testing.assert_allclose(got, plain[0], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(lse, plain[1], rtol=2e-5, atol=1e-6)
@@ -402,7 +402,7 @@ def test_S070_a_backend_drops_exactly_the_pairs_of_the_mask(backend: str, broadc
 
 
 @pytest.mark.parametrize("rate", [1 / 400, 0.996, 0.9999])
-def test_S070_a_backend_drops_the_same_pairs_at_extreme_rates(backend: str, rate: float) -> None:
+def test_a_backend_drops_the_same_pairs_at_extreme_rates(backend: str, rate: float) -> None:
     """Rates where the lower bits decide much, and beyond the largest that counts."""
     got, _ = weights(backend, rate=rate)
     mask = np.asarray(jattn.dropout_mask(SEED, 4, got.shape, rate))  # type: ignore[arg-type]
@@ -411,7 +411,7 @@ def test_S070_a_backend_drops_the_same_pairs_at_extreme_rates(backend: str, rate
     np.testing.assert_allclose(got, weights("reference", rate=rate)[0], rtol=2e-5, atol=1e-6)
 
 
-def test_S073_the_same_seed_gives_the_same_bits(backend: str) -> None:
+def test_the_same_seed_gives_the_same_bits(backend: str) -> None:
     """Forward and backward; another seed, another offset and another key give others."""
     q, k, v, dout = jax.random.normal(jax.random.key(2), (4, 2, 40, 2, 8))
 

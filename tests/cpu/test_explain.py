@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
@@ -208,3 +209,28 @@ def test_explaining_counts_no_call() -> None:
     str(jattn.explain(jax.grad(loss), Q, Q, Q))
     str(jattn.explain(Q, Q, Q, needs_grad=True))
     assert jattn.call_counters() == {}
+
+
+def test_numbers_of_numpy_and_known_arrays_are_numbers() -> None:
+    """What ``dot_product_attention`` takes as a number has a shape, too."""
+    options: dict[str, Any] = {
+        "scale": 1 / np.sqrt(8),
+        "is_causal": np.bool_(True),
+        "local_window_size": np.array([2, 1]),
+        "logits_soft_cap": np.float32(3),
+        "dropout_rate": np.float32(0.1),
+        "dropout_seed": np.int64(3),
+    }
+    x = jnp.ones(Q.shape, Q.dtype)
+    jattn.dot_product_attention(x, x, x, **options)
+    assert jattn.explain(Q, Q, Q, **options).chosen == "cpu"
+    assert jattn.select_backend(Q, Q, Q, scale=jnp.float32(0.3)) == "cpu"
+
+
+def test_a_type_that_jax_would_not_keep_is_refused() -> None:
+    x = jax.ShapeDtypeStruct((1, 4, 2, 8), "float64")
+    if jax.config.jax_enable_x64:
+        assert jattn.explain(x, x, x).chosen == "cpu"
+    else:
+        with pytest.raises(ValueError, match="float64, which JAX would make float32"):
+            jattn.explain(x, x, x)

@@ -126,10 +126,12 @@ def test_linen_module_agrees_with_flax(name: str) -> None:
     )
 
 
-def test_linen_decoding_equals_the_causal_pass() -> None:
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_linen_decoding_equals_the_causal_pass(options: dict[str, Any]) -> None:
     x = normal(1, BATCH, Q_LEN, FEATURES)
-    whole = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
-    step = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, decode=True)
+    function = jattn.flax.make_attention_fn(**options)
+    whole = nn.MultiHeadDotProductAttention(HEADS, attention_fn=function)
+    step = nn.MultiHeadDotProductAttention(HEADS, attention_fn=function, decode=True)
     variables = step.init(jax.random.key(7), x)
     expected = whole.apply({"params": variables["params"]}, x, mask=nn.make_causal_mask(x[..., 0]))
 
@@ -197,13 +199,37 @@ def test_nnx_is_causal_and_grouped_heads(num_kv_heads: int, masked: bool) -> Non
     )
 
 
-def test_nnx_decoding_equals_the_causal_pass() -> None:
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_nnx_decoding_equals_the_causal_pass(options: dict[str, Any]) -> None:
     x = normal(1, BATCH, Q_LEN, FEATURES)
-    module = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=attention_fn, rngs=nnx.Rngs(7))
+    function = jattn.flax.make_attention_fn(**options)
+    module = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=function, rngs=nnx.Rngs(7))
     expected = module(x, is_causal=True, decode=False)
     module.init_cache(x.shape)
     steps = [module(x[:, t : t + 1], decode=True) for t in range(Q_LEN)]
     close(jnp.concatenate(steps, axis=1), expected)
+
+
+def test_decoding_with_a_window_is_refused() -> None:
+    window = jattn.flax.make_attention_fn(local_window_size=(3, 0))
+    module = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=window, rngs=nnx.Rngs(7))
+    module.init_cache((BATCH, Q_LEN, FEATURES))
+    with pytest.raises(ValueError, match=r"local_window_size is \(3, 0\), but a query alone"):
+        module(normal(1, BATCH, 1, FEATURES), decode=True)
+
+
+def test_functions_of_arrays_and_lists_are_hashable_and_equal() -> None:
+    make = jattn.flax.make_attention_fn
+    slopes = 2.0 ** -jnp.arange(1.0, 5.0)
+    assert make(alibi_slopes=slopes) == make(alibi_slopes=slopes.tolist())
+    assert hash(make(alibi_slopes=slopes)) == hash(make(alibi_slopes=slopes.tolist()))
+    assert hash(make(local_window_size=[2, 0])) == hash(make(local_window_size=(2, 0)))
+
+
+def test_a_traced_dropout_rate_needs_a_key() -> None:
+    q = normal(1, BATCH, Q_LEN, HEADS, 8)
+    with pytest.raises(ValueError, match="dropout_rng is None"):
+        jax.jit(lambda rate: attention_fn(q, q, q, dropout_rate=rate))(0.1)
 
 
 # --- arguments of the function itself ---------------------------------------------------------------------------------
@@ -536,7 +562,7 @@ def recording(recorder: Recorder) -> Callable[..., Array]:
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 @pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "each"])
-def test_S140_dropout_in_linen(broadcast: bool, make_key: Callable[[int], Array]) -> None:
+def test_dropout_in_linen(broadcast: bool, make_key: Callable[[int], Array]) -> None:
     """Values and gradients are those of the weights under our mask; training draws, evaluation does not."""
     x = normal(1, BATCH, Q_LEN, FEATURES)
     causal = MASKS["causal-float"](Q_LEN, Q_LEN)
@@ -574,7 +600,7 @@ def test_S140_dropout_in_linen(broadcast: bool, make_key: Callable[[int], Array]
 
 
 @pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "each"])
-def test_S140_dropout_in_nnx(broadcast: bool) -> None:
+def test_dropout_in_nnx(broadcast: bool) -> None:
     x = normal(1, BATCH, Q_LEN, FEATURES)
 
     def results(function: Callable[..., Array]) -> list[Array]:

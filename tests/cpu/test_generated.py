@@ -90,6 +90,9 @@ def test_every_feature_has_words_and_a_row() -> None:
     assert set(backend_table.ARGUMENTS) == set(FEATURES)
     first = [row[0] for row in backend_table.rows()]
     assert first[4:] == [backend_table.ARGUMENTS[feature] for feature in FEATURES]
+    largest = dict(zip(backend_table.rows()[0], backend_table.rows()[3], strict=True))
+    assert largest["`flash`"] == "256"
+    assert largest["`mem_efficient`"] == "512 (float32 with gradients: 384 on sm_86, sm_89, sm_120)"
     names = [row[0] for row in backend_table.summary()[1:]]
     assert names == ["`flash`", "`mem_efficient`", "`cpu`", "`xla`", "`reference`"]
 

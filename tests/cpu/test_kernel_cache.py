@@ -341,6 +341,15 @@ def test_concurrent_writers(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [f"{NAME}.cubin"]
 
 
+def test_files_of_a_killed_process_of_the_same_number(folder: Path) -> None:
+    """In a container a process often has the number of the one before."""
+    folder.mkdir(mode=0o700)
+    for i in range(1000):
+        (folder / f"{NAME}.{os.getpid()}.{i}.tmp").touch(mode=0o600)
+    write(folder)
+    assert read(folder) == CUBIN
+
+
 # Listing and clearing
 
 

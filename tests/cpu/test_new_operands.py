@@ -467,9 +467,7 @@ KEY = jax.random.PRNGKey(0)
         ),
     ],
 )
-def test_S075_S131_wrong_calls_are_refused_while_tracing(
-    keywords: dict[str, Any], message: str
-) -> None:
+def test_wrong_calls_are_refused_while_tracing(keywords: dict[str, Any], message: str) -> None:
     q, k, v, *_ = drawn()
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(

@@ -94,6 +94,15 @@ def test_J05_switch_off_and_on() -> None:
     assert jattn.select_backend(X, X, X) == "cpu"
 
 
+@pytest.mark.parametrize("enabled", [None, 0, 1, "off"])
+def test_a_switch_that_is_no_bool_is_refused(enabled: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"jattn\.set_enabled: enabled is .*, must be True or False"
+    ):
+        jattn.set_enabled(enabled)  # type: ignore[arg-type]
+    assert jattn.select_backend(X, X, X) == "cpu"
+
+
 def test_J05_options_reach_a_backward_traced_later() -> None:
     """The set of the forward call holds for its backward, although the context was left between the two."""
     with jattn.sdpa_kernel(["xla"]):
@@ -146,6 +155,24 @@ def test_names_of_backends_are_checked() -> None:
         pass
     with pytest.raises(jattn.NoBackendError, match="No viable backend"):
         jattn.dot_product_attention(X, X, X, implementation=())
+
+
+def test_the_switch_leaves_the_context_that_it_was_moved_in() -> None:
+    with jattn.sdpa_kernel("xla"), jattn.deterministic("warn"):
+        jattn.set_enabled(False)
+    try:
+        jattn.set_enabled(True)
+        assert jattn.select_backend(X, X, X) == "cpu"
+        assert jattn.config.current_options() == jattn.config._DEFAULT
+    finally:
+        jattn.set_enabled(True)
+
+
+def test_strict_fallback_has_the_reasons_of_the_backends_named() -> None:
+    with jattn.strict_fallback(), pytest.raises(jattn.NoBackendError) as caught:
+        jattn.dot_product_attention(X, X, X, implementation=("flash", "xla"))
+    assert caught.value.reasons
+    assert "flash" in str(caught.value)
 
 
 def test_strict_fallback_is_an_error_and_a_fallback_warns_once() -> None:

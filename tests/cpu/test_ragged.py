@@ -329,7 +329,7 @@ def test_T076_sequences_of_length_1() -> None:
 
 
 def test_T049_R050_sequences_of_length_0() -> None:
-    """The seed refused them because it could see them; with ``strict`` so do we, where they are known."""
+    """They are computed; with ``strict`` they are refused where they are known."""
     lengths = list(drawn_lengths("T049", 32, 1, 31))
     lengths[1::3] = [0] * len(lengths[1::3])
     case = RaggedCase("T049", tuple(lengths), dtype="float16")
@@ -390,7 +390,7 @@ def _t077() -> list[Any]:
 
 @pytest.mark.parametrize("expand", _t077())
 def test_T077_R042_R060_R110_broadcasting(expand: tuple[bool, ...]) -> None:
-    """A single sequence or head stands for all; compared with explicitly repeated data, gradients included (D-R3)."""
+    """A single sequence or head stands for all; compared with explicitly repeated data, gradients included."""
     q_batch, k_batch, v_batch, q_heads, k_heads, v_heads = expand
     batch, heads = 5, 4
     rng = np.random.default_rng(77)
@@ -439,7 +439,7 @@ def test_T077_R042_R060_R110_broadcasting(expand: tuple[bool, ...]) -> None:
 
 @pytest.mark.backends("cpu", "reference")
 def test_T078_T050_R043_dense_query(backend: str) -> None:
-    """A dense query of batch 1 is repeated for each sequence; training through it works (refused by the seed)."""
+    """A dense query of batch 1 is repeated for each sequence; training through it works."""
     lengths = drawn_lengths("T078", 32, 1, 20)
     q = normal(1, 1, 1, 16, 64)
     k, v = ragged(2, lengths, 16, 64), ragged(50, lengths, 1, 96)
@@ -503,7 +503,7 @@ def test_R040_R041_R109_refusals_are_a_function_of_shapes() -> None:
 
 
 def test_T046_R061_head_dims_that_need_padding() -> None:
-    """Head dim 57 was refused by the seed's flash in ragged form; no head dim is refused for alignment here (D-R1)."""
+    """No head dim is refused for alignment, in ragged form either: flash takes 57."""
     with jattn.target_device(SM90):
         x = jax.eval_shape(lambda: ragged(1, (2, 4, 5, 6, 7), 8, 57, dtype="bfloat16"))
         assert jax.eval_shape(functools.partial(attend, implementation="flash"), x, x, x)
@@ -523,7 +523,7 @@ def test_compute_dtype_casts_first() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_T053_the_choice_on_this_cpu(dtype: str) -> None:
-    """The kernel takes what the seed left to the reference: ragged batches and dropout."""
+    """The kernel takes ragged batches and dropout, too."""
     x = ragged(1, (5, 3), 8, 64, dtype=dtype)
     for options in ({}, {"dropout_rate": 0.7, "dropout_seed": 1}):
         before = jattn.call_counters().get("cpu", {}).get("forward", 0)
@@ -811,7 +811,7 @@ def test_T006_T014_an_encoder_of_ragged_layers(backend: str) -> None:
 
 
 def test_T021_from_a_padding_mask() -> None:
-    """The eager check of the seed: a left-aligned mask packs, another one is refused and stays a dense mask."""
+    """A left-aligned mask packs; another one is refused and stays a dense mask."""
     x = normal(1, 1, 3, 2, 4)
     aligned, other = jnp.asarray([[True, True, False]]), jnp.asarray([[False, True, False]])
     packed = RaggedArray.from_mask(x, aligned)
@@ -986,3 +986,43 @@ def test_cumulative_lengths_with_used_keys() -> None:
     for rows, keys in ((slice(0, 2), slice(0, 3)), (slice(2, 5), slice(8, 14))):
         want = textbook(q[rows], k[keys], k[keys])
         np.testing.assert_allclose(out[rows], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64"])
+def test_lengths_of_narrow_types_add_up(dtype: str) -> None:
+    made = RaggedArray.from_padded(jnp.ones((2, 300, 1)), np.array([100, 120], dtype))
+    assert made.offsets.tolist() == [0, 100, 220]
+
+
+def test_conversions_check_what_they_know() -> None:
+    x = jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 5\), must be \(2, 3\)"):
+        RaggedArray.from_mask(x, jnp.ones((2, 5), bool))
+    with pytest.raises(ValueError, match="max_length is 2, but a sequence has 3 rows"):
+        RaggedArray.from_segment_ids(jnp.ones((5, 4)), jnp.array([0, 0, 0, 1, 1]), 2, max_length=2)
+    with pytest.raises(ValueError, match="alignment is 0, must be 1 or more"):
+        RaggedArray.from_list([x[0]], alignment=0)
+    with pytest.raises(ValueError, match="must have an axis of rows"):
+        RaggedArray.from_list([1.0, 2.0])
+
+
+def test_options_of_batches_of_problems_are_checked() -> None:
+    rows = RaggedArray(jnp.ones((5, 6, 4, 8)), jnp.array([0, 2, 5]))
+    other = RaggedArray(jnp.ones((5, 6, 4, 8)), jnp.array([0, 4, 5]))
+    with pytest.raises(ValueError, match="form is 'foo'"):
+        attend(rows, rows, rows, form="foo")
+    with pytest.raises(ValueError, match="return_lse is 1, must be True or False"):
+        attend(rows, rows, rows, return_lse=1)
+    with pytest.raises(ValueError, match="rows in different sequences"):
+        attend(rows, other, other)
+
+
+def test_varlen_takes_windows_and_alignments_as_the_dense_call_does() -> None:
+    x, borders = jnp.asarray(normal(0, 7, 2, 8)), jnp.array([0, 3, 7])
+    of_keys = jnp.array([0, 2, 7])
+    varlen = functools.partial(jattn.flash_mha_varlen, x, x, x, borders, of_keys)
+    np.testing.assert_array_equal(varlen(window_size=np.array([1, 0])), varlen(window_size=(1, 0)))
+    left = varlen(is_causal=True, causal_alignment="upper_left")
+    assert not np.allclose(left, varlen(is_causal=True))
+    q, k = RaggedArray(x, borders), RaggedArray(x, of_keys)
+    np.testing.assert_array_equal(left, attend(q, k, k, is_causal=True).values)

@@ -13,7 +13,7 @@ import pytest
 
 import jattn
 
-# (batch, heads, T, S, D) of the seed, with fewer batch entries and heads: the lengths and head dims are what matters.
+# (batch, heads, T, S, D): few batch entries and heads, for the lengths and head dims are what matters.
 SHAPES = ((2, 3, 128, 128, 16), (2, 3, 128, 256, 32), (2, 3, 256, 128, 32), (1, 1, 23, 56, 15))
 CAUSAL_BIAS = {"upper_left": jattn.causal_upper_left, "lower_right": jattn.causal_lower_right}
 
@@ -84,7 +84,7 @@ def test_T081_causal_variants(alignment: str, shape: tuple[int, ...], backend: s
     bias = made(alignment, shape)
     compare_with_mask(bias, arrays, backend)
     if alignment == "lower_right" and shape[2] > shape[3]:
-        # The seed skipped this one for its NaNs: rows without keys are zeros here (D03).
+        # Rows that see no key are zeros, never NaN (docs/conventions.md).
         out, dq, _, _ = with_gradients(arrays, mask=bias, implementation=backend)
         without_keys = shape[2] - shape[3]
         assert (np.asarray(out)[:, :without_keys] == 0).all()

@@ -16,7 +16,7 @@ from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-# The seed's tolerances of the CPU kernel against the reference.
+# Of the CPU kernel against the reference; those against float64 come from types and lengths.
 CPU_TOLERANCE = {
     "float64": (5e-6, 1e-5),
     "float32": (5e-6, 1e-5),
@@ -51,7 +51,7 @@ def test_T052_gradcheck_through_a_packed_projection(contiguous: bool, backend: s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_T053_choice_on_cpu(dtype: str) -> None:
-    """The CPU kernel in all four types, with dropout too, which the seed left to the reference."""
+    """The CPU kernel in all four types, with dropout too."""
     with jax.enable_x64(dtype == "float64"):
         x = jax.ShapeDtypeStruct((2, 128, 8, 64), dtype)
         for options in ({}, {"dropout_rate": 0.7, "dropout_seed": 1}):
@@ -113,7 +113,7 @@ MASK_FORMS = tuple(
 @pytest.mark.parametrize("kind", ["bias", "mask"])
 @pytest.mark.parametrize(("i", "form"), list(enumerate(MASK_FORMS)), ids=str)
 def test_T055_every_mask_shape(i: int, form: str, kind: str, backend: str) -> None:
-    """The types take turns over the shapes; a float mask's gradient is compared too (the seed fell back for it)."""
+    """The types take turns over the shapes; a float mask's gradient is compared too."""
     dtype = ("float32", "bfloat16", "float16")[i % 3]
     case = Case(
         name=f"T055-{kind}-{form}",
@@ -238,7 +238,7 @@ def test_T063_head_dim_1(backend: str) -> None:
 def test_T019_against_the_plain_formula(
     rank: int, is_causal: bool, mask_rank: int | None, dtype: str, backend: str
 ) -> None:
-    """The op against an independent numpy formula. Mask and is_causal both apply (D02)."""
+    """The op against an independent numpy formula. Mask and is_causal both apply."""
     case = Case(
         name=f"T019-{rank}-{mask_rank}-{is_causal}-{dtype}",
         batch=5 if rank == 4 else 1,

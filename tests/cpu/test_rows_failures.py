@@ -1,4 +1,4 @@
-"""Acceptance rows T029 to T051: refusals, wrong calls, and the seed's refusals that are supported here.
+"""Acceptance rows T029 to T051: refusals, wrong calls, and what other libraries refuse and every backend runs here.
 
 A refusal is tested three ways: `jattn.explain` names its code, the forced call raises NoBackendError with that code
 while tracing, and a UserWarning carries its phrase. Devices that nobody has here are injected.
@@ -77,7 +77,7 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
 @pytest.mark.parametrize("head_dim", [193, 204, 256])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], ids=str)
 def test_T029_head_dims_that_sm86_could_not_train(arch: tuple[int, int], head_dim: int) -> None:
-    """The seed's kernels lacked shared memory on sm86 to sm89 for the backward pass; ours choose tiles by device."""
+    """sm_86 and sm_89 have less shared memory for the backward pass: tiles are chosen by device."""
     arrays = alike(2, 4, 2, head_dim)
     for needs_grad in (False, True):
         accepted(arrays, "mem_efficient", cuda(*arch), needs_grad=needs_grad)
@@ -96,7 +96,7 @@ def test_T030_no_backend_enabled() -> None:
 
 
 def test_T031_rank_3_is_a_single_batch_entry(backend: str) -> None:
-    """The seed refused rank 3; here it is (T, N, D) and gets its batch axis before any backend sees it."""
+    """Rank 3 is (T, N, D), and gets its batch axis before any backend sees it."""
     x = normal(1, 3, 2, 8, dtype="float16")
     attend = functools.partial(jattn.dot_product_attention, implementation=backend)
     np.testing.assert_array_equal(attend(x, x, x), attend(x[None], x[None], x[None])[0])
@@ -116,7 +116,7 @@ def test_T032_batch_and_heads_must_fit(implementation: str | None) -> None:
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 0), (0, 4), (4, 0)])
 def test_T033_zero_lengths_work(q_len: int, kv_len: int, backend: str) -> None:
-    """Refused by the seed; defined here in every backend (D07)."""
+    """Defined in every backend: "Zero sizes" in docs/conventions.md."""
     q = normal(1, 2, q_len, 2, 8, dtype="float16")
     k, v = (normal(i, 2, kv_len, 2, size, dtype="float16") for i, size in ((2, 8), (3, 6)))
     attend = functools.partial(jattn.dot_product_attention, implementation=backend, return_lse=True)
@@ -134,7 +134,7 @@ def test_T033_zero_lengths_work(q_len: int, kv_len: int, backend: str) -> None:
 
 
 def test_T034_transposed_inputs(backend: str) -> None:
-    """JAX has no strides; what arrives through transposes, slices and broadcasts equals materialised arrays (S003)."""
+    """JAX has no strides; what arrives through transposes, slices and broadcasts equals materialised arrays."""
     q, k, v = (normal(i, 2, 7, 3, 8) for i in range(3))
     attend = functools.partial(jattn.dot_product_attention, implementation=backend)
     want = attend(q, k, v)
@@ -150,13 +150,18 @@ def test_T034_transposed_inputs(backend: str) -> None:
 
 
 def test_T035_head_dims_beyond_the_limit() -> None:
-    """A head dim that no vector divides is fine (D04); one beyond the limit is refused, with the limit."""
+    """A head dim that no vector divides is fine; one beyond the limit is refused, with the limit."""
     accepted(alike(2, 3, 2, 9), "mem_efficient")
     accepted(alike(2, 3, 2, 9), "flash")
     phrase = "requires q,k,v to have"
     reason = refusal("HEAD_DIM", phrase, alike(2, 3, 2, 257), "flash")
     assert (reason.argument, reason.actual) == ("head_dim", 257)
     assert "256" in str(reason)
+    assert "implementation='mem_efficient'" in reason.remedy
+    assert (
+        "implementation='xla'" in refusal("HEAD_DIM", phrase, alike(2, 3, 2, 513), "flash").remedy
+    )
+    accepted(alike(2, 3, 2, 257), "mem_efficient")
     refusal("HEAD_DIM", phrase, alike(2, 3, 2, 513), "mem_efficient")
     wide_v = (shaped(2, 3, 2, 64), shaped(2, 3, 2, 64), shaped(2, 3, 2, 513))
     assert refusal("HEAD_DIM", phrase, wide_v, "mem_efficient").argument == "head_dim_v"
@@ -172,7 +177,7 @@ def test_T036_float64() -> None:
 
 @pytest.mark.parametrize("kind", ["bias", "mask"])
 def test_T037_dense_masks_are_taken(kind: str) -> None:
-    """The seed's flash refused them; every fused backend takes them here, forward and backward (S034 as decided)."""
+    """Every fused backend takes them, forward and backward."""
     arrays = alike(2, 3, 2, 16)
     dense = {kind: shaped(2, 2, 3, 3, dtype="bool" if kind == "mask" else "float16")}
     for backend in ("flash", "mem_efficient"):
@@ -184,7 +189,7 @@ def test_T037_dense_masks_are_taken(kind: str) -> None:
     ("dtype", "head_dim"), [("float16", 5), ("float32", 2), ("float32", 3), ("bfloat16", 1)]
 )
 def test_T038_unaligned_head_dims(dtype: str, head_dim: int) -> None:
-    """Refused by the seed for alignment; accepted here (D04). Devices older than the kernels are refused as such."""
+    """No head dim is refused for alignment. Devices older than the kernels are refused as such."""
     arrays = alike(2, 8, 2, head_dim, dtype=dtype)
     accepted(arrays, "mem_efficient", cuda(8, 0), needs_grad=True)
     accepted(arrays, "mem_efficient", SM90, needs_grad=True)
@@ -270,7 +275,7 @@ print("refused")
     "ranks", [(1, 1, 1), (2, 2, 2), (1, 2, 2), (3, 4, 4), (4, 3, 4), (4, 4, 5)], ids=str
 )
 def test_T044_wrong_ranks(ranks: tuple[int, ...], implementation: str | None) -> None:
-    """Rank 5 alone is a second batch axis and legal (README, layout); ranks 1, 2 and mixed ones are wrong calls."""
+    """Rank 5 alone is a second batch axis and legal; ranks 1, 2 and mixed ones are wrong calls."""
     arrays = [jnp.zeros((4,) * rank, "float16") for rank in ranks]
     with pytest.raises(ValueError, match=r"rank|axes|shape"):
         jattn.dot_product_attention(*arrays, implementation=implementation)
@@ -317,7 +322,7 @@ def test_T049_zero_lengths_in_a_batch(backend: str) -> None:
 
 
 def test_T051_non_square_causal(backend: str) -> None:
-    """Refused by the seed's flash; served here by every backend, upper left."""
+    """Served by every backend, upper left."""
     arrays = (shaped(1, 8, 1, 16, dtype="bfloat16"), *alike(1, 12, 1, 16, dtype="bfloat16")[:2])
     for fused in ("flash", "mem_efficient"):
         accepted(arrays, fused, needs_grad=True, is_causal=True)

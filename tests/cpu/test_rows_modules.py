@@ -584,7 +584,7 @@ def test_T024_train_with_is_causal(backend: str) -> None:
     params = initial(model, x)
     grads = jax.jit(jax.grad(lambda p: (model.apply(p, x, causal_mask(4)) ** 2).sum()))(params)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(grads))
-    # is_causal alone is enough (D06), and says the same as the mask.
+    # is_causal alone is enough, and says the same as the mask.
     masked = encoder(backend, num_heads=1, hidden=4, activation="gelu")
     close(model.apply(params, x), masked.apply(params, x, causal_mask(4)))
 
@@ -610,7 +610,7 @@ def test_T025_ones_give_exactly_sixteen(backend: str) -> None:
 
 
 def test_T025_head_dim_2_is_accepted(backend: str) -> None:
-    """The seed's kernels refused float32 with head dim 2; here any head dim up to the limit runs (D04)."""
+    """Any head dim up to the limit runs, in float32 too."""
     projected = jnp.full((1, 2, 1, 2), 4.0)
     out = jattn.dot_product_attention(
         projected, projected, projected, is_causal=True, implementation=backend

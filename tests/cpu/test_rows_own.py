@@ -1,4 +1,4 @@
-"""Rows J07 to J14: what jattn adds to the seed's tests."""
+"""Acceptance rows J07 to J14: head dims, ranks, groups, decoding, rows without keys, `jax.nn`, log-sum-exp, memory."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize("head_dim", [*range(1, 17), 21, 203, 257])
 def test_J07_every_head_dim(head_dim: int, backend: str) -> None:
-    """The seed padded to a multiple of 8; the result and the gradients have the true head dim and its scale."""
+    """The result and the gradients have the true head dim and its scale, whatever a kernel pads to."""
     verify(
         Case(
             name=f"J07-{head_dim}",

@@ -1,4 +1,4 @@
-"""The same bits twice: the forward always, the backward in strict mode (sdpa.md S098, row T071)."""
+"""The same bits twice: the forward always, the backward in strict mode (row T071)."""
 
 import jax
 import jax.numpy as jnp

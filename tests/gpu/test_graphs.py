@@ -1,4 +1,4 @@
-"""Calls inside captured command buffers: the same bits as outside, run after run (sdpa.md S100, S101)."""
+"""Calls inside captured command buffers: the same bits as outside, run after run."""
 
 import dataclasses
 import os

@@ -1,5 +1,7 @@
 """Sizes at which 32-bit offsets and grid limits break, and how much memory a long call takes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,39 @@ def test_more_elements_than_int32_counts(backend: str) -> None:
     np.testing.assert_allclose(
         np.asarray(out[-1:], np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02
     )
+
+
+@pytest.mark.parametrize("mode", ["off", "strict"])
+@pytest.mark.backends("flash")
+def test_sections_of_more_heads_than_int32_counts(mode: str, backend: str) -> None:
+    """A bias that 2^17 batch entries share: sections of 2^15 heads of each entry would be 2^32 heads."""
+    batch, length, head_dim = 1 << 17, 8, 8
+    keys = jax.random.split(jax.random.key(3), 4)
+    q, k, v, dout = (
+        jax.random.normal(key, (batch, length, 1, head_dim), jnp.bfloat16) for key in keys
+    )
+    bias = jnp.ones((1, 1, length, length), jnp.bfloat16)
+    kept = slice(-2, None)
+
+    def gradients(implementation: str, *x: jax.Array) -> list[jax.Array]:
+        def attend(*x: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(
+                *x, bias, is_causal=True, implementation=implementation
+            )
+
+        *primals, dout = x
+        # Of q alone, of k alone, of all three: other kernels each.
+        of_q = jax.vjp(lambda q: attend(q, *primals[1:]), primals[0])[1](dout)
+        of_k = jax.vjp(lambda k: attend(primals[0], k, primals[2]), primals[1])[1](dout)
+        return [*of_q, *of_k, *jax.vjp(attend, *primals)[1](dout)]
+
+    with jattn.deterministic(mode):
+        got = jax.jit(functools.partial(gradients, backend))(q, k, v, dout)
+    want = gradients("reference", *(x[kept] for x in (q, k, v, dout)))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(x[kept], np.float32), np.asarray(y, np.float32), atol=0.02, rtol=0.02
+        )
 
 
 @pytest.mark.backends("mem_efficient", "flash")

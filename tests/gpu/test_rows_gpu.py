@@ -50,7 +50,7 @@ def test_T001_rank_2_mask_equals_rank_4(backend: str) -> None:
 @pytest.mark.backends("mem_efficient")
 @pytest.mark.parametrize("head_dim", [4, 2])
 def test_T026_ones_give_exactly_sixteen(head_dim: int, backend: str) -> None:
-    """T025 on the GPU; head dim 2 was refused by the seed and runs here (D04)."""
+    """T025 on the GPU, at head dim 2 too."""
     projected = jnp.full((1, 2, 1, head_dim), 4.0)
     out = jattn.dot_product_attention(
         projected,
@@ -244,7 +244,7 @@ def test_T066_T067_packed_gradients(
 
 
 def with_dropout(found: tuple[Case, ...], rate: float) -> list[Case]:
-    """The problems, and those of up to 1024 tokens (as in the seed) with dropout."""
+    """The problems, and those of up to 1024 tokens with dropout."""
     short = [case for case in found if max(case.q_len, case.kv_len) <= 1024]
     return [*found, *(case.but("dropout", dropout_rate=rate) for case in short)]
 

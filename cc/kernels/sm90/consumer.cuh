@@ -208,9 +208,10 @@ struct Consumer {
   __device__ __forceinline__ bool finish_by_merging(Scores& s, const TileHeader& header, Softmax& softmax) const {
     if ((header.flags & kMasks) || !softmax.at_zero()) return false;
     softmax.rescale = false;
+    if constexpr (frees_k_before_row(C)) release({control.k_empty, ring.index});
     merge_row_bias<C>(s, context(header), softmax);
     if constexpr (C.dropout_rows) drop_pairs_by_rows<C>(s, context(header));
-    release({control.k_empty, ring.index});
+    if constexpr (!frees_k_before_row(C)) release({control.k_empty, ring.index});
     return true;
   }
 

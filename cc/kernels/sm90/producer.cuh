@@ -140,6 +140,7 @@ struct Producer {
   bool by_documents = false;     // items are those of the list of documents
   bool keys_are_padded = false;  // of the present item, then
   int kv_begin = 0;              // row of its first key
+  RowRing<C> row_ring;
   DropRing<C> drop_ring;
 
   using S = Shape<C>;
@@ -304,7 +305,7 @@ struct Producer {
         const int column = 32 * i + int(threadIdx.x % 32);
         if constexpr (C.positions) control.kv_positions[k_ring.index][column] = columns.positions[i];
         if constexpr (C.row_bias) {
-          float* const place = &control.row_bias[k_ring.index][place_in_row(column)];
+          float* const place = &control.row_bias[row_ring.index][place_in_row(column)];
           place[0] = columns.bias[i];
           place[C.tile_kv] = columns.bias[i] * kLog2E;
         }
@@ -384,6 +385,7 @@ struct Producer {
     wait_as_warp({control.k_empty, k_ring.index}, k_ring.parity);
     if (leads()) {
       control.headers[k_ring.index] = {kv_tile, flags | flags_of_warpgroups(record, kv_tile)};
+      if constexpr (C.row_bias) control.headers[k_ring.index].flags |= row_ring.index << kRowPlaceShift;
       expect_bytes(full, S::kKBytes);
       load_tile<C.tile_kv, C.head_dim>(tiles + S::kKOffset + k_ring.index * S::kKBytes, &params.k, full,
                                        first_key(kv_tile, kv_begin), record.head / params.problem.group_size,
@@ -393,6 +395,7 @@ struct Producer {
     store_columns(columns, record, kv_tile, flags);
     if (leads()) arrive(full);
     k_ring.advance();
+    if constexpr (C.row_bias) row_ring.advance();
   }
 
   // Before the place of the tile's k is waited for (drops.cuh).

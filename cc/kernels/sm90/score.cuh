@@ -27,6 +27,11 @@ struct TileContext {
 
   __device__ __forceinline__ int query(int r) const { return item.q_begin + place.row + 8 * r; }
   __device__ __forceinline__ int first_key() const { return header.kv_tile * C.tile_kv + place.column; }
+
+  // Of this thread's first columns, in natural units; C.tile_kv further times log2(e).
+  __device__ __forceinline__ const float* row_bias() const {
+    return control.row_bias[header.flags >> kRowPlaceShift] + 2 * place.column;
+  }
 };
 
 // The place where anything acts on scores. Raw scores stay as they are, and the softmax multiplies by the scale in its
@@ -216,7 +221,7 @@ __device__ __forceinline__ void for_columns(float (&s)[kCount], const float* num
 template <Config C, class Softmax>
 __device__ __forceinline__ void merge_row_bias(float (&s)[C.tile_kv / 2], const TileContext<C>& context,
                                                Softmax& softmax) {
-  for_columns(s, context.control.row_bias[context.stage] + C.tile_kv + 2 * context.place.column,
+  for_columns(s, context.row_bias() + C.tile_kv,
               [&](float& score, float term, int r) { softmax.add_merged(score, term, r); });
 }
 
@@ -240,7 +245,7 @@ __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileC
       }
     }
   } else if constexpr (C.bias && C.row_bias) {
-    for_columns(s, context.control.row_bias[context.stage] + 2 * context.place.column,
+    for_columns(s, context.row_bias(),
                 [&](float& score, float term, int) { Stage::template add<true>(score, term, problem.scale); });
   } else if constexpr (C.bias) {
     add_bias_directly<C>(s, context);

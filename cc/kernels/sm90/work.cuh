@@ -23,6 +23,7 @@ enum TileFlags : int {
   kBeyondWarpgroup = 512,   // none sees a key of this tile, nor of those before
   kHalfOfWarpgroup = 4096,  // none sees a key of the second half of this tile
 };
+inline constexpr int kRowPlaceShift = 15;  // of TileHeader::flags, to the place of the row of the bias
 
 // Travels beside each k tile, valid once the k tile is full.
 struct TileHeader {
@@ -66,12 +67,18 @@ template <Config C>
 struct ControlExtras<C, true> {
   alignas(16) unsigned mask_words[C.mask ? C.stages : 1][C.mask ? C.tile_q : 1][4];
   // The row of the bias in the order of place_in_row(), in natural units and behind it times log2(e).
-  alignas(C.row_bias ? 16 : 4) float row_bias[C.row_bias ? C.stages : 1][C.row_bias ? 2 * C.tile_kv : 2];
+  alignas(C.row_bias ? 16 : 4) float row_bias[C.row_bias ? row_bias_places(C) : 1][C.row_bias ? 2 * C.tile_kv : 2];
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 2];
   int q_positions[C.positions ? kItemSlots : 1][C.positions ? C.tile_q : 2];
   HeadNumbers numbers[has_head_numbers(C) ? kItemSlots : 1];
   int parts[C.partial_results ? kItemSlots : 1];
 };
+
+// The producer's place among the rows of the bias; nothing where there are none, so that such kernels stay as they are.
+template <Config C, bool kThere = C.row_bias>
+struct RowRing {};
+template <Config C>
+struct RowRing<C, true> : RingPosition<row_bias_places(C)> {};
 
 // What the drop warps need of a tile of keys; kv_tile is negative when no tile follows.
 struct alignas(16) DropRecord {

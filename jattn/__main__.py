@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import jattn
 from jattn import config, dispatch, ffi
+from jattn.spec import FLOAT_DTYPES
 
 
 def _version(package: str) -> str:
@@ -63,7 +64,7 @@ def _info(_: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     shape = (arguments.batch, arguments.q_len, arguments.heads, arguments.head_dim)
-    kv_len = arguments.kv_len or arguments.q_len
+    kv_len = arguments.q_len if arguments.kv_len is None else arguments.kv_len
     kv_heads = arguments.kv_heads or arguments.heads
     kv_shape = (arguments.batch, kv_len, kv_heads, arguments.head_dim)
     value_shape = (*kv_shape[:3], arguments.value_head_dim or arguments.head_dim)
@@ -106,10 +107,13 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _device(text: str) -> jattn.Device:
     name, _, arch = text.partition(":")
-    if not arch:
-        return jattn.Device(name)
-    major, _, minor = arch.partition(".")
-    return jattn.Device(name, arch=(int(major), int(minor or 0)))
+    try:
+        if not arch:
+            return jattn.Device(name)
+        major, _, minor = arch.partition(".")
+        return jattn.Device(name, arch=(int(major), int(minor or 0)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _cache(arguments: argparse.Namespace) -> int:
@@ -160,7 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, help="key/value heads (default: --heads)")
     add("--head-dim", type=int, default=128, help="of query and key (default: %(default)s)")
     add("--value-head-dim", type=int, help="of the values (default: --head-dim)")
-    add("--dtype", default="bfloat16", help="of query, key and value (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=FLOAT_DTYPES,
+        default="bfloat16",
+        help="of query, key and value (default: %(default)s)",
+    )
     add(
         "--window",
         type=int,

@@ -263,8 +263,8 @@ def _check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
     if (kv_heads == 0 and heads != 0) or (kv_heads != 0 and heads % kv_heads != 0):
         raise ValueError(
-            f"{_NAME}: the number of query heads, {heads}, must be a multiple of the number of key heads, {kv_heads}:"
-            f" repeat the key heads, or change the number of groups; {_AXES}"
+            f"{_NAME}: the number of query heads, {heads}, must be a multiple of the number of key/value heads,"
+            f" {kv_heads}: repeat these, or change the number of groups; {_AXES}"
         )
 
 
@@ -622,12 +622,13 @@ def _scale(scale: Any, head_dim: int, dtype: Any) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = _number("scale", scale, "multiply the query by a traced scale instead")
-    if not math.isfinite(_as_scores_are(value, dtype)):
+    if not math.isfinite(_as_scores_are(value * math.log2(math.e), dtype)):
         raise ValueError(
             f"{_NAME}: scale is {value}, must be finite, in the type of the scores,"
-            f" {_score_dtype(dtype)}, too; None is 1 / sqrt(head dim)"
+            f" {_score_dtype(dtype)}, and in base 2 too; None is 1 / sqrt(head dim)"
         )
-    return value
+    # A subnormal scale is no scale for hardware that takes it for 0.
+    return value if abs(value) >= np.finfo(_score_dtype(dtype)).tiny else 0.0
 
 
 def _softcap(softcap: Any, dtype: Any) -> float:

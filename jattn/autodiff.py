@@ -16,7 +16,6 @@ Source of the formulas: docs/conventions.md. Why primitives and not ``custom_vjp
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jattn import blocked, counters, device, dispatch, reference
 from jattn.backends import Residuals, Wants
 from jattn.config import Options
+from jattn.errors import warn_caller
 from jattn.jax_interface import Primitive, ad, batching, jit_primitive, mlir, result_aval
 from jattn.reference import Gradients, Tangents
 from jattn.sharding import partition
@@ -268,26 +268,32 @@ def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:
         "cudnn": "cuDNN Attention",
     }
     if backend.name in title:
-        warnings.warn(
+        warn_caller(
             f"{title[backend.name]} defaults to a non-deterministic algorithm; enter"
             ' jattn.deterministic("strict") for the deterministic one',
             UserWarning,
-            stacklevel=2,
         )
 
 
-def _without_padding(spec: Spec, operands: Operands[jax.Array]) -> Operands[jax.Array]:
+def _real_tokens(
+    length: int, lengths: jax.Array | None, segments: jax.Array | None
+) -> jax.Array | None:
+    """Which tokens (B, length) are no padding; None: none is."""
+    found = None if segments is None else segments >= 0
+    if lengths is not None:
+        inside = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+        found = inside if found is None else found & inside
+    return found
+
+
+def _without_padding(operands: Operands[jax.Array]) -> Operands[jax.Array]:
     """The operands with zeros where there is padding, which a formula that is differentiated multiplies by 0 at least:
     it may be NaN.
     """
 
-    def cleaned(x: jax.Array, lengths: jax.Array | None, segments: jax.Array | None) -> jax.Array:
-        if lengths is not None:
-            is_real = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
-            x = jnp.where(is_real[..., None, None], x, 0)
-        if segments is not None:
-            x = jnp.where((segments >= 0)[..., None, None], x, 0)
-        return x
+    def cleaned(x: jax.Array, *of_tokens: jax.Array | None) -> jax.Array:
+        is_real = _real_tokens(x.shape[1], *of_tokens)
+        return x if is_real is None else jnp.where(is_real[..., None, None], x, 0)
 
     of_keys = operands.kv_lengths, operands.kv_segments
     return operands._replace(
@@ -295,6 +301,22 @@ def _without_padding(spec: Spec, operands: Operands[jax.Array]) -> Operands[jax.
         k=cleaned(operands.k, *of_keys),
         v=cleaned(operands.v, *of_keys),
     )
+
+
+def _without_padded_rows(
+    operands: Operands[jax.Array], rest: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """The residuals of a backward pass, with zeros in the incoming gradients (B, T, N, Dv) and (B, N, T) of padding."""
+    is_real = _real_tokens(operands.q.shape[1], operands.q_lengths, operands.q_segments)
+    if is_real is None:
+        return rest
+    out, lse, dout, *dlse = rest
+    return [
+        out,
+        lse,
+        jnp.where(is_real[..., None, None], dout, 0),
+        *(jnp.where(is_real[:, None], x, 0) for x in dlse),
+    ]
 
 
 def _jvp_through(
@@ -315,7 +337,9 @@ def _jvp_through(
             for i, x in zip(moving, some, strict=True):
                 arrays[i] = x
             operands, rest = _split(arrays, params["spec"])
-            operands = _without_padding(params["spec"], operands)
+            if primitive is backward_p:
+                rest = _without_padded_rows(operands, rest)
+            operands = _without_padding(operands)
             return function(*operands.flat(), *rest, **params)
 
         _, moved = jax.jvp(

@@ -10,13 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import warnings
 
 from jattn import backends
 from jattn.backends.base import Backend, missing_features
 from jattn.config import Options
 from jattn.device import Device
-from jattn.errors import FallbackWarning, NoBackendError, Reason, describe_refusals
+from jattn.errors import (
+    FallbackWarning,
+    NoBackendError,
+    Reason,
+    describe_refusals,
+    warn_caller,
+)
 from jattn.spec import Spec
 
 _lock = threading.Lock()
@@ -209,7 +214,7 @@ def choose_or_raise(spec: Spec, device: Device, options: Options, *, needs_grad:
     if decision.backend is None:
         for name, reasons in refusals.items():
             for reason in reasons:
-                warnings.warn(f"jattn: {name}: {reason}", UserWarning, stacklevel=2)
+                warn_caller(f"jattn: {name}: {reason}", UserWarning)
         header = f"jattn.dot_product_attention: No available kernel for this problem on {device}\n  {spec}"
         every = tuple(reason for reasons in refusals.values() for reason in reasons)
         raise NoBackendError(describe_refusals(header, refusals), every)
@@ -249,4 +254,4 @@ def _check_fallback(
         known = (backend.name, spec) in _warned
         _warned.add((backend.name, spec))
     if not known:
-        warnings.warn(text, FallbackWarning, stacklevel=2)
+        warn_caller(text, FallbackWarning)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent / "_").removesuffix("_")  # with the separator behind it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +88,15 @@ def describe_refusals(header: str, refusals: Mapping[str, tuple[Reason, ...]]) -
         lines.append(f"{backend} kernel not used because:")
         lines.extend(f"  - {reason}" for reason in reasons)
     return "\n".join(lines)
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warns at the line outside of this package and of JAX that has led here."""
+
+    def is_inside(file: str) -> bool:
+        return file.startswith(_PACKAGE) or "/jax/_src/" in file
+
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

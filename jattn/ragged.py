@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.spec import as_int32
+from jattn.spec import as_int32, saturated
 
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 
@@ -24,7 +24,8 @@ NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaggedArray:
-    """Holds a batch of sequences as consecutive rows; a pytree, whose gradient flows to ``values`` alone.
+    """Holds a batch of sequences as consecutive rows; a pytree, whose gradient flows to ``values`` alone:
+    differentiate with respect to these, or with ``allow_int=True``, for the sake of offsets.
 
     Sequence i is the rows ``offsets[i] : offsets[i + 1]``, or the first ``lengths[i]`` of them where ``lengths`` is
     there: the rest is a hole. Rows in holes and beyond the last sequence are padding: what they hold never matters.
@@ -49,7 +50,7 @@ class RaggedArray:
     @property
     def num_sequences(self) -> int:
         """B."""
-        return int(self.offsets.shape[0]) - 1
+        return int(np.shape(self.offsets)[0]) - 1
 
     @property
     def longest(self) -> int:
@@ -188,6 +189,8 @@ class RaggedArray:
             )
         counts = jnp.clip(as_int32(lengths), 0, longest)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+        if total is not None:
+            offsets = jnp.minimum(offsets, total)
         empty = jnp.zeros((batch * longest if total is None else total, 0))
         which, position = RaggedArray(empty, offsets).rows()
         flat = x.reshape(batch * longest, *x.shape[2:])
@@ -399,6 +402,9 @@ def _check_ids(
         raise ValueError(
             f"{name}: ids have shape {ids.shape}, must be ({total},), one for each row"
         )
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name}: ids have dtype {ids.dtype}, must be integers: cast them")
+    ids = saturated(ids).astype(np.int64)  # differences of unsigned numbers are never negative
     real = np.flatnonzero((ids >= 0) & (ids < num_sequences))
     if (np.diff(ids[real]) < 0).any():
         raise ValueError(f"{name}: ids must not decrease; sort the rows by sequence")

@@ -81,8 +81,8 @@ def ragged_dot_product_attention(
         dense call, wherever the sequences lie.
       return_lse: also returns the log-sum-exp, values (total, N) float32 (float64 for float64); -inf for padding.
       strict: refuses sequences of length 0 where they are known: declared by ``min_length=0``, or not traced.
-      form: "packed" or "padded"; None: packed, unless a backend without tiles would run it or dropout meets
-        "lower_right" alignment. Results agree up to rounding, dropout decisions exactly.
+      form: "packed" or "padded", for rows of rank 2; None: packed, unless a backend without tiles would run it or
+        dropout meets "lower_right" alignment. Results agree up to rounding, dropout decisions exactly.
 
     Returns:
       A ``RaggedArray`` in the sequences of ``query`` with values (total, N, Dv), zeros in padding; or the pair.
@@ -120,6 +120,9 @@ def ragged_dot_product_attention(
     if form not in (None, "packed", "padded"):
         raise ValueError(f"{_NAME}: form is {form!r}, must be 'packed', 'padded' or None")
     if _rank(arguments) > 3:
+        empty = [r for r in refusals(arguments, strict=strict) if r.code == "RAGGED_ZERO_LEN"]
+        if empty:
+            raise NoBackendError(_describe(tuple(empty)), tuple(empty))
         return _ragged_batch(arguments, bias, mask, options, return_lse)
     if bias is not None or mask is not None:
         raise ValueError(
@@ -127,12 +130,7 @@ def ragged_dot_product_attention(
             " is_causal, local_window_size or alibi_slopes, or pad with RaggedArray.to_padded and make the dense call"
         )
     if reasons := refusals(arguments, strict=strict):
-        raise NoBackendError(
-            describe_refusals(
-                f"{_NAME}: No available kernel for these operands", {"every": reasons}
-            ),
-            reasons,
-        )
+        raise NoBackendError(_describe(reasons), reasons)
     q, k, v = _expanded(*arguments.values())
     problem = _Problem(q, k, v, options)
     out, lse = problem.padded() if problem.wants_padding(form) else problem.packed()
@@ -297,9 +295,14 @@ def _check_operands(arguments: dict[str, Any]) -> None:
         _check_shared(k, v)
 
 
+def _describe(reasons: tuple[Reason, ...]) -> str:
+    return describe_refusals(f"{_NAME}: No available kernel for these operands", {"every": reasons})
+
+
 def _check_shared(k: RaggedArray, v: RaggedArray) -> None:
     """Checks that keys and values lie in the same rows, as far as that is known."""
-    if k.num_sequences == v.num_sequences and k.constant_length is None and _differ(k, v):
+    same_lengths = k.constant_length is not None and k.constant_length == v.constant_length
+    if k.num_sequences == v.num_sequences and not same_lengths and _differ(k, v):
         raise ValueError(
             f"{_NAME}: key and value must share their offsets and lengths: make one from the other with with_values"
         )
@@ -398,10 +401,11 @@ def _has_empty(x: Any) -> bool:
 
 def _expanded(query: Any, key: Any, value: Any) -> tuple[RaggedArray, RaggedArray, RaggedArray]:
     """Repeats single sequences and heads, so that all three have B sequences, and key and value the same rows."""
-    count = max(
+    counts = [
         x.num_sequences if isinstance(x, RaggedArray) else jnp.shape(x)[0]
         for x in (query, key, value)
-    )
+    ]
+    count = next((n for n in counts if n != 1), 1)
     q = _repeated(query, count)
     shared = (
         isinstance(key, RaggedArray)

@@ -90,6 +90,27 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_host_program(text, tmp_path_factory.mktemp("softmax"), "-w", "-ffp-contract=off")
 
 
+@pytest.fixture(scope="module")
+def program_of_float16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = SHIM + MORE_SHIM + MAIN.replace("true, 48>", "true, 8>")
+    assert text.count("true, 8>") == 1
+    return build_host_program(text, tmp_path_factory.mktemp("half"), "-w", "-ffp-contract=off")
+
+
+@pytest.mark.parametrize(
+    ("bias", "state"), [(-5.5, 1), (-1.0, 1), (-0.5, 2), (0.0, 2), (5.5, 2), (6.0, 1)]
+)
+def test_float16_settles_at_zero_only_where_probabilities_stay_large(
+    program_of_float16: Path, bias: float, state: int
+) -> None:
+    """Float16 rounds small probabilities to multiples of 2^-24: rows far below zero keep their maximum."""
+    products, biases = np.zeros((2, COLUMNS * TILES)), np.full(COLUMNS * TILES, bias)
+    settled, lost, found = run_once(program_of_float16, products, biases, may_settle=True)
+    assert (settled, lost) == (state, False)
+    if state != AT_ZERO:
+        np.testing.assert_allclose(found[:, 3:], 1.0, rtol=1e-5)
+
+
 def run_once(
     program: Path, products: np.ndarray, biases: np.ndarray, *, may_settle: bool
 ) -> tuple[int, bool, np.ndarray]:

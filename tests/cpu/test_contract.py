@@ -440,6 +440,14 @@ def test_numbers_that_float32_cannot_hold_are_refused(name: str) -> None:
         jattn.dot_product_attention(x, x, x, **{name: 1e300})
 
 
+def test_a_scale_that_float32_takes_for_0_is_0() -> None:
+    x = normal(0, 1, 4, 2, 8)
+    want = jattn.dot_product_attention(x, x, x, scale=0.0, is_causal=True)
+    got = jattn.dot_product_attention(x, x, x, scale=1e-50, is_causal=True)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+
+
 def test_both_flags_of_results_are_checked() -> None:
     x = normal(0, 1, 4, 2, 8)
     with pytest.raises(ValueError, match="return_residual is 'no', must be True or False"):

@@ -194,7 +194,7 @@ def test_the_command_line(
     assert (status, json.loads(said)["chosen"]) == (0, "cpu")
     status, said = run("explain", "--heads", "3", "--kv-heads", "2")
     assert status == 2
-    assert "must be a multiple of the number of key heads" in said
+    assert "must be a multiple of the number of key/value heads" in said
     for words in (("--device", "gpu"), ("--device", "cuda:nine")):
         with pytest.raises(SystemExit):
             run("explain", *words)

@@ -180,8 +180,9 @@ def test_strict_fallback_is_an_error_and_a_fallback_warns_once() -> None:
     shape = jax.ShapeDtypeStruct((1, 8, 1, 600), "float16")  # beyond the limit of every CUDA kernel
     call = jax.jit(lambda x: jattn.dot_product_attention(x, x, x))
     with jattn.target_device(jattn.Device("cuda", arch=(9, 0))):
-        with pytest.warns(jattn.FallbackWarning, match="'xla' stands in.*(?s:.*)HEAD_DIM"):
+        with pytest.warns(jattn.FallbackWarning, match="'xla' stands in.*(?s:.*)HEAD_DIM") as found:
             jax.eval_shape(call, shape)
+        assert {warning.filename for warning in found} == {__file__}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             jax.eval_shape(jax.jit(lambda x: jattn.dot_product_attention(x, x, x)), shape)

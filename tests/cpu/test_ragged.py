@@ -1026,3 +1026,43 @@ def test_varlen_takes_windows_and_alignments_as_the_dense_call_does() -> None:
     assert not np.allclose(left, varlen(is_causal=True))
     q, k = RaggedArray(x, borders), RaggedArray(x, of_keys)
     np.testing.assert_array_equal(left, attend(q, k, k, is_causal=True).values)
+
+
+@pytest.mark.parametrize("form", [None, "packed", "padded"])
+def test_values_in_other_rows_than_keys_of_one_length_are_refused(form: str | None) -> None:
+    x = normal(0, 8, 1, 4)
+    q, k = RaggedArray(x, jnp.array([0, 4, 8])), RaggedArray(x, jnp.array([0, 4, 8]), None, 4, 4)
+    with pytest.raises(ValueError, match="must share their offsets and lengths"):
+        attend(q, k, RaggedArray(x, jnp.array([0, 3, 8])), form=form)
+
+
+def test_one_sequence_beside_none_is_repeated_no_times() -> None:
+    some, none = (
+        RaggedArray(normal(0, rows, 1, 4), jnp.array(offsets))
+        for rows, offsets in ((3, [0, 3]), (0, [0]))
+    )
+    for operands in ((some, none, none), (none, some, some)):
+        found = attend(*operands)
+        assert (found.num_sequences, found.values.shape) == (0, (0, 1, 4))
+
+
+def test_ids_of_unsigned_types_are_checked() -> None:
+    with pytest.raises(ValueError, match="ids must not decrease"):
+        RaggedArray.from_segment_ids(jnp.ones((4, 1)), jnp.array([1, 1, 0, 0], jnp.uint32), 2)
+    with pytest.raises(ValueError, match="ids have dtype float32, must be integers"):
+        RaggedArray.from_segment_ids(jnp.ones((2, 1)), jnp.array([0.0, 1.0]), 2)
+
+
+def test_rows_that_do_not_fit_are_lost() -> None:
+    x = normal(0, 2, 4, 1, 4)
+    packed = RaggedArray.from_padded(x, jnp.array([4, 3]), total=5)
+    assert packed.offsets.tolist() == [0, 4, 5]
+    np.testing.assert_array_equal(packed.values, jnp.concatenate([x[0], x[1, :1]]))
+    assert attend(packed, packed, packed).values.shape == (5, 1, 4)
+
+
+def test_strict_counts_for_batches_of_problems_too() -> None:
+    rows = RaggedArray(jnp.ones((3, 2, 1, 4)), jnp.array([0, 0, 3]))
+    assert attend(rows, rows, rows).values.shape == (3, 2, 1, 4)
+    with pytest.raises(jattn.NoBackendError, match="RAGGED_ZERO_LEN"):
+        attend(rows, rows, rows, strict=True)

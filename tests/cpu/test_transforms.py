@@ -304,6 +304,37 @@ def test_second_derivatives_do_not_read_padding(padded: str, backend: str) -> No
         np.testing.assert_array_equal(got[:, real], want[:, real])
 
 
+@pytest.mark.parametrize("padded", ["lengths", "segments"])
+def test_second_derivatives_do_not_read_incoming_gradients_of_padding(
+    padded: str, backend: str
+) -> None:
+    q, k, v = (
+        jax.random.normal(key, (1, 4, 2, 8)) for key in jax.random.split(jax.random.key(3), 3)
+    )
+    options: dict[str, Any] = {
+        "lengths": {"query_seq_lengths": jnp.array([3]), "key_value_seq_lengths": jnp.array([3])},
+        "segments": {"segment_ids": jnp.array([[0, 0, 0, -1]])},
+    }[padded]
+
+    def gradient(number: float) -> jax.Array:
+        incoming = (
+            jnp.ones((1, 4, 2, 8)).at[:, 3].set(number),
+            jnp.ones((1, 4, 2)).at[:, 3].set(number),
+        )
+
+        def squared(v: jax.Array) -> jax.Array:
+            def attend(q: jax.Array) -> Any:
+                return jattn.dot_product_attention(
+                    q, k, v, implementation=backend, return_lse=True, **options
+                )
+
+            return (jax.vjp(attend, q)[1](incoming)[0][:, :3] ** 2).sum()
+
+        return jax.grad(squared)(v)[:, :3]
+
+    np.testing.assert_array_equal(gradient(jnp.nan), gradient(0.0))
+
+
 def small(kinds: str) -> tuple[Callable[..., Any], Arrays]:
     """A tiny float64 problem in q, k, v and bias, for numerical derivatives."""
     keys = jax.random.split(jax.random.key(1), 4)

@@ -308,3 +308,74 @@ def test_a_bias_that_is_no_number_is_seen_by_all_queries() -> None:
     out = np.asarray(outcome.results["out"], np.float32)
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[0]).all()
+
+
+INFINITE = {
+    "products": BASE,
+    "causal": BASE.but("causal", is_causal=True, head_dim=64, head_dim_v=64),
+    "float16": BASE.but("float16", dtype="float16", bias_form="1nts"),
+    "bias": BASE.but("bias", bias_form="1nts"),
+    "row": BASE.but("row", bias_form="b11s", bias_dtype="float32"),
+    "sinks": BASE.but("sinks", bias_form="b11s", bias_dtype="float32", sinks_form="n"),
+}
+
+
+@pytest.mark.parametrize("key", [5, 300])
+@pytest.mark.parametrize("name", INFINITE)
+def test_a_score_of_infinity_is_no_number(name: str, key: int) -> None:
+    """Rows that see such a key give NaN, and no others: before they settle and behind."""
+    case = INFINITE[name]
+    operands = inputs.make(case)
+    if case.bias_form is None:
+        q, k = operands.q.copy(), operands.k.copy()
+        q[0, 200], k[0, key] = 1e20, 1e20
+        operands = dataclasses.replace(operands, q=q, k=k)
+        rows = [200] if key <= 200 or not case.is_causal else []
+    else:
+        where = (0, 0, 0 if case.bias_form == "b11s" else 200, key)
+        operands = with_number(operands, where, np.inf)
+        rows = list(range(case.q_len)) if case.bias_form == "b11s" else [200]
+    results = run(case, operands, "flash", backward=False).results
+    expected = np.zeros(np.shape(results["out"])[:3], bool)
+    entries = slice(None) if case.bias_form == "1nts" else slice(0, 1)
+    heads = slice(0, 1) if case.bias_form == "1nts" else slice(None)
+    expected[entries, rows, heads] = True
+    out, lse = (np.asarray(results[x], np.float32) for x in ("out", "lse"))
+    np.testing.assert_array_equal(np.isnan(out).all(-1), expected)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), expected)
+    np.testing.assert_array_equal(np.isnan(lse.reshape(expected.shape)), expected)
+
+
+PADDED_QUERIES = [
+    BASE.but("padded", softcap=30.0, q_lengths=(333, 70)),
+    BASE.but("padded-causal", softcap=5.0, q_lengths=(333, 7), is_causal=True),
+    NARROW.but("padded", softcap=30.0, q_lengths=(333, 70)),
+    NARROW.but("padded-causal", softcap=5.0, q_lengths=(600, 7), is_causal=True),
+]
+
+
+@pytest.mark.parametrize("case", PADDED_QUERIES, ids=str)
+def test_padding_has_no_say_in_how_a_softcap_is_computed(case: Case) -> None:
+    operands = inputs.make(case)
+    clean, poisoned = (
+        run(case, operands, "flash", backward=False, poisoned=p) for p in (False, True)
+    )
+    assert "cap_series=1" in clean.lowered
+    for name, values in clean.results.items():
+        np.testing.assert_array_equal(values, poisoned.results[name], err_msg=name)
+
+
+def test_small_probabilities_of_float16_beside_a_bias_of_the_keys() -> None:
+    """One key with a bias of -5.5, 4095 with -14.2: beside zero their probabilities would be subnormal."""
+    case = BASE.but("far-below", dtype="float16", q_len=128, kv_len=4096, bias_form="b11s")
+    operands = inputs.make(case)
+    bias = np.full((case.batch, 1, 1, case.kv_len), -14.2, operands.bias.dtype)
+    bias[..., -1] = -5.5
+    v = np.ones_like(operands.v)
+    v[:, -1] = 0
+    operands = dataclasses.replace(operands, q=np.zeros_like(operands.q), v=v, bias=bias)
+    outcome = run(case, operands, "flash", backward=False)
+    assert "row_bias=1" in outcome.lowered
+    far, near = (np.exp(np.float64(x)) for x in (bias[0, 0, 0, 0], bias[0, 0, 0, -1]))
+    want = 4095 * far / (4095 * far + near)
+    np.testing.assert_allclose(np.asarray(outcome.results["out"], np.float64), want, rtol=1e-3)

@@ -18,7 +18,7 @@ namespace jattn::sm90 {
 template <Config C>
 struct Consumer {
   using S = Shape<C>;
-  // A float16 probability has less room: 2^8, as beside a maximum that follows.
+  // A float16 probability has less room: 2^8 above, as beside a maximum that follows.
   static constexpr int kNearZeroLog2 = !ScoreStage<C>::kMergesRowBias ? 0 : C.element == Element::kBF16 ? 48 : 8;
   using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max, kNearZeroLog2>;
   using Scores = float[C.tile_kv / 2];
@@ -458,8 +458,11 @@ struct Consumer {
   __device__ __forceinline__ void reset(Softmax& softmax) {
     const ItemRecord& item = control.items[items % kItemSlots];
     const int row = item.q_begin + place().row;
-    const bool may_settle = control.item_numbers[items % kItemSlots] != kComputedAgain;
-    softmax.reset(row < item.q_length, row + 8 < item.q_length, may_settle);
+    const bool first_takes_part = row < item.q_length, second_takes_part = row + 8 < item.q_length;
+    bool may_settle = control.item_numbers[items % kItemSlots] != kComputedAgain;
+    // A warp goes by a series if all of its rows bear it: rows beyond the length, which may hold anything, must have no say.
+    if constexpr (C.cap_series) may_settle = may_settle && __all_sync(~0u, first_takes_part && second_takes_part);
+    softmax.reset(first_takes_part, second_takes_part, may_settle);
     if constexpr (kBoundsScores) {
       if (may_settle && params.problem.softcap_log2 <= kLargestBoundLog2) softmax.settle_at_zero();
     }

@@ -81,6 +81,13 @@ def _q_bytes(tile: Tile) -> int:
     return tile_bytes(tile.tile_q, tile.head_dim)
 
 
+def _row_bias_places(tile: Tile, spec: Spec) -> int:
+    """Rows of the bias in shared memory: one more than tiles where these are freed before theirs is read."""
+    by_rows = spec.dropout is not None and spec.dropout.rows
+    merges = spec.softcap == 0 and spec.alibi_slopes is None and not by_rows
+    return tile.stages + (merges and tile.head_dim <= 128)
+
+
 def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     """Shared memory of the forward kernel for all but q and the output."""
     stage = tile_bytes(tile.tile_kv, tile.head_dim) + tile_bytes(tile.tile_kv, tile.head_dim_v)
@@ -92,7 +99,7 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     lost_items = 3 * 4 * (tile.tile_q // 64)
     control = barriers + 8 + 8 * tile.stages + slots * (32 + 4) + 8 + 4 * lost_items
     control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
-    control += 2 * 4 * columns if tile.row_bias else 0
+    control += 2 * 4 * _row_bias_places(tile, spec) * tile.tile_kv if tile.row_bias else 0
     control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
     head_numbers = _has_head_numbers(spec)
     control += 24 * slots if head_numbers else 0

@@ -94,7 +94,8 @@ bool columns_are_right() {
   bool right = true;
   for (int lane = 0; lane < 32; ++lane) {
     const FragmentPlace place{lane / 4, lane % 4 * 2};
-    const TileContext<kConfig> context{params, control, ItemRecord{}, {0, 0}, 1, 0, place, 0};
+    const TileHeader header{0, 1 << kRowPlaceShift};
+    const TileContext<kConfig> context{params, control, ItemRecord{}, header, 0, 0, place, 0};
     float added[kTileKv / 2]{}, merged[kTileKv / 2]{};
     Exponents exponents;
     add_terms<kConfig>(added, context, [](int) { return 0u; });

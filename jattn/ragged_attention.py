@@ -312,13 +312,16 @@ def _differ(k: RaggedArray, v: RaggedArray) -> bool:
     """Whether two ragged arrays are known to have their sequences in different rows."""
     if k.values.shape[0] != v.values.shape[0] or (k.lengths is None) != (v.lengths is None):
         return True
-    leaves = [(k.offsets, v.offsets), (k.lengths, v.lengths)]
-    return any(
+    return _known_to_differ(k.offsets, v.offsets) or _known_to_differ(k.lengths, v.lengths)
+
+
+def _known_to_differ(a: jax.Array | None, b: jax.Array | None) -> bool:
+    """Whether two arrays, both there or neither, are not traced and differ."""
+    return (
         a is not b
         and not isinstance(a, jax.core.Tracer)
         and not isinstance(b, jax.core.Tracer)
         and not np.array_equal(cast("jax.Array", a), cast("jax.Array", b))
-        for a, b in leaves
     )
 
 
@@ -587,13 +590,6 @@ class _Problem:
         return packed(out, 0.0), packed(lse, -jnp.inf)
 
 
-def _have_other_offsets(x: RaggedArray, y: RaggedArray) -> bool:
-    """Whether offsets are known to differ."""
-    if isinstance(x.offsets, jax.core.Tracer) or isinstance(y.offsets, jax.core.Tracer):
-        return False
-    return not np.array_equal(x.offsets, y.offsets)
-
-
 def _ragged_batch(
     arguments: dict[str, Any], bias: Any, mask: Any, options: dict[str, Any], return_lse: bool
 ) -> RaggedArray | tuple[RaggedArray, RaggedArray]:
@@ -606,7 +602,7 @@ def _ragged_batch(
             f" {v.values.shape[0]}"
         )
     for name, x in (("key", k), ("value", v)):
-        if _have_other_offsets(q, x):
+        if _known_to_differ(q.offsets, x.offsets):
             raise ValueError(
                 f"{_NAME}: query and {name} have rows in different sequences, offsets {q.offsets} and {x.offsets}; row"
                 " by row they attend to each other: give them the same offsets"

@@ -51,6 +51,7 @@ constexpr Member kMembers[] = {
     {"mask", &Config::mask},
     {"bias", &Config::bias},
     {"softcap", &Config::softcap},
+    {"large_cap", &Config::large_cap},
     {"positions", &Config::positions},
     {"sinks", &Config::sinks},
     {"alibi", &Config::alibi},

@@ -25,6 +25,7 @@ struct Config {
   bool mask = false;  // dense bool mask, packed by passes/mask_tiles.cuh
   bool bias = false;  // dense bias, read by broadcast strides
   bool softcap = false;
+  bool large_cap = false;  // tanh of the softcap exact near zero, too: an error of 2^-21 of the cap would be seen
   bool positions = false;  // bands and slopes measure distances between positions[b, row], not between indices
   bool sinks = false;
   bool alibi = false;

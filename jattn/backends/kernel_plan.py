@@ -13,6 +13,9 @@ ELEMENTS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 SCRATCH_ALIGNMENT = 256
 
+# From here on scores may be so far below the cap that what cheap forms of tanh miss, 2^-21 of the cap, would be seen.
+_LARGEST_PLAIN_CAP = 128.0
+
 _SEGMENT_RANGE_BYTES = 16  # of one tile: SegmentRange and PositionRange in cc/kernels/params.cuh
 _POSITION_RANGE_BYTES = 8
 
@@ -65,6 +68,7 @@ def feature_flags(spec: Spec) -> dict[str, bool]:
         "mask": spec.mask is not None,
         "bias": spec.bias is not None,
         "softcap": spec.softcap > 0,
+        "large_cap": spec.softcap > _LARGEST_PLAIN_CAP and spec.dtype != "float32",
         "positions": spec.positions,
         "sinks": spec.sinks is not None,
         "alibi": spec.alibi_slopes is not None,

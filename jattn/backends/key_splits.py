@@ -52,7 +52,7 @@ def choose_splits(spec: Spec, heads: int, tile_q: int, tile_kv: int) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
     Args:
-      spec: lengths, head dims, band.
+      spec: lengths, head dims, band, whether the band is of positions.
       heads: query heads of all batch entries.
       tile_q, tile_kv: tile of the kernel.
     """
@@ -60,19 +60,21 @@ def choose_splits(spec: Spec, heads: int, tile_q: int, tile_kv: int) -> int:
     items = heads * q_tiles
     if not 0 < items < MULTIPROCESSORS:
         return 1
-    visited = [_visible_tiles(spec, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
-    most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(visited))
+    cut = [_tiles_to_cut(spec, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
+    most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(cut))
     times = {
-        splits: _time_us(spec, heads, visited, splits, tile_q, tile_kv)
-        for splits in range(1, most + 1)
+        splits: _time_us(spec, heads, cut, splits, tile_q, tile_kv) for splits in range(1, most + 1)
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
 
 
-def _visible_tiles(spec: Spec, first: int, tile_q: int, tile_kv: int) -> int:
-    """Counts the key tiles that queries first, first + 1, ... of one tile may see."""
-    band = spec.band
+def _tiles_to_cut(spec: Spec, first: int, tile_q: int, tile_kv: int) -> int:
+    """Counts the key tiles among which queries first, first + 1, ... of one tile look for keys.
+
+    By index those are the tiles they may see. Positions are known on the device alone: with them, of all keys.
+    """
+    band = UNBOUNDED_BAND if spec.positions else spec.band
     offset = spec.kv_len - spec.q_len if band.lower_right else 0
     last = min(first + tile_q, spec.q_len) - 1
     low = max(0, first + offset - band.left)
@@ -80,13 +82,22 @@ def _visible_tiles(spec: Spec, first: int, tile_q: int, tile_kv: int) -> int:
     return -(-high // tile_kv) - low // tile_kv if low < high else 0
 
 
+def _tiles_in_band(spec: Spec, tile_q: int, tile_kv: int) -> int:
+    """Estimates how many key tiles the band leaves to a tile of queries, wherever it lies.
+
+    With positions: those of neighbours mostly are neighbours too, so that a window meets one piece of the keys.
+    """
+    return -(-(tile_q + spec.band.left + spec.band.right) // tile_kv) + 1
+
+
 def _time_us(
-    spec: Spec, heads: int, visited: list[int], splits: int, tile_q: int, tile_kv: int
+    spec: Spec, heads: int, cut: list[int], splits: int, tile_q: int, tile_kv: int
 ) -> float:
     tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
-    pieces = [-(-tiles // splits) * tile_us + _ITEM_US for tiles in visited]
+    in_band = _tiles_in_band(spec, tile_q, tile_kv)
+    pieces = [min(-(-tiles // splits), in_band) * tile_us + _ITEM_US for tiles in cut]
     mean = sum(pieces) / len(pieces)
-    waves = -(-heads * len(visited) * splits // MULTIPROCESSORS)
+    waves = -(-heads * len(cut) * splits // MULTIPROCESSORS)
     time_us = waves * mean + max(pieces) - mean
     if splits > 1:
         row_bytes = 8 * spec.head_dim_v

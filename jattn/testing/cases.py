@@ -279,6 +279,8 @@ def _mask_cases() -> list[Case]:
         base.but("dense-and-causal", mask_form="1n1s", is_causal=True),
         base.but("softcap", softcap=5.0, distribution="normal_x3"),
         base.but("softcap-bf16-causal", softcap=30.0, dtype="bfloat16", is_causal=True),
+        base.but("softcap-far-above", softcap=1e6, dtype="bfloat16", is_causal=True),
+        base.but("softcap-far-above-f16", softcap=1e6, dtype="float16", scale=-0.3),
         base.but("everything", **everything),
         base.but("everything-bf16", dtype="bfloat16", **everything),
         base.but("everything-f16", dtype="float16", **everything),
@@ -315,6 +317,7 @@ def _bias_cases() -> list[Case]:
         ),
         base.but("masked", bias_form="1nts", mask_form="b1ts"),
         base.but("softcap", bias_form="bnts", softcap=8.0, dtype="bfloat16"),
+        base.but("softcap-far-above", bias_form="1nts", softcap=1e6, dtype="bfloat16"),
     ]
 
 

@@ -49,6 +49,19 @@ def test_number_of_parts(problem: Spec, wanted: range) -> None:
     assert splits(problem) in wanted
 
 
+def test_positions_may_see_any_key() -> None:
+    """By index a single query under an upper-left causal band sees one key; its position may see all of them."""
+    decode = spec(1, 32_768, 32, CAUSAL)
+    assert splits(decode) == 1
+    anywhere = dataclasses.replace(decode, positions=True)
+    assert splits(anywhere) == splits(spec(1, 32_768, 32)) > 3
+    # All keys that a window of positions sees are likely in one part.
+    window = dataclasses.replace(anywhere, band=Band(left=1000, right=0))
+    assert splits(window) == 1
+    wide = dataclasses.replace(anywhere, band=Band(left=20_000, right=0))
+    assert splits(wide) > 3
+
+
 def test_parts_fill_the_device() -> None:
     for heads in (1, 3, 7, 20, 60):
         for q_len in (1, 129, 1000):

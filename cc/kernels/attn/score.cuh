@@ -96,8 +96,8 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const Proble
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          s[m][n][e] =
-              problem.softcap_log2 * tanh_accurate<kConfig.element == Element::kF32>(s[m][n][e] * problem.softcap_in);
+          constexpr bool kSmallExact = kConfig.element == Element::kF32 || kConfig.large_cap;
+          s[m][n][e] = problem.softcap_log2 * tanh_accurate<kSmallExact>(s[m][n][e] * problem.softcap_in);
         }
       }
     }

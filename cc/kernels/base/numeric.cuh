@@ -38,7 +38,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 // tanh.approx.f32 is only good to 2^-11, which a score of 30 turns into a wrong probability; this form has an absolute
-// error of about 2^-23. kSmallExact keeps the relative error small near 0 too (float32 inputs).
+// error of about 2^-23. kSmallExact keeps the relative error small near 0 too (float32 inputs, large softcaps).
 template <bool kSmallExact>
 __device__ __forceinline__ float tanh_accurate(float x) {
   const float large = 1.0f - 2.0f * reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f);

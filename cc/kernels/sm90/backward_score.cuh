@@ -39,7 +39,7 @@ struct BackwardScoreStage {
       }
       if (__any_sync(~0u, largest > 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] = tanh_accurate<false>(s[i]);
+        for (int i = 0; i < kCount; ++i) s[i] = tanh_accurate<C.large_cap>(s[i]);
       } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) s[i] = tanh_below_one(s[i]);

@@ -227,7 +227,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
             rest = fmaf(ahead ? fetched[4 * i + 2 * r + c] : bias[4 * half + 2 * r + c], kLog2E, rest);
           }
           if constexpr (C.softcap) {
-            const float t = tanh_accurate<false>(x * problem.softcap_in);
+            const float t = tanh_accurate<C.large_cap>(x * problem.softcap_in);
             kept[c] = fmaf(-t, t, 1.0f);
             x = fmaf(t, problem.softcap_log2, rest);
           } else {

@@ -53,12 +53,12 @@ struct ScoreStage {
   __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params, bool all_visible) {
     if constexpr (C.softcap) {
       const float cap = kAddsTerms ? params.problem.softcap_log2 * kLn2 : params.problem.softcap_log2;
-      if (all_visible) {
+      if (all_visible && !C.large_cap) {
         cap_by_fours(s, params.problem.softcap_in, cap);
         return;
       }
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate<false>(s[i] * params.problem.softcap_in);
+      for (int i = 0; i < kCount; ++i) s[i] = cap * tanh_accurate<C.large_cap>(s[i] * params.problem.softcap_in);
     } else if constexpr (C.scale_first && !kAddsTerms) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) s[i] *= params.problem.scale_log2;

@@ -13,7 +13,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cc cmake -type f 2>/dev/null)
-CXX_FILES = $$(find cc tests benchmarks -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
+CXX_FILES = $$(find cc tests benchmarks tools -type f \( -name '*.h' -o -name '*.cc' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cu' \))
 CMAKE_FILES = $$(find CMakeLists.txt cmake -type f \( -name CMakeLists.txt -o -name '*.cmake' \))
 
 .DEFAULT_GOAL := help
@@ -40,11 +40,11 @@ $(VENV)/.installed: $(NATIVE_SOURCES) | $(BIN)/python
 	JATTN_CUDA=$(if $(shell command -v nvidia-smi),AUTO,OFF) $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# Without the compilers of the extra there is no stamp: the next make asks for them again.
 $(VENV)/.installed-kernels: $(VENV)/.installed
-	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --editable '.[compile]' || { \
+	JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --editable '.[compile]' && touch $@ || { \
 	  echo "make: NVRTC, cuobjdump, nvdisasm and ziglang cannot be installed; tests that need them will skip" >&2; \
 	  JATTN_CUDA=AUTO $(BIN)/python -m pip install --quiet --no-deps --editable .; }
-	@touch $@
 
 # Nothing is fetched while the site is built; only these packages are, once.
 $(VENV)/.installed-docs: $(VENV)/.installed
@@ -120,4 +120,4 @@ record-cpu: $(VENV)/.installed  ## every record of a quiet CPU machine, then tab
 	$(MAKE) tables
 
 clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist out .hypothesis .mypy_cache .ruff_cache .pytest_cache

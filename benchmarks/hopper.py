@@ -5,7 +5,7 @@ kernels differ most: grouped heads, head dims between the usual ones, windows, p
 keys. All contenders of a problem are built and checked first, then timed in interleaved rounds of random order.
 
 Examples:
-  python -m benchmarks.hopper --out benchmarks/results/h200-hopper.json
+  python -m benchmarks.hopper --out benchmarks/results/2026-01-01-h200-hopper.json
   python -m benchmarks.hopper --quick --problems documents short
 """
 
@@ -514,7 +514,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=0.03, help="of one contender in one round (%(default)s)"
     )
     parser.add_argument(
-        "--limit", type=float, default=175.0, help="begin nothing after so many seconds"
+        "--limit",
+        type=float,
+        default=math.inf,
+        help="begin nothing after so many seconds (default: no limit)",
     )
     parser.add_argument("--threads", type=int, default=12, help="that compile (%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")

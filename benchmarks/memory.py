@@ -2,7 +2,7 @@
 
 Examples:
   python -m benchmarks.memory
-  python -m benchmarks.memory --implementations auto jax-cudnn jax-xla --out benchmarks/results/local/memory.json
+  python -m benchmarks.memory --implementations auto jax-cudnn jax-xla --out out/memory.json
 """
 
 from __future__ import annotations

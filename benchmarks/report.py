@@ -133,6 +133,8 @@ def _command(arguments: Sequence[str]) -> str:
 def circumstances(*, timed: bool = False) -> dict[str, object]:
     """Collects what a number means nothing without: commit, device, clocks, power, versions, command; and, for a run
     that takes times, what a matrix product reaches.
+
+    JATTN_COMMIT says what a copy without its history is of; whether that was changed nobody knows then: null.
     """
     device = jax.devices()[0]
     packages = (
@@ -147,13 +149,15 @@ def circumstances(*, timed: bool = False) -> dict[str, object]:
         "flash-attn3-jax",
         "numpy",
     )
+    commit = _output("git", "rev-parse", "HEAD")
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
     ceiling = (
         {dtype: matmul_speed(dtype) / 1e12 for dtype in ("bfloat16", "float32")} if timed else {}
     )
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": os.environ.get("JATTN_COMMIT") or _output("git", "rev-parse", "HEAD") or None,
-        "modified": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
+        "commit": os.environ.get("JATTN_COMMIT") or commit or None,
+        "modified": bool(changes) if commit else None,
         "device": _device_name(device),
         "platform": device.platform,
         "cores": os.cpu_count(),

@@ -2,7 +2,7 @@
 
 Examples:
   python -m benchmarks.run --list
-  python -m benchmarks.run --tag peers --rivals jax-cudnn torch-flash --out benchmarks/results/h200.json
+  python -m benchmarks.run --tag peers --rivals jax-cudnn torch-flash --out out/peers.json
   python -m benchmarks.run --case bench-f32 --backend mem_efficient xla --pass forward
 
 Every contender's numbers are checked before it is timed, and a contender that fails is not timed.

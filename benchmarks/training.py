@@ -5,7 +5,7 @@ ids and jax.nn as a dense mask (B, 1, T, T). The losses of the first steps must 
 the time does not count.
 
 Examples:
-  python -m benchmarks.training --out benchmarks/results/h200-training.json
+  python -m benchmarks.training --out benchmarks/results/2026-01-01-h200-training.json
   python -m benchmarks.training --seq-len 256 --width 128 --layers 2 --steps 6      # a quick look on a CPU
 """
 

@@ -101,6 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--longest", type=int, default=16)
     options = parser.parse_args(arguments)
+    if not 3 <= options.longest <= NAMES + 1:
+        parser.error(
+            f"--longest is {options.longest}, must be 3 to {NAMES + 1}: names are not repeated"
+        )
     rng = np.random.default_rng(0)
     parameters = make_parameters(jax.random.key(0), layers=2)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, options.steps))

@@ -361,7 +361,7 @@ def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
         x = ids if isinstance(ids, np.ndarray) else as_array(name, ids)
         known = not isinstance(x, jax.core.Tracer)
         if known and jnp.issubdtype(x.dtype, jnp.integer) and is_wide(x.dtype) and x.size:
-            largest = int(x.max())
+            largest = int(np.asarray(x).max())  # by numpy: under jit this must not be traced
             if largest > 2**31 - 1:
                 raise ValueError(
                     f"{_NAME}: {name} holds {largest}, must be at most 2^31 - 1: number the documents of a batch entry"
@@ -499,15 +499,7 @@ def dropout_operands(
         )
     if not isinstance(rate, int | float | np.generic):
         rate = as_array("dropout_rate", rate)
-    if np.shape(rate) != ():
-        raise ValueError(
-            f"{_NAME}: dropout_rate has shape {np.shape(rate)}, must be a scalar: use jax.vmap for several rates"
-        )
-    if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:
-        raise ValueError(
-            f"{_NAME}: dropout_rate is {rate}, must be at least 0 and below 1: to drop everything, multiply the result"
-            " by 0"
-        )
+    dropout.check_rate(f"{_NAME}: dropout_rate", rate)
     if isinstance(rate, int | float | np.generic) and rate == 0:
         return None
     if key is None and seed is None and table is None:
@@ -619,6 +611,11 @@ def _window(window: Window) -> tuple[int, int]:
 
 
 def _scale(scale: Any, head_dim: int, dtype: Any) -> float:
+    if scale is None and not isinstance(head_dim, int):
+        raise ValueError(
+            f"{_NAME}: scale is None, which is 1 / sqrt(head dim), but the head dim is {head_dim}, not a known number:"
+            " pass scale, or export with this extent fixed"
+        )
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = _number("scale", scale, "multiply the query by a traced scale instead")

@@ -21,13 +21,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jattn import blocked, counters, device, dispatch, reference
 from jattn.backends import Residuals, Wants
 from jattn.config import Options
 from jattn.errors import warn_caller
-from jattn.jax_interface import Primitive, ad, batching, jit_primitive, mlir, result_aval
+from jattn.jax_interface import (
+    Primitive,
+    ad,
+    batching,
+    jit_primitive,
+    lowering_platforms,
+    mlir,
+    result_aval,
+)
 from jattn.reference import Gradients, Tangents
 from jattn.sharding import partition
 from jattn.spec import Operands, Spec
@@ -83,7 +92,6 @@ def _run_forward(
     operands, _ = _split(arrays, spec)
     spec = spec.for_operands(operands)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=needs_grad)
-    counters.count_call(backend.name, "forward")
     return list(backend.forward(spec, operands, where))
 
 
@@ -101,7 +109,6 @@ def _run_backward(
     residuals = _residuals(rest, has_dlse)
     grads: Gradients | None = None
     if any(wants.flags()):
-        counters.count_call(backend.name, "backward")
         grads = backend.backward(
             spec.without_sinks(),
             operands._replace(sinks=None),
@@ -161,8 +168,24 @@ def _blocked_tangent(
 
 
 def _run_tangent(where: device.Device, *arrays: jax.Array, **params: Any) -> list[jax.Array]:
-    counters.count_call("xla", "tangent")
     return _blocked_tangent(*arrays, **params)
+
+
+def _count_call(
+    primitive: Primitive, where: device.Device, avals: Sequence[Any], params: dict[str, Any]
+) -> None:
+    """Counts a call site. Not where it runs: what the compiler partitions is traced for all devices and for one."""
+    if primitive is tangent_p:
+        counters.count_call("xla", "tangent")
+        return
+    spec, options = params["spec"], params["options"]
+    spec = spec.for_operands(_split(avals, spec)[0])
+    needs_grad = params.get("needs_grad", True)
+    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=needs_grad)
+    if primitive is forward_p:
+        counters.count_call(backend.name, "forward")
+    elif any(params["wants"].flags()):
+        counters.count_call(backend.for_backward().name, "backward")
 
 
 # ---- Shapes --------------------------------------------------------------------------------------------------------
@@ -281,7 +304,7 @@ def _real_tokens(
     """Which tokens (B, length) are no padding; None: none is."""
     found = None if segments is None else segments >= 0
     if lengths is not None:
-        inside = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
+        inside = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths[:, None]
         found = inside if found is None else found & inside
     return found
 
@@ -473,25 +496,33 @@ def _evaluate(primitive: Primitive, *arrays: Any, **params: Any) -> Any:
 
 
 def _register_lowerings(primitive: Primitive, run: Callable[..., Any]) -> None:
-    def for_platform(platform: str | None) -> Callable[..., Any]:
+    def program(
+        ctx: mlir.LoweringRuleContext, platform: str, params: dict[str, Any]
+    ) -> Callable[..., Any]:
+        named: device.Device | None = params["options"].device
+        where = device.describe(platform)
+        if named is not None and named.platform == platform:
+            where = named
+        _count_call(primitive, where, ctx.avals_in, params)
+        function: Callable[..., Any] = functools.partial(run, where)
+        if partition.is_automatic(ctx):
+            function = partition.partitioned(primitive.name, function, params)
+        return functools.partial(function, **params)
+
+    def rule(*platforms: str) -> Callable[..., Any]:
         def lower(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:
-            name = platform or "other"
-            options: Options = params["options"]
-            named = options.device
-            where = named if named is not None and named.platform == name else device.describe(name)
-            function: Callable[..., Any] = functools.partial(run, where)
-            if partition.is_automatic(ctx):
-                function = partition.partitioned(primitive.name, function, params)
-            return mlir.lower_fun(functools.partial(function, **params), multiple_results=True)(
-                ctx, *values
-            )
+            names = platforms or lowering_platforms(ctx)
+            programs = {name: program(ctx, name, params) for name in names}
+            several = functools.partial(lax.platform_dependent, **programs)
+            function = several if len(names) > 1 else programs[names[0]]
+            return mlir.lower_fun(function, multiple_results=True)(ctx, *values)
 
         return lower
 
     primitive.def_impl(functools.partial(_evaluate, primitive))
-    mlir.register_lowering(primitive, for_platform("cpu"), platform="cpu")
-    mlir.register_lowering(primitive, for_platform("cuda"), platform="cuda")
-    mlir.register_lowering(primitive, for_platform(None))
+    mlir.register_lowering(primitive, rule("cpu"), platform="cpu")
+    mlir.register_lowering(primitive, rule("cuda"), platform="cuda")
+    mlir.register_lowering(primitive, rule())  # of every other platform
     partition.allow_devices_in_lowering(primitive)
 
 

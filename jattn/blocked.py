@@ -6,6 +6,7 @@ for which the bodies of the scans are checkpointed, so that those too stay linea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,12 +47,18 @@ class _Grid(NamedTuple):
 
 
 def _grid(spec: Spec) -> _Grid:
-    heads = spec.batch * spec.num_heads if isinstance(spec.batch, int) else spec.num_heads
+    # A symbolic batch or number of heads has no say; of a symbolic length there is one tile.
+    heads = math.prod(x for x in (spec.batch, spec.num_heads) if isinstance(x, int))
     tile = _LARGEST_TILE
     while tile > _SMALLEST_TILE and heads * tile * tile > _TILE_ELEMENTS:
         tile //= 2
-    tile_q, tile_kv = min(tile, max(spec.q_len, 1)), min(tile, max(spec.kv_len, 1))
-    return _Grid(tile_q, tile_kv, -(-spec.q_len // tile_q), -(-spec.kv_len // tile_kv))
+
+    def cut(length: int) -> tuple[int, int]:
+        size = min(tile, max(length, 1)) if isinstance(length, int) else length
+        return size, -(-length // size)
+
+    (tile_q, num_q_tiles), (tile_kv, num_kv_tiles) = cut(spec.q_len), cut(spec.kv_len)
+    return _Grid(tile_q, tile_kv, num_q_tiles, num_kv_tiles)
 
 
 def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -133,7 +140,7 @@ class _Tiles:
             q_positions=None if full.q_positions is None else queries_tile(full.q_positions),
             kv_positions=None if full.kv_positions is None else keys_tile(full.kv_positions),
         )
-        # Where there are several tiles their sizes are powers of two from _SMALLEST_TILE on: multiples of 16.
+        # Where there are several tiles their sizes are powers of two from _SMALLEST_TILE on: multiples of 32.
         first_row, first_column = q_tile * grid.tile_q, kv_tile * grid.tile_kv
         return tile, pairs(self.spec, tile, first_row, first_column, grid.tile_q, grid.tile_kv)
 

@@ -86,45 +86,39 @@ def plan_pass(
       backend: who was chosen for the problem.
       spec: the problem.
       device: where it runs.
-      wants: the gradients that a backward pass computes.
+      wants: the gradients that a backward pass computes, or the tangents that a tangent pass reads.
       determinism: the caller's wish.
       has_dlse: whether the log-sum-exp has a cotangent.
     """
     runner = backend.for_backward() if name == "backward" else backend
     calls: list[Any] = []
-    results: Sequence[Any] = ()
-    reads: tuple[Any, ...] = operand_shapes(spec).flat()
     if name == "forward":
 
         def forward(*arrays: jax.Array) -> Any:
             return runner.forward(spec, Operands.unflatten(spec, arrays), device)
 
-        trace = jax.make_jaxpr(forward)(*reads)
-        calls, results = _custom_calls(trace.jaxpr), trace.out_avals
-    elif name == "backward":
+        trace = jax.make_jaxpr(forward)(*operand_shapes(spec).flat())
+        calls = _custom_calls(trace.jaxpr)
+    elif name == "backward" and any(wants.flags()):
         # As jattn.autodiff asks a backend: the row statistics hold the sinks, so that it is given none.
-        spec = spec.without_sinks()
-        reads = operand_shapes(spec).flat()
-        kept = residual_shapes(spec, has_dlse)
+        given = spec.without_sinks()
 
         def backward(kept: tuple[jax.Array, ...], *arrays: jax.Array) -> Any:
-            operands = Operands.unflatten(spec, arrays)
+            operands = Operands.unflatten(given, arrays)
             rest = Residuals(kept[0], kept[1], kept[2], kept[3] if has_dlse else None)
             return tuple(
-                runner.backward(spec, operands, rest, wants.of_backend(), device, determinism)
+                runner.backward(given, operands, rest, wants.of_backend(), device, determinism)
             )
 
-        if any(wants.flags()):
-            calls = _custom_calls(jax.make_jaxpr(backward)(kept, *reads).jaxpr)
-        pairs = zip(operand_shapes(spec).differentiable(), wants.all_flags(), strict=True)
-        results = [shape for shape, is_wanted in pairs if is_wanted and shape is not None]
-        reads = (*reads, *kept)
+        kept = residual_shapes(spec, has_dlse)
+        trace = jax.make_jaxpr(backward)(kept, *operand_shapes(given).flat())
+        calls = _custom_calls(trace.jaxpr)
     return Pass(
         name=name,
         backend=runner.name if name != "tangent" else "xla",
         kernels=tuple(kernel for call in calls for kernel in _kernels(call)),
         flops=count_flops(spec, name),
-        moved_bytes=_bytes((*reads, *results)),
+        moved_bytes=_bytes(_arrays_of(name, spec, wants, has_dlse=has_dlse)),
         scratch_bytes=_scratch_bytes(calls),
         data_dependent=spec.q_lengths
         or spec.kv_lengths
@@ -174,6 +168,20 @@ def residual_shapes(spec: Spec, has_dlse: bool) -> tuple[Any, ...]:
     return (out, lse, out, lse) if has_dlse else (out, lse, out)
 
 
+def _arrays_of(name: PassName, spec: Spec, wants: Wants, *, has_dlse: bool) -> tuple[Any, ...]:
+    """The shapes of what a pass reads and writes: operands and results of the primitives of ``jattn.autodiff``."""
+    operands = operand_shapes(spec)
+    kept = residual_shapes(spec, has_dlse)
+    out_and_lse = kept[:2]
+    if name == "forward":
+        return (*operands.flat(), *out_and_lse)
+    pairs = zip(operands.differentiable(), wants.all_flags(), strict=True)
+    of_wanted = [shape for shape, is_wanted in pairs if is_wanted and shape is not None]
+    if name == "backward":
+        return (*operands.flat(), *kept, *of_wanted)
+    return (*operands.flat(), *out_and_lse, *of_wanted, *out_and_lse)
+
+
 def _bytes(arrays: Sequence[Any]) -> int | None:
     total = 0
     for array in arrays:
@@ -204,7 +212,8 @@ def visible_pairs(spec: Spec) -> int | None:
 def count_flops(spec: Spec, name: PassName) -> float | None:
     """Two operations for each multiply-add: two products forward, five backward and in the tangent."""
     pairs = visible_pairs(spec)
-    if pairs is None:
+    extents = (spec.num_heads, spec.head_dim, spec.head_dim_v)
+    if pairs is None or not all(isinstance(extent, int) for extent in extents):
         return None
     forward = spec.head_dim + spec.head_dim_v
     both = 3 * spec.head_dim + 2 * spec.head_dim_v

@@ -83,16 +83,16 @@ def time_pass(each: Pass, spec: Spec, options: Options, wants: Wants, *, has_dls
         arrays = (*operands, out, lse, *rest)
     seconds, spread = _measure(jax.jit(run), arrays)
     speed = None if each.flops is None else each.flops / seconds
-    return Timing(seconds * 1e6, spread, speed, matmul_speed(spec.dtype))
+    return Timing(seconds * 1e6, spread, speed, matmul_speed(spec.dtype, device.expected(None)))
 
 
 def _fill(name: str, like: Any) -> jax.Array:
-    """An array for an operand: normal numbers, lengths that cover everything, one segment, positions in order."""
+    """An array for an operand: normal numbers, lengths that cover everything, one segment, one position, which every
+    band sees.
+    """
     shape, dtype = like.shape, np.dtype(like.dtype)
     if name.endswith("_lengths"):
         return jnp.full(shape, 2**30, dtype)
-    if name.endswith("_positions"):
-        return jnp.broadcast_to(jnp.arange(shape[1], dtype=dtype), shape)
     if name == "dropout_rate":
         return jnp.full(shape, 0.1, dtype)
     if dtype == np.bool_:
@@ -122,9 +122,11 @@ def _measure(run: Callable[..., Any], arrays: tuple[Any, ...]) -> tuple[float, f
 
 
 @functools.cache
-def matmul_speed(dtype: str) -> float:
-    """FLOP/s of a square matrix product on the default device: the ceiling that kernels are compared with."""
-    size = MATMUL_SIZE.get(device.expected(None).platform, MATMUL_SIZE["cpu"])
+def matmul_speed(dtype: str, where: Device) -> float:
+    """FLOP/s of a square matrix product on the default device, which is ``where``: the ceiling that kernels are
+    compared with.
+    """
+    size = MATMUL_SIZE.get(where.platform, MATMUL_SIZE["cpu"])
     matrix = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
     product = jax.jit(functools.partial(jnp.matmul, precision="highest"))
     seconds, _ = _measure(product, (matrix, matrix))

@@ -85,5 +85,13 @@ def checked(name: str, device: object) -> Device:
     return device
 
 
+@functools.lru_cache(maxsize=16)
 def _lowering_platform(name: str) -> str:
-    return "cuda" if name == "gpu" else name
+    """The name in lowerings of a platform as ``jax.Device.platform`` says it: both kinds of GPU are "gpu" there."""
+    if name != "gpu":
+        return name
+    try:
+        jax.devices("rocm")
+    except RuntimeError:
+        return "cuda"
+    return "rocm"

@@ -26,8 +26,9 @@ from jattn.spec import Spec
 
 _lock = threading.Lock()
 _registered: dict[str, list[Backend]] = {}
-_warned: set[tuple[str, Spec]] = set()
 _changes: list[str] = []  # one entry for each change of _registered: which platform's
+_warned: dict[tuple[str, Spec], None] = {}  # in the order of the warnings
+_MOST_WARNED = 4096  # the oldest is forgotten then, and would be warned of again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +48,16 @@ class Decision:
 def register_backend(platform: str, backend: Backend) -> None:
     """Puts a backend of the user's in front of a platform's order; choices made before are made again.
 
-    Functions that were jitted before keep the backend they were compiled with.
+    Functions that were jitted before keep the backend they were compiled with. On other platforms it is refused; one
+    of the same name, or the same one, can be registered there too.
 
     Args:
-      platform: "cpu", "cuda", ... as JAX names it when lowering.
+      platform: "cpu", "cuda", "tpu", ... as JAX names it when lowering.
       backend: an object with the members of ``jattn.Backend``.
 
     Raises:
       TypeError: ``backend`` lacks a member.
-      ValueError: another backend of that name is known already, or "gpu" as the platform.
+      ValueError: the platform has a backend of that name already, the name is one of jattn's, or "gpu" as the platform.
     """
     if platform == "gpu":
         raise ValueError(
@@ -65,12 +67,13 @@ def register_backend(platform: str, backend: Backend) -> None:
         raise TypeError(
             f"jattn.register_backend: backend is {backend!r}, must have the members of jattn.Backend"
         )
-    if backend.name in {b.name for b in _candidates(platform)} | set(backends.KNOWN_NAMES):
-        raise ValueError(
-            f"jattn.register_backend: backend.name is {backend.name!r}, which is taken; choose another name"
-        )
     with _lock:
-        _set_registered(platform, [backend, *_registered.get(platform, [])])
+        group = _registered.get(platform, [])
+        if backend.name in {b.name for b in group} | set(backends.KNOWN_NAMES):
+            raise ValueError(
+                f"jattn.register_backend: backend.name is {backend.name!r}, which is taken; choose another name"
+            )
+        _set_registered(platform, [backend, *group])
 
 
 def unregister_backend(platform: str, name: str) -> None:
@@ -94,8 +97,7 @@ def unregister_backend(platform: str, name: str) -> None:
 
 def _set_registered(platform: str, group: list[Backend]) -> None:
     _registered[platform] = group
-    _changes.append(platform)
-    choose.cache_clear()
+    _changes.append(platform)  # last: a choice is kept under the number that it read first
 
 
 def registrations() -> int:
@@ -110,22 +112,26 @@ def _candidates(platform: str) -> tuple[Backend, ...]:
 
 def known_names() -> tuple[str, ...]:
     """Every backend name that may be written, registered ones included."""
-    registered = [b.name for group in _registered.values() for b in group]
-    return (*registered, *backends.KNOWN_NAMES)
+    registered = [b.name for group in list(_registered.values()) for b in group]
+    return (*dict.fromkeys(registered), *backends.KNOWN_NAMES)
 
 
-def _all_backends() -> dict[str, Backend]:
-    found: dict[str, Backend] = {}
-    for group in (*_registered.values(), *backends.ORDER.values()):
-        for backend in group:
-            found.setdefault(backend.name, backend)
-    return found
+def _backends_for(platform: str) -> dict[str, Backend]:
+    """By name: those registered for a platform, and those of the package, which refuse other platforms themselves."""
+    groups = (_registered.get(platform, ()), *backends.ORDER.values())
+    return {backend.name: backend for group in groups for backend in group}
+
+
+def choose(spec: Spec, device: Device, options: Options, needs_grad: bool) -> Decision:
+    """Returns the first backend that can run the problem, with the reasons of all others. Raises nothing."""
+    return _choose(spec, device, options, needs_grad, registrations())
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(spec: Spec, device: Device, options: Options, needs_grad: bool) -> Decision:
-    """Returns the first backend that can run the problem, with the reasons of all others. Raises nothing."""
-    everything = _all_backends()
+def _choose(
+    spec: Spec, device: Device, options: Options, needs_grad: bool, registrations: int
+) -> Decision:
+    everything = _backends_for(device.platform)
     order = (
         list(options.implementation)
         if options.implementation is not None
@@ -172,6 +178,19 @@ def _reasons(
                 False,
                 "must be True",
                 "call jattn.set_enabled(True), or unset JATTN_DISABLE",
+            ),
+        )
+    platforms = [p for p, group in list(_registered.items()) if name in {b.name for b in group}]
+    if backend is None and platforms:
+        return (
+            *reasons,
+            Reason(
+                name,
+                "PLATFORM",
+                "device",
+                device,
+                f"must be of a platform that it is registered for, {' or '.join(platforms)}",
+                f"move the arrays there, or call jattn.register_backend({device.platform!r}, ...)",
             ),
         )
     if backend is None:
@@ -252,6 +271,8 @@ def _check_fallback(
         raise NoBackendError(text, every)
     with _lock:
         known = (backend.name, spec) in _warned
-        _warned.add((backend.name, spec))
+        _warned[backend.name, spec] = None
+        if len(_warned) > _MOST_WARNED:
+            del _warned[next(iter(_warned))]
     if not known:
         warn_caller(text, FallbackWarning)

@@ -169,8 +169,14 @@ def bits_of_block(
     sums, moved_sums, lower = (
         x[..., None, None, None, None, None] for x in _expand(split[..., 0], split[..., 1])
     )
-    bit = jnp.arange(2, dtype=jnp.uint32)
-    g, h, f, e = bit[:, None, None, None, None], bit[:, None, None, None], bit[:, None, None], bit
+
+    def bit(axis: int) -> jax.Array:
+        """0 and 1 along an axis that is counted from the last, of the rank of all (jax_numpy_rank_promotion)."""
+        shape = [1] * lower.ndim
+        shape[axis] = 2
+        return jnp.arange(2, dtype=jnp.uint32).reshape(shape)
+
+    g, h, f, e = bit(-5), bit(-4), bit(-3), bit(-1)
     own = split[..., None, None, None, :, None] ^ f * sums ^ g * moved_sums
     bits = _bits_of_word(own, lower, h, e)
     order = (0, 5, 6, 1, 4, 2, 7, 8, 3, 9)  # ..., a, g, h, i, r, c, f, w, q, e
@@ -228,6 +234,24 @@ def words_of(name: str, value: ArrayLike) -> jax.Array:
     return words
 
 
+def check_rate(name: str, rate: ArrayLike) -> None:
+    """Checks a rate.
+
+    Raises:
+      ValueError: it is no scalar, or is known and no number of [0, 1).
+    """
+    if np.shape(rate) != ():
+        raise ValueError(
+            f"{name} has shape {np.shape(rate)}, must be a scalar: use jax.vmap for several rates"
+        )
+    if isinstance(rate, jax.Array) and jnp.issubdtype(rate.dtype, jnp.complexfloating):
+        raise ValueError(f"{name} has dtype {rate.dtype}, must be real: cast it to float32")
+    if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{name} is {rate}, must be at least 0 and below 1: to drop everything, multiply the result by 0"
+        )
+
+
 def dropout_mask(
     seed: ArrayLike, offset: ArrayLike, shape: tuple[int, int, int, int], p: ArrayLike
 ) -> jax.Array:
@@ -241,7 +265,7 @@ def dropout_mask(
       seed: uint32[2], the lower word first, or a Python int below 2**64. Of a JAX key: ``jattn.seed_from_key(key)``.
       offset: likewise; 0 goes with a seed that came from a key.
       shape: (B, N, T, S). With ``broadcast_dropout`` the one mask of a call is that of (1, 1, T, S).
-      p: probability of dropping, 0 <= p < 1; may be traced.
+      p: probability of dropping, 0 <= p < 1, a scalar; may be traced.
 
     Returns:
       bool (B, N, T, S), True where the weight is kept. An entry depends on its own indices alone, so the mask of a
@@ -252,8 +276,16 @@ def dropout_mask(
 
     Source: Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405.
     """
-    if not isinstance(p, jax.core.Tracer) and not 0 <= float(p) < 1:  # type: ignore[arg-type]
-        raise ValueError(f"jattn.dropout_mask: p is {p}, must be at least 0 and below 1")
+    if not isinstance(p, int | float | np.generic):
+        try:
+            p = jnp.asarray(p)
+        except jax.errors.JAXTypeError:
+            raise  # a tracer that has left its function
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"jattn.dropout_mask: p is {p!r}, must be a number: pass one that is at least 0 and below 1"
+            ) from error
+    check_rate("jattn.dropout_mask: p", p)
     seed_words = words_of("jattn.dropout_mask: seed", seed)
     offset_words = words_of("jattn.dropout_mask: offset", offset)
     if len(shape) != 4:

@@ -57,7 +57,7 @@ REASON_CODES: Mapping[str, str] = {
     "MASK": "does not support non-null attn_mask",
     "FEATURE": "does not support this feature",
     "DETERMINISTIC": "is not deterministic",
-    "SYMBOLIC": "needs lengths and head counts that are known numbers",
+    "SYMBOLIC": "needs extents that are known numbers",
     "RAGGED_BATCH": "needs as many sequences in query, key and value",
     "RAGGED_BROADCAST": "needs a broadcastable num heads",
     "RAGGED_KV_BROADCAST": "if one of key and value is broadcast, the other must have a consistent seq_len dim",

@@ -25,6 +25,7 @@ __all__ = [
     "batching",
     "equations",
     "jit_primitive",
+    "lowering_platforms",
     "manual_axes",
     "mlir",
     "result_aval",
@@ -90,6 +91,13 @@ def jit_primitive(primitive: Primitive, params: dict[str, Any]) -> Callable[...,
     run.__name__ = run.__qualname__ = primitive.name
     run._apply_primitive = True  # type: ignore[attr-defined]
     return jax.jit(run)
+
+
+def lowering_platforms(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
+    """The platforms for which a rule lowers: mostly one; several while exporting for several without rules of their
+    own.
+    """
+    return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
 def equations(

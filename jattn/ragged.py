@@ -206,7 +206,7 @@ class RaggedArray:
         length = self.longest if length is None else length
         starts, stops = self.bounds()
         counts = jnp.minimum(stops - starts, length)
-        position = jnp.arange(length, dtype=jnp.int32)
+        position = jnp.arange(length, dtype=jnp.int32)[None, :]
         inside = position < counts[:, None]
         return take_rows(self.values, starts[:, None] + position, inside), counts
 

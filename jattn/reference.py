@@ -118,7 +118,7 @@ def _accumulator(spec: Spec) -> jnp.dtype:
 
 
 def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """(B, t, N, D) -> (B, t, K, G, D): query heads beside the key head that serves them."""
+    """(B, t, N, D) -> (B, t, K, G, D): query heads beside the key/value head that serves them."""
     batch, length, num_heads, head_dim = x.shape
     return x.reshape(batch, length, num_kv_heads, num_heads // max(num_kv_heads, 1), head_dim)
 

@@ -8,8 +8,9 @@ is regular and long; this script owns it. Run it after changing WIDTHS:
 
 from __future__ import annotations
 
-# Columns of one wgmma: key tiles (first product) and head dims of v (second product), multiples of 8 up to 256.
-WIDTHS = (32, 64, 80, 96, 112, 128, 160, 176, 192, 256)
+# Columns of one wgmma, multiples of 8 up to 256: tiles of keys or queries, head dims, parts of dq. Those that plans ask
+# for (jattn/backends/flash_tiles.py, flash_backward_tiles.py), and 80 of tools/bench_sm90_backward.py.
+WIDTHS = (32, 64, 80, 96, 128, 192, 256)
 
 HEADER = """\
 // wgmma.mma_async for every tile width in use. Written by tools/generate_wgmma.py: change that, not this.

@@ -6,6 +6,7 @@
 
 #include "core/problem.h"
 #include "cuda/plan.h"
+#include "kernels/base/integers.cuh"
 #include "kernels/config.cuh"
 #include "kernels/params.cuh"
 
@@ -40,7 +41,6 @@ int64_t blocks_by_tiles(const TilesOfSides& sides, int num_threads);
 // the tiles of a head differ in work.
 int32_t section_heads(const Problem& problem, const Config& config);
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Every block of scratch starts on such a boundary.

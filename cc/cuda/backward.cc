@@ -46,11 +46,6 @@ Kernels find_kernels(const Plan& plan) {
           find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias")};
 }
 
-MaskTiling mask_tiling(const Config& config, bool owns_keys) {
-  if (owns_keys) return {MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q};
-  return {MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
-}
-
 // Everything in scratch, in the order of its parts.
 struct Scratch {
   int64_t rows_padded = 0;

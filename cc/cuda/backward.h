@@ -1,4 +1,4 @@
-// The backward pass on a CUDA device: Problem, buffers and plan -> kernel launches on a stream.
+// The backward pass by the kernels of sm_80: Problem, buffers and plan -> kernel launches on a stream (cuda/dispatch.h picks).
 #pragma once
 
 #include <cstdint>

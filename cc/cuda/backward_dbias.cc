@@ -8,12 +8,7 @@
 namespace jattn::cuda {
 
 DbiasShape dbias_shape(const Problem& problem, const Config& config, int64_t wanted_blocks) {
-  const BroadcastTensor& bias = problem.bias;
-  DbiasShape shape{};
-  shape.batch = bias.stride_batch != 0 ? problem.batch : 1;
-  shape.heads = bias.stride_head != 0 ? problem.num_heads : 1;
-  shape.queries = bias.stride_query != 0 ? problem.q_len : 1;
-  shape.keys = bias.stride_key != 0 ? problem.kv_len : 1;
+  DbiasShape shape{shape_of(problem.bias, problem), 0, 0, 0};
   const int64_t q_tiles = ceil_div(problem.q_len, config.tile_q), kv_tiles = ceil_div(problem.kv_len, config.tile_kv);
   shape.tiles_query = shape.queries == 1 ? 1 : q_tiles;
   shape.tiles_key = shape.keys == 1 ? 1 : kv_tiles;
@@ -45,10 +40,7 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
   if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
   if (buffers.dbias == nullptr) return;
   const BroadcastTensor& bias = problem.bias;
-  const int64_t elements = (bias.stride_batch != 0 ? problem.batch : 1) *
-                           (bias.stride_head != 0 ? problem.num_heads : 1) *
-                           (bias.stride_query != 0 ? problem.q_len : 1) * (bias.stride_key != 0 ? problem.kv_len : 1);
-  fill_zero(buffers.dbias, elements * size_bytes(bias.dtype), stream);
+  fill_zero(buffers.dbias, shape_of(bias, problem).elements() * size_bytes(bias.dtype), stream);
 }
 
 }  // namespace jattn::cuda

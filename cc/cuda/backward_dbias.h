@@ -4,18 +4,17 @@
 
 #include <cstdint>
 
+#include "core/broadcast.h"
 #include "core/problem.h"
 #include "cuda/launch.h"
 #include "cuda/plan.h"
 
 namespace jattn::cuda {
 
-// The shape of the bias, 1 for a broadcast axis, and how its tiles are shared out.
-struct DbiasShape {
-  int64_t batch, heads, queries, keys;
+// The shape of the bias, and how its tiles are shared out.
+struct DbiasShape : BroadcastShape {
   int64_t tiles_query, tiles_key, splits;
 
-  int64_t elements() const { return batch * heads * queries * keys; }
   int64_t tiles() const { return batch * heads * tiles_query * tiles_key; }
 };
 

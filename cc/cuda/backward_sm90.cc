@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/broadcast.h"
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/backward_dbias.h"
@@ -47,12 +48,6 @@ bool has_senders(const Kernels& kernels) {
 bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
 bool sums_bias(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().sums_bias; }
-
-// Rows of the packed mask are the axis that the kernel owns.
-MaskTiling mask_tiling(const Config& config, bool owns_keys) {
-  return owns_keys ? MaskTiling{MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q}
-                   : MaskTiling{MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
-}
 
 // Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
 constexpr int64_t kWantedDbiasBlocks = 264;
@@ -214,8 +209,7 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
-// Ranges of tiles, packed mask, bias. Rows of the packed mask are the axis that the kernel owns. Where sections matter,
-// section_heads is set.
+// Ranges of tiles, packed mask, bias. Where sections matter, section_heads is set.
 void add_tiles(const Problem& problem, const Plan& plan, const Config& config, bool owns_keys, void* ranges, void* mask,
                sm90::BackwardParams& params, CUstream stream) {
   launch_tile_ranges(problem, plan, config, ranges, params.problem, stream);
@@ -318,7 +312,7 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
                 " makes dbias of a bias of keys, but that of the problem has other axes");
   JATTN_REQUIRE(bias.stride_head == 0 || problem.group_size() == 1, "kernel ", kernel.text,
                 " adds up dbias over the query heads of a key/value head, but each has a bias of its own");
-  const int64_t entries = bias.stride_batch != 0 ? problem.batch : 1;
+  const int64_t entries = shape_of(bias, problem).batch;
   const int64_t heads = bias.stride_head != 0 ? problem.num_kv_heads : 1;
   const int64_t splits = problem.batch * problem.num_kv_heads / (entries * heads);
   sum_dbias(problem, buffers, plan, entries * heads * problem.kv_len, heads * problem.kv_len, splits, scratch.partials,
@@ -435,7 +429,7 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
 
 }  // namespace
 
-bool plans_backward_sm90(const Plan& plan) { return find_family(plan, "backward_prepare") != nullptr; }
+bool uses_backward_sm90(const Plan& plan) { return find_family(plan, "backward_prepare") != nullptr; }
 
 int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
   return carve(problem, buffers, find_kernels(plan), nullptr).bytes;

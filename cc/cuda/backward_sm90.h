@@ -10,7 +10,7 @@
 namespace jattn::cuda {
 
 // True if the plan holds kernels of this file.
-bool plans_backward_sm90(const Plan& plan);
+bool uses_backward_sm90(const Plan& plan);
 
 // Scratch that backward_sm90() needs; its content may be anything. Reads only which results of `buffers` are wanted.
 int64_t backward_sm90_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/base/integers.cuh"
+
 namespace jattn::cuda {
 
 // Launches, one after another, in which batch entries that share a bias add theirs to each other where they are stored: the same
@@ -31,9 +33,6 @@ struct DsParts {
     // Else no more scratch than the bias itself takes, if a key/value head does with that.
     if (!in_place && parts * bytes > kFewDsBytes) kv_heads = std::clamp<int64_t>(num_kv_heads / parts, 1, num_kv_heads);
   }
-
- private:
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 };
 
 }  // namespace jattn::cuda

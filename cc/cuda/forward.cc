@@ -7,17 +7,11 @@
 #include "kernels/sm80/forward_shape.cuh"
 
 namespace jattn::cuda {
-namespace {
-
-MaskTiling mask_tiling(const Config& config) {
-  return {MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
-}
-
-}  // namespace
 
 int64_t forward_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, "sm80_forward").config();
-  return tile_ranges_bytes(problem, config) + (config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0);
+  const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config, false)) : 0;
+  return tile_ranges_bytes(problem, config) + mask_bytes;
 }
 
 void forward(const Problem& problem, const ForwardResults& results, const Plan& plan, void* scratch, CUstream stream) {
@@ -30,7 +24,7 @@ void forward(const Problem& problem, const ForwardResults& results, const Plan& 
   launch_tile_ranges(problem, plan, config, scratch, params.problem, stream);
   if (config.mask) {
     void* packed = static_cast<unsigned char*>(scratch) + tile_ranges_bytes(problem, config);
-    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), packed, stream);
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), packed, stream);
   }
   params.out = results.out;
   params.lse = static_cast<float*>(results.lse);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/broadcast.h"
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/document_tiles.h"
@@ -25,10 +26,6 @@ constexpr const char* kCombineFamily = "forward_combine";
 // One bias for several batch entries. They then run side by side, and its tiles come from L2.
 bool shares_bias_over_batch(const Problem& problem, const Config& config) {
   return config.bias && !config.row_bias && problem.batch > 1 && problem.bias.stride_batch == 0;
-}
-
-MaskTiling mask_tiling(const Config& config) {
-  return {.orientation = MaskOrientation::kQueriesAsRows, .rows = config.tile_q, .columns = config.tile_kv};
 }
 
 // s * (factor[0] + factor[1] s^2 + factor[2] s^4), the last factor being positive.
@@ -122,9 +119,11 @@ void launch_combine(const Problem& problem, const ForwardResults& results, const
 
 }  // namespace
 
+bool uses_forward_sm90(const Plan& plan) { return find_family(plan, kFamily) != nullptr; }
+
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
   const Config& config = require_family(plan, kFamily).config();
-  const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config)) : 0;
+  const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config, false)) : 0;
   return kScratchAlignment + tile_ranges_bytes(problem, config) + document_tiles_bytes(problem, config, false) +
          mask_bytes + parts_bytes(problem, plan);
 }
@@ -174,7 +173,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
     bytes += document_tiles_bytes(problem, config, false);
   }
   if (config.mask && problem.kv_len > 0) {
-    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config), bytes, stream);
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), bytes, stream);
   }
 
   if (splits > 1) {
@@ -201,8 +200,9 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   params.out = query_map(results.out, problem.head_dim_v, sm90::kWarpgroupRows);
   if (config.bias && config.staged_bias && has_keys) {
     params.bias = bias_map(problem, config.tile_q);
-    params.bias_heads = static_cast<int32_t>(problem.bias.stride_head == 0 ? 1 : problem.num_heads);
-    params.bias_batch = static_cast<int32_t>(problem.bias.stride_batch == 0 ? 1 : problem.batch);
+    const BroadcastShape bias = shape_of(problem.bias, problem);
+    params.bias_heads = static_cast<int32_t>(bias.heads);
+    params.bias_batch = static_cast<int32_t>(bias.batch);
   }
   if (config.row_bias) {
     JATTN_REQUIRE(problem.bias.stride_query == 0, "kernel ", kernel.text, " needs a bias without a query axis");

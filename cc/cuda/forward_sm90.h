@@ -8,6 +8,9 @@
 
 namespace jattn::cuda {
 
+// True if the plan holds the kernel of this file.
+bool uses_forward_sm90(const Plan& plan);
+
 // Scratch that forward_sm90() needs; its content may be anything.
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan);
 

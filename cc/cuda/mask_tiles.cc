@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/broadcast.h"
 #include "core/require.h"
 #include "cuda/attention_params.h"
 #include "cuda/launch.h"
@@ -10,7 +11,7 @@
 namespace jattn::cuda {
 namespace {
 
-// The extents of the mask itself, along the rows and columns of fragments; a stride of 0 marks a broadcast axis.
+// The extents of the mask itself, along the rows and columns of fragments: a broadcast axis has one row, or one tile of columns.
 struct MaskShape {
   int64_t batch, heads, rows, columns;
   int64_t row_stride, column_stride;
@@ -18,13 +19,14 @@ struct MaskShape {
 
   MaskShape(const Problem& problem, const MaskTiling& tiling) {
     const BroadcastTensor& mask = problem.mask;
+    const BroadcastShape shape = shape_of(mask, problem);
     const bool keys = tiling.orientation == MaskOrientation::kKeysAsRows;
     row_stride = keys ? mask.stride_key : mask.stride_query;
     column_stride = keys ? mask.stride_query : mask.stride_key;
-    batch = mask.stride_batch == 0 ? 1 : problem.batch;
-    heads = mask.stride_head == 0 ? 1 : problem.num_heads;
-    rows = row_stride == 0 ? 1 : keys ? problem.kv_len : problem.q_len;
-    columns = column_stride == 0 ? tiling.columns : keys ? problem.q_len : problem.kv_len;
+    batch = shape.batch;
+    heads = shape.heads;
+    rows = keys ? shape.keys : shape.queries;
+    columns = column_stride == 0 ? tiling.columns : keys ? shape.queries : shape.keys;
     tile_rows = row_stride == 0 ? 1 : tiling.rows;
     row_tiles = ceil_div(rows, tile_rows);
     column_tiles = ceil_div(columns, tiling.columns);
@@ -36,6 +38,11 @@ struct MaskShape {
 };
 
 }  // namespace
+
+MaskTiling mask_tiling(const Config& config, bool owns_keys) {
+  if (owns_keys) return {MaskOrientation::kKeysAsRows, config.tile_kv, config.tile_q};
+  return {MaskOrientation::kQueriesAsRows, config.tile_q, config.tile_kv};
+}
 
 int64_t mask_tiles_bytes(const Problem& problem, const MaskTiling& tiling) {
   const MaskShape shape(problem, tiling);

@@ -5,6 +5,7 @@
 
 #include "core/problem.h"
 #include "cuda/plan.h"
+#include "kernels/config.cuh"
 #include "kernels/params.cuh"
 
 namespace jattn::cuda {
@@ -16,6 +17,9 @@ struct MaskTiling {
   MaskOrientation orientation;
   int64_t rows, columns;  // at most 256 and 128, multiples of 16
 };
+
+// Of a kernel that owns keys, or queries: they are the rows.
+MaskTiling mask_tiling(const Config& config, bool owns_keys);
 
 // Scratch of one packed mask, a multiple of kScratchAlignment.
 int64_t mask_tiles_bytes(const Problem& problem, const MaskTiling& tiling);

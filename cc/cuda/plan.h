@@ -1,7 +1,6 @@
-// The decisions for one call, as the CUDA handlers receive them: which backend, and its kernels in launch order.
+// The decisions for one call, as the CUDA handlers receive them: its kernels, loaded on the device of the call.
 #pragma once
 
-#include <string_view>
 #include <vector>
 
 #include "cuda/kernel_store.h"
@@ -9,7 +8,6 @@
 namespace jattn::cuda {
 
 struct Plan {
-  std::string_view backend;            // "flash" or "mem_efficient"; for messages only
   std::vector<const Kernel*> kernels;  // in the order of the plan's attribute `kernels`; loaded
   int device_ordinal = 0;
 };

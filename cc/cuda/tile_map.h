@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "core/broadcast.h"
 #include "cuda/tensor_map.h"
 #include "kernels/sm90/forward_params.cuh"
 #include "kernels/sm90/shape.cuh"
@@ -38,13 +39,13 @@ inline sm90::TensorMap head_rows_map(const void* address, DType dtype, int64_t b
 // A bias with an axis of queries and one of keys, in boxes of 64 keys and box_rows queries. A broadcast axis has extent 1.
 inline sm90::TensorMap bias_map(const Problem& problem, int64_t box_rows) {
   const BroadcastTensor& bias = problem.bias;
-  const int64_t area = problem.q_len * problem.kv_len;
-  const bool has_heads = bias.stride_head != 0, has_batch = bias.stride_batch != 0;
+  const BroadcastShape shape = shape_of(bias, problem);
+  const int64_t area = problem.q_len * problem.kv_len;  // stands for the stride of an axis of extent 1
   const std::array<TensorMapAxis, 4> axes{{
       {.extent = problem.kv_len, .stride = 1, .box = sm90::kChunkColumns},
       {.extent = problem.q_len, .stride = bias.stride_query, .box = box_rows},
-      {.extent = has_heads ? problem.num_heads : 1, .stride = has_heads ? bias.stride_head : area, .box = 1},
-      {.extent = has_batch ? problem.batch : 1, .stride = has_batch ? bias.stride_batch : area, .box = 1},
+      {.extent = shape.heads, .stride = bias.stride_head == 0 ? area : bias.stride_head, .box = 1},
+      {.extent = shape.batch, .stride = bias.stride_batch == 0 ? area : bias.stride_batch, .box = 1},
   }};
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(bias.data, bias.dtype, axes, Swizzle::k128Bytes));
 }

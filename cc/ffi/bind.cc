@@ -6,6 +6,7 @@
 #include <ostream>
 #include <utility>
 
+#include "core/broadcast.h"
 #include "core/require.h"
 
 namespace jattn::bind {
@@ -86,16 +87,9 @@ Attributes read_attributes(const ffi::Dictionary& spec, Checker& check) {
   return a;
 }
 
-// Row-major strides of a (B, N, T, S)-broadcastable array; an axis of size 1 gets stride 0.
 BroadcastTensor broadcast_tensor(const ffi::AnyBuffer& buffer, DType dtype) {
   Dims dims = buffer.dimensions();
-  std::array<int64_t, 4> strides{};
-  int64_t stride = 1;
-  for (int axis = 3; axis >= 0; --axis) {
-    strides[axis] = dims[axis] == 1 ? 0 : stride;
-    stride *= dims[axis];
-  }
-  return {buffer.untyped_data(), dtype, strides[0], strides[1], strides[2], strides[3]};
+  return jattn::broadcast_tensor(buffer.untyped_data(), dtype, {dims[0], dims[1], dims[2], dims[3]});
 }
 
 void require_broadcastable(const char* name, const ffi::AnyBuffer& buffer, const Problem& p, Checker& check) {
@@ -149,7 +143,7 @@ void decode_qkv(Operands& operands, Problem& p, Checker& check) {
   check.require_type("k", *k, q->element_type());
   check.require_type("v", *v, q->element_type());
   check.require(p.num_kv_heads > 0 ? p.num_heads % p.num_kv_heads == 0 : p.num_heads == 0,
-                "the number of query heads, ", p.num_heads, ", must be a multiple of the number of key heads, ",
+                "the number of query heads, ", p.num_heads, ", must be a multiple of the number of key/value heads, ",
                 p.num_kv_heads);
   p.q = q->untyped_data(), p.k = k->untyped_data(), p.v = v->untyped_data();
 }

@@ -50,7 +50,7 @@ std::string_view plan_text(const ffi::Dictionary& plan, const char* name) {
 
 cuda::Plan find_plan(const ffi::Dictionary& attributes, int device_ordinal) {
   if (device_ordinal < 0) device_ordinal = cuda::current_device();  // XLA did not say
-  cuda::Plan plan{.backend = plan_text(attributes, "backend"), .kernels = {}, .device_ordinal = device_ordinal};
+  cuda::Plan plan{.kernels = {}, .device_ordinal = device_ordinal};
   for (std::string_view key : split_kernel_keys(plan_text(attributes, "kernels"))) {
     plan.kernels.push_back(&cuda::find_kernel(key, device_ordinal));
   }
@@ -67,7 +67,6 @@ std::atomic<int64_t> executions{0};
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary plan) {
   if (ffi::Error error = bind::check_attributes(spec); error.failure()) return error;
   return guarded([&] {
-    plan_text(plan, "backend");
     for (std::string_view key : split_kernel_keys(plan_text(plan, "kernels"))) cuda::prepare(key);
     return ffi::Error::Success();
   });

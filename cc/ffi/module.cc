@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/broadcast.h"
 #include "core/kernel_key.h"
 #include "core/kernel_unit.h"
 #include "core/require.h"
@@ -128,16 +129,7 @@ T* present_if(bool present) {
 
 // A broadcast array of four axes, of which only strides matter.
 BroadcastTensor sized_tensor(const std::vector<int64_t>& shape, DType dtype) {
-  BroadcastTensor tensor;
-  tensor.data = present_if<char>(true);
-  tensor.dtype = dtype;
-  int64_t* const strides[] = {&tensor.stride_batch, &tensor.stride_head, &tensor.stride_query, &tensor.stride_key};
-  int64_t stride = 1;
-  for (size_t axis = 4; axis-- > 0;) {
-    *strides[axis] = shape[axis] == 1 ? 0 : stride;
-    stride *= shape[axis];
-  }
-  return tensor;
+  return broadcast_tensor(present_if<char>(true), dtype, {shape[0], shape[1], shape[2], shape[3]});
 }
 
 // What the size of scratch depends on. Empty axes in `bias_shape` mean that there is no bias.

@@ -28,6 +28,10 @@ struct PerHeadWords {
   const uint32_t* data;
   int32_t stride_batch, stride_head;
 };
+template <class PerHead>
+JATTN_HOST_DEVICE constexpr auto element_of_head(const PerHead& array, int64_t batch, int64_t head) {
+  return array.data + batch * array.stride_batch + head * array.stride_head;
+}
 
 // Which positions a tile of rows holds, padding rows left out; a tile without rows has low > high.
 struct PositionRange {
@@ -94,15 +98,14 @@ struct ForwardParams {
   void* out;              // [B, T, N, Dv]
   float* lse;             // [B, N, T]
   int32_t tiles;          // query tiles of one head
-  int32_t slices;         // parts of Dv, each by its own CTA
+  int32_t slices;         // parts of Dv, each by its own block
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   PackedMask mask;        // rows are queries; read only if Config::mask
 };
 
 inline constexpr int kRowPadding = 128;
 
-// Row statistics of the backward, padded to rows_padded (a multiple of kRowPadding) rows per head so that a tile never
-// reads past the end.
+// Row statistics are padded to rows_padded rows per head, a multiple of kRowPadding, so that a tile never reads past the end.
 struct BackwardParams {
   ProblemParams problem;
   const void* dout;       // [B, T, N, Dv]
@@ -113,10 +116,10 @@ struct BackwardParams {
   void* dv;               // [B, S, K, Dv]
   float* dq_accumulator;  // [B, N, rows_padded, head_dim of the tile] in fragment order, zeroed; fused form only
   int32_t rows_padded;
-  int32_t tiles;   // tiles of one head along the axis that a CTA owns
-  int32_t slices;  // parts of the head dim of the results, each by its own CTA
+  int32_t tiles;   // tiles of one head along the axis that a block owns
+  int32_t slices;  // parts of the head dim of the results, each by its own block
   int32_t section_heads;
-  PackedMask mask;  // rows are the axis that a CTA owns; read only if Config::mask
+  PackedMask mask;  // rows are the axis that a block owns; read only if Config::mask
 };
 
 // passes/tile_ranges.cuh: the tiles of both sides, queries and keys.
@@ -192,7 +195,7 @@ struct DbiasParams {
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
   int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
-  int32_t splits;                                               // CTAs that share one tile of the bias
+  int32_t splits;                                               // blocks that share one tile of the bias
 };
 
 // passes/sum_partials.cuh

@@ -198,21 +198,28 @@ def wide_heads(
     )
 
 
-def symbolic_extents(backend: str, spec: Spec) -> tuple[Reason, ...]:
-    """The reason why a kernel cannot run a problem whose extents other than the batch are symbolic, if so."""
-    extents = {
-        name: getattr(spec, name)
-        for name in ("q_len", "kv_len", "num_heads", "num_kv_heads", "head_dim", "head_dim_v")
-    }
+LENGTHS = ("q_len", "kv_len")
+EXTENTS = (*LENGTHS, "num_heads", "num_kv_heads", "head_dim", "head_dim_v")
+
+
+def symbolic_extents(
+    backend: str,
+    spec: Spec,
+    needed: tuple[str, ...] = EXTENTS,
+    rule: str = "must be a known number; only the batch may be symbolic",
+) -> tuple[Reason, ...]:
+    """The reasons why a backend cannot run a problem of which extents that it needs are symbolic, if so."""
+    symbolic = [name for name in EXTENTS if not isinstance(getattr(spec, name), int)]
+    elsewhere = "reference" if set(symbolic) & set(LENGTHS) else "xla"
     return tuple(
         Reason(
             backend,
             "SYMBOLIC",
             name,
-            extent,
-            "must be a known number; only the batch may be symbolic",
-            "export with this extent fixed, or name implementation='xla'",
+            getattr(spec, name),
+            rule,
+            f"export with this extent fixed, or name implementation={elsewhere!r}",
         )
-        for name, extent in extents.items()
-        if not isinstance(extent, int)
+        for name in symbolic
+        if name in needed
     )

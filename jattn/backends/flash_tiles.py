@@ -188,75 +188,82 @@ def _reads_bias_directly(spec: Spec) -> bool:
     return spec.bias is not None and spec.bias[2] != 1 and not can_stage_bias(spec)
 
 
+def _has_row_bias(spec: Spec) -> bool:
+    """Whether there is a bias that all queries share."""
+    return spec.bias is not None and spec.bias[2] == 1
+
+
+def _drops_by_index(spec: Spec) -> bool:
+    """Whether dropout is of the indices of a pair, which warps beside the producer can find."""
+    return spec.dropout is not None and not spec.dropout.rows
+
+
 def _tile_with_terms(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
-    """Picks the tile of a problem with terms or tests for every pair: two consumer warpgroups.
+    """Picks the tile of a problem with terms or tests for every pair."""
+    large = _tile_of_three_warpgroups(spec, head_dim, head_dim_v)
+    return large or _tile_of_two_warpgroups(spec, head_dim, head_dim_v)
+
+
+def _tile_of_three_warpgroups(spec: Spec, head_dim: int, head_dim_v: int) -> Tile | None:
+    """The tile of a problem with one term by three consumer warpgroups; None where two are as fast, or more terms or
+    columns leave three too few registers.
+    """
+    if _count_terms(spec) != 1:
+        return None
+    largest = max(head_dim, head_dim_v)
+    stages = 3 if largest <= 64 else 2
+    large = Tile(head_dim, head_dim_v, 192, 128, stages=stages, in_series=True, integer_max=True)
+    if spec.dropout is not None:
+        # Measured over two warpgroups: head dim 64 1.03 to 1.09, 96 0.92 (1024 keys) to 1.07, 128 0.88 to 1.02 (16384
+        # keys).
+        is_faster = _drops_by_index(spec) and largest <= 96
+        return dataclasses.replace(large, drops_beside=True) if is_faster else None
+    if spec.alibi_slopes is not None and 96 < largest <= 128:
+        return large  # measured at head dim 128: 1003 -> 895 us, causal 479 -> 467 us
+    if largest > 64 or spec.positions or _reads_bias_directly(spec):
+        return None
+    staged = spec.bias is not None and not _has_row_bias(spec)
+    return dataclasses.replace(
+        large,
+        in_series=False,
+        take_turns=True,
+        stages=2 if staged else 4,
+        staged_bias=staged,
+        row_bias=_has_row_bias(spec),
+    )
+
+
+def _tile_of_two_warpgroups(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
+    """The tile by two consumer warpgroups, with as many keys as registers and shared memory have room for.
 
     A bias is staged where a tile of it fits beside the stages, if need be with fewer keys.
     """
-    row_bias = spec.bias is not None and spec.bias[2] == 1
-    light = _count_terms(spec) == 1 and spec.dropout is None
-    light = light and not _reads_bias_directly(spec)
-    largest = max(head_dim, head_dim_v)
-    if light and largest <= 64 and not spec.positions:
-        has_tiles = spec.bias is not None and not row_bias
-        return Tile(
-            head_dim,
-            head_dim_v,
-            192,
-            128,
-            stages=2 if has_tiles else 4,
-            integer_max=True,
-            take_turns=True,
-            staged_bias=has_tiles,
-            row_bias=row_bias,
-        )
-    stages = 3 if largest <= 64 else 2
-    drops = spec.dropout is not None and not spec.dropout.rows
-    alone = drops and _count_terms(spec) == 1
-    # Measured, three consumer warpgroups over two: head dim 64 1.03 to 1.09, 96 0.92 (1024 keys) to 1.07, 128 0.88 to
-    # 1.02 (16384 keys).
-    if alone and largest <= 96:
-        return Tile(
-            head_dim,
-            head_dim_v,
-            192,
-            128,
-            stages=stages,
-            in_series=True,
-            integer_max=True,
-            drops_beside=True,
-        )
-    # Measured at head dim 128: 1003 -> 895 us, causal 479 -> 467 us.
-    if spec.alibi_slopes is not None and _count_terms(spec) == 1 and 96 < largest <= 128:
-        return Tile(head_dim, head_dim_v, 192, 128, stages=stages, in_series=True, integer_max=True)
-    found: Tile | None = None
-    # Registers: with 256 columns of output two products stay in flight only beside a single term.
-    terms = _count_terms(spec)
-    in_series = head_dim_v > 192 and (terms > 1 or _reads_bias_directly(spec))
-    for tile_kv in (128, 96, 64) if terms < 4 else (96, 64, 32):
-        tile = Tile(
+    largest, terms = max(head_dim, head_dim_v), _count_terms(spec)
+    reads_directly, drops = _reads_bias_directly(spec), _drops_by_index(spec)
+    light = terms == 1 and spec.dropout is None and spec.mask is None and not reads_directly
+    tiles = [
+        Tile(
             head_dim,
             head_dim_v,
             128,
             tile_kv,
-            stages=stages,
-            in_series=in_series,
-            q_in_registers=light and largest <= 128 and spec.mask is None,
+            stages=3 if largest <= 64 else 2,
+            # Registers: with 256 columns of output two products stay in flight only beside a single term.
+            in_series=head_dim_v > 192 and (terms > 1 or reads_directly),
+            q_in_registers=light and largest <= 128,
             integer_max=head_dim_v <= 128,
-            row_bias=row_bias,
-            take_turns=alone and largest <= 192,
+            row_bias=_has_row_bias(spec),
+            take_turns=drops and terms == 1 and largest <= 192,
         )
-        if head_dim_v // 2 + 3 * tile_kv // 4 > 192:
-            continue
-        if can_stage_bias(spec):
-            staged = dataclasses.replace(tile, staged_bias=True)
-            if _fits(staged, spec):
-                return _with_drop_warps(staged, spec) if drops else staged
-        if found is None and _fits(tile, spec):
-            found = _with_drop_warps(tile, spec) if drops else tile
-    if found is None:
-        raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
-    return found
+        for tile_kv in ((128, 96, 64) if terms < 4 else (96, 64, 32))
+        if head_dim_v // 2 + 3 * tile_kv // 4 <= 192  # registers, as in _plain_tile
+    ]
+    if can_stage_bias(spec):
+        tiles = [dataclasses.replace(tile, staged_bias=True) for tile in tiles] + tiles
+    for tile in tiles:
+        if _fits(tile, spec):
+            return _with_drop_warps(tile, spec) if drops else tile
+    raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 32 keys")
 
 
 def _tile_with_row_bias(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
@@ -265,8 +272,7 @@ def _tile_with_row_bias(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     Beside a mask, or dropout, it is that which the problem has without the bias.
     """
     rest = dataclasses.replace(spec, bias=None, bias_dtype="")
-    dropout = rest.dropout is not None and not rest.dropout.rows
-    if _count_terms(rest) == 1 and (dropout or rest.mask is not None):
+    if _count_terms(rest) == 1 and (_drops_by_index(rest) or rest.mask is not None):
         tile = dataclasses.replace(_tile_with_terms(rest, head_dim, head_dim_v), row_bias=True)
         if _fits(tile, spec):
             return tile
@@ -306,10 +312,8 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     changes = _CHANGES.get() or {}
-    if spec.bias is not None and spec.bias[2] == 1:
-        pick = _tile_with_row_bias
-    else:
-        pick = _plain_tile if _is_plain(spec) else _tile_with_terms
+    with_terms = _tile_with_row_bias if _has_row_bias(spec) else _tile_with_terms
+    pick = _plain_tile if _is_plain(spec) else with_terms
     tile = pick(spec, head_dim, head_dim_v)
     tile = dataclasses.replace(
         tile,

@@ -33,7 +33,7 @@ class Plan:
     scratch_bytes: int
 
     def attributes(self, backend: str) -> dict[str, str]:
-        """The attribute ``plan`` of the call; it names the backend for messages."""
+        """The attribute ``plan`` of the call; it names the backend for who reads the program."""
         return {"backend": backend, "kernels": self.kernels}
 
 

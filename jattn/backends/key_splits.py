@@ -53,7 +53,7 @@ def choose_splits(spec: Spec, heads: int, tile_q: int, tile_kv: int) -> int:
 
     Args:
       spec: lengths, head dims, band, whether the band is of positions.
-      heads: query heads of all batch entries.
+      heads: those that have tiles of their own (``heads_of_items``), of all batch entries together.
       tile_q, tile_kv: tile of the kernel.
     """
     q_tiles = -(-spec.q_len // tile_q)

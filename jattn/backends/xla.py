@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import blocked
-from jattn.backends.base import Backend, Residuals, Wants
+from jattn.backends.base import LENGTHS, Backend, Residuals, Wants, symbolic_extents
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -27,18 +27,8 @@ class XlaBackend:
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
     ) -> tuple[Reason, ...]:
         """Refuses lengths that are not known numbers: they decide the number of tiles."""
-        return tuple(
-            Reason(
-                self.name,
-                "SYMBOLIC",
-                name,
-                getattr(spec, name),
-                "must be a known number; only the batch may be symbolic",
-                "export with this length fixed, or name implementation='reference'",
-            )
-            for name in ("q_len", "kv_len")
-            if not isinstance(getattr(spec, name), int)
-        )
+        rule = "must be a known number; all but the lengths may be symbolic"
+        return symbolic_extents(self.name, spec, LENGTHS, rule)
 
     def forward(
         self, spec: Spec, operands: Operands[jax.Array], device: Device

@@ -1,8 +1,8 @@
 """Partitioning over batch and heads: by the compiler under ``jit``, and by ``shard_map`` on explicit meshes.
 
-Batch entries and key heads are independent, so both may be cut without communication. Lengths and head dims are
+Batch entries and key/value heads are independent, so both may be cut without communication. Lengths and head dims are
 kept whole. The gradient of an operand that is shared by several shards (a bias broadcast over the batch, the
-single key head of multi-query attention) is summed over them.
+single key/value head of multi-query attention) is summed over them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Axes = tuple[str, ...]  # mesh axes over which one array axis is cut
 class Cut:
     """Mesh axes over which the batch and the heads are cut.
 
-    ``kv_heads`` is ``heads``, or empty where one key head serves all query heads and every shard keeps it whole.
+    ``kv_heads`` is ``heads``, or empty where one key/value head serves all query heads and every shard keeps it whole.
     """
 
     batch: Axes
@@ -243,9 +243,9 @@ def _sharding_rule(
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Words the cut for the compiler's sharding propagation.
 
-    The layout is asked with a cut over the symbolic axes "b" (batch), "n" (query heads) and "h" (key heads); every
-    array axis that it does not cut becomes a factor of its own that must stay whole. Query heads are key heads
-    times the group, "(h g)", of which only h may be cut.
+    The layout is asked with a cut over the symbolic axes "b" (batch), "n" (query heads) and "h" (key/value heads);
+    every array axis that it does not cut becomes a factor of its own that must stay whole. Query heads are key/value
+    heads times the group, "(h g)", of which only h may be cut.
 
     Returns:
       The rule, the factors that must stay whole in order of first appearance, and the sizes that the rule cannot

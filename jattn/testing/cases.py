@@ -203,9 +203,6 @@ def _head_dim_cases() -> list[Case]:
                 head_dim_v=value_dims.get(head_dim, head_dim),
                 dtype=dtype,
                 is_causal=i % 2 == 0,
-                tags=frozenset({"one_head_dim"})
-                if value_dims.get(head_dim, head_dim) == head_dim
-                else frozenset(),
             )
         )
     return cases

@@ -27,6 +27,8 @@ using std::min;
 struct Index { int x = 0; } threadIdx, blockIdx;
 struct Extent { int x = 1; } blockDim, gridDim;
 struct float2 { float x, y; };
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct int2 { int x, y; };
 inline void __syncthreads() {}
 inline int __syncthreads_or(int x) { return x; }
@@ -52,9 +54,10 @@ inline float __uint_as_float(unsigned x) { float y; std::memcpy(&y, &x, 4); retu
 """
 
 BACKWARD_WORK = """
-#include "params.cuh"
+#include "attn/dropout.cuh"
 namespace jattn {
-int dropout_threshold(const ProblemParams&, int);  // of device code that is not called here
+PhiloxKey dropout_key(const ProblemParams&, int, int);  // of device code that is not called here
+int dropout_threshold(const ProblemParams&, int);
 float kept_factor(const ProblemParams&, int);
 }  // namespace jattn
 #include "sm90/backward_work.cuh"

@@ -4,9 +4,7 @@ The model holds every wait, signal, read and write of the producer, of the drop 
 consumer warp that has to do with keys, values and what drop warps make
 (cc/kernels/sm90/{producer,drops,consumer}.cuh). Nobody says when places of records and words are free:
 there are more of them than of keys. The products of a warpgroup start when all its warps have come
-and read for all of them; one that has ended for a warp has ended for all. Signals are only counted
-up, so whether the kernel ends does not depend on the order of events: one order shows it. A warp that
-comes late is looked for at every wait and every read: it is held there while all others run on.
+and read for all of them; one that has ended for a warp has ended for all (``late_steps``).
 """
 
 from __future__ import annotations
@@ -16,24 +14,11 @@ import random
 from collections import Counter
 
 import pytest
+from late_steps import Step, early_reads, faults
 
 WARPS, DROP_WARPS = 4, 3
 STEPS = 4  # of a tile, divided among the drop warps
 OF_DROP_WARPS = ("record", "records full", "words", "words full")
-Place = tuple[object, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One action: "wait" until `number` signals of a barrier, "signal", "write", or "read" of the version `number`.
-
-    per_phase: signals that end a phase of the barrier that is waited for.
-    """
-
-    action: str
-    place: Place
-    number: int = 0
-    per_phase: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,60 +236,6 @@ def all_programs(items: list[Item], stages: int, **choices: object) -> list[list
     return programs
 
 
-def run(
-    programs: list[list[Step]], hold: tuple[int, int] | None = None
-) -> tuple[list[int], Counter[tuple[str, Place]]]:
-    """Runs all programs as far as they come; `hold`: this program stops before this step."""
-    at = [0] * len(programs)
-    counted: Counter[tuple[str, Place]] = Counter()
-    moved = True
-    while moved:
-        moved = False
-        for i, steps in enumerate(programs):
-            while at[i] < len(steps) and (i, at[i]) != hold:
-                step = steps[at[i]]
-                if step.action == "wait" and step.number > counted["signal", step.place]:
-                    break
-                counted[step.action, step.place] += step.action != "wait"
-                at[i] += 1
-                moved = True
-    return at, counted
-
-
-def faults(programs: list[list[Step]]) -> set[str]:
-    """What is wrong: a program that does not end, a barrier that runs ahead of who waits, a read of another version."""
-    at, _ = run(programs)
-    found = {
-        f"stops at {steps[at[i]].place}" for i, steps in enumerate(programs) if at[i] < len(steps)
-    }
-    for i, steps in enumerate(programs):
-        for j, step in enumerate(steps):
-            if step.action not in ("wait", "read"):
-                continue
-            counted = run(programs, (i, j))[1]
-            if step.action == "read" and counted["write", step.place] != step.number:
-                found.add(f"{step.place[0]} is read late")
-            ahead = counted["signal", step.place] - step.number
-            if step.action == "wait" and ahead >= step.per_phase:
-                found.add(f"{step.place} runs ahead")
-    return found
-
-
-def unwritten(programs: list[list[Step]]) -> set[str]:
-    """What is read before it is written when the one who writes is held at any of its waits."""
-    found = set()
-    for i, steps in enumerate(programs):
-        for j, step in enumerate(steps):
-            if step.action != "write":
-                continue
-            at, counted = run(programs, (i, j))
-            for other, program in enumerate(programs):
-                reads = [s for s in program[: at[other]] if s.action == "read"]
-                if any(s.number > counted["write", s.place] for s in reads):
-                    found.add(f"{step.place[0]} is read before it is there")
-    return found
-
-
 def draw_items(draw: random.Random) -> list[Item]:
     """Items of up to four tiles, some of them empty, with any tiles left out at both ends."""
     items = []
@@ -333,14 +264,14 @@ def test_no_warp_hangs_or_reads_another_tile(form: str, stages: int) -> None:
     for items in (LONG, [], *(draw_items(draw) for _ in range(2))):
         programs = all_programs(items, stages, **FORMS[form])
         assert faults(programs) == set(), items
-        assert unwritten(programs) == set(), items
+        assert early_reads(programs) == set(), items
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("barrier", ["k full", "k empty", "records full", "words full"])
 def test_a_wait_left_out_is_found(form: str, barrier: str) -> None:
     programs = all_programs(LONG, 2, without=barrier, **FORMS[form])
-    assert faults(programs) | unwritten(programs)
+    assert faults(programs) | early_reads(programs)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,6 @@ from toolchain import build_host_program
 MORE_SHIM = """
 #include "attn/dropout.cuh"
 
-struct uint2 { unsigned x, y; };
 struct float4 { float x, y, z, w; };
 namespace jattn {
 struct QueryRowDrops {  // only device compilers are shown it

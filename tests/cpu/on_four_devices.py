@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from drawn import normal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jattn
@@ -36,9 +37,10 @@ def drawn(
     batch: int = 4, length: int = 40, heads: int = 4, kv_heads: int = 4, head_dim: int = 16
 ) -> list[jax.Array]:
     """q, k, v, dout."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [
+        normal(i, batch, length, n, head_dim)
+        for i, n in enumerate((heads, kv_heads, kv_heads, heads))
+    ]
 
 
 def value_and_grads(backend: str, **keywords: Any) -> Callable[..., Any]:
@@ -147,7 +149,7 @@ def cotangents_of_replicated_operands_are_summed(backend: str) -> None:
     """Keys, values and bias are whole on every device, queries are cut: their gradients are sums over the devices."""
     q, k, v, dout = drawn()
     k, v = k[:1], v[:1]
-    bias = jax.random.normal(jax.random.key(9), (1, 4, 40, 40))
+    bias = normal(9, 1, 4, 40, 40)
     batch, whole = PartitionSpec("x"), PartitionSpec()
 
     def local(q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -211,7 +213,7 @@ def explicit_mesh(backend: str) -> None:
 def one_operand_on_an_explicit_mesh(backend: str) -> None:
     """Only keys and values, or only the bias, are sharded: values, and types of gradients and tangents."""
     q, k, v, _ = drawn()
-    bias = jax.random.normal(jax.random.key(5), (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    bias = normal(5, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
 
     def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -256,8 +258,8 @@ def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
 def new_operands(shared: bool) -> tuple[jax.Array, ...]:
     """Sinks and slopes, the same for all batch entries and heads or one each, and a dropout key."""
     shape = (1,) if shared else (4, 4)
-    sinks = jax.random.normal(jax.random.key(1), shape)
-    slopes = jax.random.uniform(jax.random.key(2), shape, maxval=0.2)
+    sinks = normal(1, *shape)
+    slopes = jnp.asarray(np.random.default_rng(2).uniform(0.0, 0.2, shape), jnp.float32)
     return sinks, slopes, jax.random.key(3)
 
 
@@ -364,6 +366,22 @@ def dropout_inside_shard_map(backend: str) -> None:
         for i in range(4)
     ]
     close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *each))
+
+
+@check
+def what_is_cut_counts_once(backend: str) -> None:
+    """It is traced for all devices together and for one of them."""
+    spec = NamedSharding(mesh((4,), "x"), PartitionSpec("x"))
+    placed = [jax.device_put(x, spec) for x in drawn(length=24)]
+    run = jax.jit(value_and_grads(backend))
+    jattn.reset_call_counters()
+    jax.block_until_ready(run(*placed))
+    assert jattn.call_counters() == {backend: {"forward": 1, "backward": 1}}, jattn.call_counters()
+    arrays = tuple(placed[:3])
+    jattn.reset_call_counters()
+    tangent = jax.jit(lambda *x: jax.jvp(jattn.dot_product_attention, x, x)[1])
+    jax.block_until_ready(tangent(*arrays))
+    assert jattn.call_counters()["xla"] == {"tangent": 1}, jattn.call_counters()
 
 
 def main(backend: str) -> None:

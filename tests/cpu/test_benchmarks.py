@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,33 +112,54 @@ def test_errors_of_normal_numbers_and_of_outliers_come_from_their_own_entries(
             assert all(1e-4 < rms[tensor] < 1e-2 for tensor in ("out", "dq", "dk", "dv")), name
 
 
-def test_a_round_begins_when_the_threads_of_the_one_before_rest() -> None:
-    burning_until = time.perf_counter() + 0.3
+class Clock:
+    """In the place of the module `time`: goes on when somebody sleeps, while threads compute for these seconds."""
 
-    def burn() -> None:
-        while time.perf_counter() < burning_until:
-            pass
+    def __init__(self, *computed: float) -> None:
+        self.now = 0.0
+        self.used = 0.0
+        self.left = list(computed)
 
-    thread = threading.Thread(target=burn)
-    thread.start()
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return self.used
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.used += self.left.pop(0) if self.left else 0.0
+
+
+def test_a_round_begins_when_the_threads_of_the_one_before_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a pause of 20 ms two threads may compute for 40."""
+    clock = Clock(0.04, 0.02, 0.003, 0.001, 0.04)
+    monkeypatch.setattr(timing, "time", clock)
     timing.come_to_rest(0.02)
-    assert time.perf_counter() >= burning_until
-    thread.join()
+    assert clock.left == [0.04]
+    assert clock.now == pytest.approx(4 * 0.02)
+    timing.come_to_rest(0.0)
+    assert clock.left == [0.04]
 
 
-def test_a_call_that_fills_a_round_runs_once_a_round() -> None:
+def test_a_call_that_fills_a_round_runs_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
 
     def contender(name: str, seconds: float) -> timing.Contender:
         def enqueue() -> None:
             ran.append(name)
-            timing.time.sleep(seconds)
+            clock.sleep(seconds)
 
         return timing.Contender(name, enqueue, lambda _: None, lambda _: {})
 
     found = timing.compare([contender("slow", 0.02), contender("fast", 1e-4)], 3, 0.01)
     assert found["slow"].calls_per_round == 1
-    assert found["fast"].calls_per_round > 1
+    assert found["fast"].calls_per_round == 100
+    assert found["fast"].median_seconds == pytest.approx(1e-4)
     assert ran.count("slow") == 2 + 3  # two to find the number of calls
 
 

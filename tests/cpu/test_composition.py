@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jattn
+from jattn.testing import cases
 from jattn.testing.cases import Case
 from jattn.testing.run import serves, verify
 
@@ -76,8 +77,7 @@ def test_the_list_uses_every_feature(pick: Callable[[Any], Any]) -> None:
             frozenset({feature, "dropout"} if feature == "dropout_rows" else {feature}),
             "float32",
         )
-        if feature != "lower_right" or plain.lower_right:
-            assert alone != plain, feature
+        assert alone != plain, feature
     assert full != plain
     names = " ".join(case.name for case in listed(300))
     assert [feature for feature in FEATURES if feature not in names] == []
@@ -91,7 +91,18 @@ def test_fused_gpu_backends_have_no_exclusion_list(backend: str) -> None:
     subsets = [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)] + [
         frozenset(FEATURES)
     ]
-    cases = [problem(first, used, dtype) for used in subsets for dtype in ("bfloat16", "float16")]
-    cases += listed(100, ("bfloat16", "float16"))
-    refused = [case for case in cases if not serves(case, backend, SM90)]
-    assert not refused, f"{len(refused)} of {len(cases)} refused, for example {refused[0]}"
+    problems = [
+        problem(first, used, dtype) for used in subsets for dtype in ("bfloat16", "float16")
+    ]
+    problems += listed(100, ("bfloat16", "float16"))
+    refused = [case for case in problems if not serves(case, backend, SM90)]
+    assert not refused, f"{len(refused)} of {len(problems)} refused, for example {refused[0]}"
+
+
+def test_fused_gpu_backends_admit_what_they_promise() -> None:
+    """mem_efficient: everything but float64. flash: 16-bit types, head dims up to 256. No other exclusion."""
+    for case in cases.sweep():
+        narrow = max(case.head_dim, case.head_dim_v) <= 256
+        half = case.dtype in ("float16", "bfloat16")
+        assert serves(case, "mem_efficient", SM90) == (case.dtype != "float64"), case.name
+        assert serves(case, "flash", SM90) == (narrow and half), case.name

@@ -44,8 +44,7 @@ def load_demo() -> ModuleType:
 demo = load_demo()
 
 
-def run_demo(out: Path, *arguments: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+def run_demo(out: Path, *arguments: str, flags: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "examples/train_lm.py", *TINY, "--out", str(out), *arguments],
         cwd=ROOT,
@@ -87,8 +86,12 @@ def short_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShortRun]:
         ("none", 1, []),
     ):
         short = ["--steps", "8", "--compare-steps", "3", "--sample-bytes", "4"]
+        # Few steps: code that is not optimised compiles in half the time.
+        flags = (
+            f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        )
         out = tmp_path_factory.mktemp(name)
-        finished = run_demo(out, *short, *arguments, devices=devices)
+        finished = run_demo(out, *short, *arguments, flags=flags)
         assert "ok      loss curve of 'jattn reference'" in finished.stdout, finished.stderr
         result = json.loads((out / "result.json").read_text())
         compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.stderr)

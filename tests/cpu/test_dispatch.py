@@ -3,15 +3,20 @@
 Rewrite the file with `JATTN_WRITE_GOLDEN=1 pytest tests/cpu/test_dispatch.py -k golden` and read the difference.
 """
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jattn
+from jattn import dispatch
+from jattn.backends.reference import ReferenceBackend
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 
@@ -161,3 +166,136 @@ def test_explain_takes_shapes_and_runs_nothing() -> None:
     )
     with pytest.raises(TypeError, match="sgment_ids"):
         jattn.explain(x, x, x, sgment_ids=ids)
+
+
+# ---- Backends of users -----------------------------------------------------------------------------------------------
+
+
+class Registered(ReferenceBackend):
+    """A backend of the user's that keeps the devices that it was traced for."""
+
+    def __init__(self, name: str = "mine") -> None:
+        self.name = name  # type: ignore[misc]
+        self.traced_for: list[jattn.Device] = []
+
+    def forward(self, spec: Any, operands: Any, device: jattn.Device) -> Any:
+        self.traced_for.append(device)
+        return super().forward(spec, operands, device)
+
+
+@contextlib.contextmanager
+def registered(*platforms: str, name: str = "mine") -> Iterator[list[Registered]]:
+    """One backend of the same name for each platform."""
+    made = [Registered(name) for _ in platforms]
+    for platform, backend in zip(platforms, made, strict=True):
+        jattn.register_backend(platform, backend)
+    try:
+        yield made
+    finally:
+        for platform in platforms:
+            jattn.unregister_backend(platform, name)
+
+
+X = jnp.ones((1, 4, 2, 8))
+
+
+def lowered(*platforms: str) -> str:
+    attend = jax.jit(lambda x: jattn.dot_product_attention(x, x, x))
+    return attend.trace(X).lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm", "another"])
+def test_a_registered_backend_is_lowered_for_its_platform(platform: str) -> None:
+    with registered(platform) as [mine]:
+        jattn.reset_call_counters()
+        lowered(platform)
+        assert mine.traced_for == [jattn.Device(platform)]
+        assert jattn.call_counters() == {"mine": {"forward": 1}}
+
+
+def test_a_program_for_several_platforms_has_the_backend_of_each() -> None:
+    with registered("tpu", "rocm") as [for_tpu, for_rocm]:
+        jattn.reset_call_counters()
+        text = lowered("cpu", "tpu", "rocm")
+        assert for_tpu.traced_for == [jattn.Device("tpu")]
+        assert for_rocm.traced_for == [jattn.Device("rocm")]
+        assert jattn.call_counters() == {"cpu": {"forward": 1}, "mine": {"forward": 2}}
+        assert "jattn_forward_v1" in text
+
+
+def test_one_name_on_two_platforms_is_two_backends() -> None:
+    options = jattn.config.current_options()
+    spec = explained(BASE, DEVICES["tpu"], needs_grad=False).spec
+    with registered("cpu", "tpu") as [for_cpu, for_tpu]:
+        for device, backend in ((DEVICES["cpu"], for_cpu), (DEVICES["tpu"], for_tpu)):
+            assert dispatch.choose(spec, device, options, needs_grad=False).backend is backend
+        assert dispatch.known_names().count("mine") == 1
+        with pytest.raises(ValueError, match="'mine', which is taken"):
+            jattn.register_backend("tpu", Registered())
+
+
+def test_a_registered_backend_is_refused_elsewhere() -> None:
+    with registered("tpu", "rocm"):
+        reasons = jattn.explain(X, X, X, implementation="mine").reasons["mine"]
+        [reason] = reasons
+        assert reason.code == "PLATFORM"
+        for words in ("device is cpu", "tpu or rocm", "jattn.register_backend('cpu', ...)"):
+            assert words in str(reason)
+
+
+def test_a_choice_made_during_a_registration_is_not_kept() -> None:
+    """A backend comes while another thread's choice is being made: here it comes out of ``unsupported``."""
+    options = jattn.config.current_options()
+    spec = dataclasses.replace(explained(BASE, DEVICES["cpu"], needs_grad=False).spec, scale=0.77)
+
+    def choice() -> str:
+        found = dispatch.choose(spec, jattn.Device("another"), options, needs_grad=False).backend
+        assert found is not None
+        return found.name
+
+    with registered("another", name="first") as [first], contextlib.ExitStack() as later:
+        asked: list[str] = []
+
+        def unsupported(*_: Any, **__: Any) -> tuple[()]:
+            if not asked:
+                later.enter_context(registered("another", name="second"))
+            asked.append("first")
+            return ()
+
+        first.unsupported = unsupported  # type: ignore[method-assign]
+        assert [choice(), choice()] == ["first", "second"]
+
+
+def test_the_warnings_given_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_warned", {})
+    monkeypatch.setattr(dispatch, "_MOST_WARNED", 3)
+    x = jax.ShapeDtypeStruct((1, 4, 2, 600), "float32")
+
+    def attend(scale: float) -> None:
+        jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x, scale=scale), x)
+
+    with jattn.target_device(DEVICES["sm90"]):
+        for scale in (1.0, 2.0, 3.0, 4.0):
+            with pytest.warns(jattn.FallbackWarning):
+                attend(scale)
+        attend(4.0)  # warned of already
+        assert len(dispatch._warned) == 3
+        with pytest.warns(jattn.FallbackWarning):
+            attend(1.0)  # forgotten
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_both_kinds_of_gpu_are_told_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX says "gpu" of both, and "cuda" or "rocm" when it lowers."""
+
+    def devices(platform: str) -> list[Any]:
+        if platform != kind:
+            raise RuntimeError(f"no {platform} here")
+        return []
+
+    monkeypatch.setattr(jax, "devices", devices)
+    jattn.device._lowering_platform.cache_clear()
+    try:
+        assert jattn.device._lowering_platform("gpu") == kind
+    finally:
+        jattn.device._lowering_platform.cache_clear()

@@ -361,6 +361,29 @@ def test_a_mask_needs_a_probability(p: float) -> None:
         jattn.dropout_mask(SEED, 0, (1, 1, 2, 2), p)
 
 
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (np.array([0.1, 0.2]), r"p has shape \(2,\), must be a scalar: use jax\.vmap"),
+        ("half", "p is 'half', must be a number"),
+        (None, "p is None, must be a number"),
+        (jnp.complex64(0.5), "p has dtype complex64, must be real"),
+    ],
+)
+def test_a_mask_needs_one_number(p: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"jattn\.dropout_mask: {words}"):
+        jattn.dropout_mask(SEED, 0, (1, 1, 2, 2), p)  # type: ignore[arg-type]
+
+
+def test_several_rates_are_mapped() -> None:
+    shape, rates = (1, 2, 8, 8), jnp.array([0.1, 0.6])
+    with pytest.raises(ValueError, match=r"p has shape \(2,\)"):
+        jax.jit(lambda p: jattn.dropout_mask(SEED, 0, shape, p))(rates)
+    masks = jax.vmap(lambda p: jattn.dropout_mask(SEED, 0, shape, p))(rates)
+    for mask, rate in zip(masks, (0.1, 0.6), strict=True):
+        assert (mask == jattn.dropout_mask(SEED, 0, shape, rate)).all()
+
+
 @pytest.mark.parametrize("seed", [-1, 1 << 64, np.zeros(3, np.uint32), np.zeros(2, np.int32)])
 def test_a_mask_needs_a_seed(seed: object) -> None:
     with pytest.raises(ValueError, match="seed"):

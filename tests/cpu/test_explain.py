@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import call_timing
 from jattn.__main__ import main
+from jattn.spec import Operands, visibility
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
 Q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
@@ -109,6 +111,81 @@ def test_only_wanted_gradients_count() -> None:
     assert every.moved_bytes is not None
     assert one.moved_bytes is not None
     assert every.moved_bytes - one.moved_bytes == 2 * 4 * 2 * 64 * 4 * 32
+
+
+def test_a_tangent_pass_moves_what_its_primitive_takes_and_gives() -> None:
+    k, sinks = jnp.ones(Q.shape), jnp.ones(4)
+
+    def moved(function: Any, *operands: Any) -> int:
+        sites = jattn.explain(lambda *x: jax.jvp(function, x, x), *operands).sites
+        [tangent] = [p for s in sites for p in s.explanation.passes if p.name == "tangent"]
+        assert tangent.moved_bytes is not None
+        return tangent.moved_bytes
+
+    one = 2 * 64 * 4 * 32 * 4  # bytes of q, k, v, out, and of the tangent of each
+    lse, per_head = 2 * 4 * 64 * 4, 4 * 4
+    attend = jattn.dot_product_attention
+    # Operands, out and lse; then the tangents that are read, and those of out and lse.
+    assert moved(lambda q: attend(q, k, k), Q) == 4 * one + lse + one + one + lse
+    assert moved(attend, Q, Q, Q) == 4 * one + lse + 3 * one + one + lse
+    with_sinks = moved(lambda q, s: attend(q, k, k, sinks=s), Q, sinks)
+    assert with_sinks == 6 * one + 2 * lse + 2 * per_head
+
+
+def test_the_gradient_of_sinks_is_moved_too() -> None:
+    def attend(q: Any, sinks: Any) -> jax.Array:
+        return jattn.dot_product_attention(q, q, q, sinks=sinks).sum()
+
+    of_both = jattn.explain(jax.grad(attend, argnums=(0, 1)), Q, jnp.ones(4)).sites[-1]
+    of_query = jattn.explain(jax.grad(attend), Q, jnp.ones(4)).sites[-1]
+    moved = [site.explanation.passes[0].moved_bytes for site in (of_both, of_query)]
+    assert moved[0] - moved[1] == 4 * 4  # type: ignore[operator]
+
+
+def test_what_is_timed_sees_every_pair_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions say nothing while tracing, so all pairs are counted: those that are timed hide none."""
+    timed: list[tuple[jax.Array, ...]] = []
+
+    def measure(run: Any, arrays: Any) -> tuple[float, float]:
+        timed.append(arrays)
+        return 1.0, 0.0
+
+    monkeypatch.setattr(call_timing, "_measure", measure)
+    monkeypatch.setattr(call_timing, "matmul_speed", lambda *_: 1.0)
+    positions, ids = jax.ShapeDtypeStruct((2, 64), jnp.int32), jax.ShapeDtypeStruct((2, 64), int)
+    options: dict[str, Any] = {
+        "query_positions": positions,
+        "key_value_positions": positions,
+        "segment_ids": ids,
+        "key_value_seq_lengths": jax.ShapeDtypeStruct((2,), jnp.int32),
+        "mask": jax.ShapeDtypeStruct((64, 64), bool),
+    }
+    for window in ((0, 0), (3, 0), (None, 5)):
+        found = jattn.explain(Q, Q, Q, local_window_size=window, timed=True, **options)
+        operands = Operands.unflatten(found.spec, timed[-1])
+        indices = jnp.arange(64)
+        assert visibility(found.spec, operands, indices, indices).all()
+        assert found.passes[0].flops == 2 * 4 * 64 * 64 * 4 * 32
+
+
+def test_the_matrix_product_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def measure(run: Any, arrays: Any) -> tuple[float, float]:
+        sizes.append(arrays[0].shape[0])
+        return 1.0, 0.0
+
+    monkeypatch.setattr(call_timing, "_measure", measure)
+    monkeypatch.setattr(call_timing, "MATMUL_SIZE", {"cpu": 4, "tpu": 8})
+    call_timing.matmul_speed.cache_clear()
+    try:
+        cpu, tpu = (
+            call_timing.matmul_speed("float32", jattn.Device(name)) for name in ("cpu", "tpu")
+        )
+        assert (cpu, tpu) == (2 * 4**3, 2 * 8**3)
+        assert sizes == [4, 8]
+    finally:
+        call_timing.matmul_speed.cache_clear()
 
 
 def test_times_are_measured_when_asked_for() -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn import normal
 from flax import nnx
 
 import jattn
@@ -40,11 +41,6 @@ def close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, e, rtol=0.0, atol=1e-5 * largest)
 
     jax.tree.map(compare, actual, expected)
-
-
-def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> Array:
-    # Drawn by numpy: jax.random would compile a program for every shape.
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def random_mask(*shape: int) -> Array:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import generate_wgmma
 import pytest
 
 from benchmarks import backend_table, cpu_tiles, plot, records, tables
@@ -101,7 +105,8 @@ def test_every_feature_has_words_and_a_row() -> None:
 def test_records_say_device_date_and_commit(path: Path) -> None:
     record = records.read(path)
     assert record.date == path.name[:10] or record.date < path.name[:10]
-    assert len(str(record.content["commit"])) >= 7
+    # Of a state between two commits, both.
+    assert re.search(r"\b[0-9a-f]{7,40}\b", record.content["commit"])
     assert record.content["device"] in record.caption()
     text = path.read_text()
     assert json.loads(text) == record.content
@@ -118,6 +123,28 @@ def test_problems_are_read_from_names() -> None:
         "float16", 128, 512, True
     )
     assert records.problem_of("window 128 16384") is None
+
+
+def test_the_wgmma_header_is_what_its_script_writes() -> None:
+    path = ROOT / "cc" / "kernels" / "sm90" / "wgmma_shapes.cuh"
+    formatter = Path(sys.executable).with_name("clang-format")
+    if not formatter.exists():
+        pytest.skip("needs clang-format, of the extra dev")
+    written = "".join(
+        (
+            generate_wgmma.HEADER,
+            *map(generate_wgmma.shape, generate_wgmma.WIDTHS),
+            generate_wgmma.FOOTER,
+        )
+    )
+    done = subprocess.run(
+        [formatter, f"--assume-filename={path}"],
+        input=written,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == path.read_text()
 
 
 def test_pictures_are_what_would_be_drawn() -> None:

@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters import mlir
 
 PIECES = {
     "jax.extend.core": ("Primitive",),
@@ -19,6 +20,7 @@ PIECES = {
     "jax.interpreters.batching": ("primitive_batchers",),
     "jax.interpreters.mlir": (
         "LoweringRuleContext",
+        "ModuleContext",
         "SPMDAxisContext",
         "ShardingContext",
         "lower_fun",
@@ -58,6 +60,12 @@ def test_custom_partitioning_takes_a_sharding_rule() -> None:
 
     parameters = inspect.signature(custom_partitioning.def_partition).parameters
     assert {"partition", "sharding_rule", "need_replication_factors"} <= set(parameters)
+
+
+def test_lowering_contexts_tell_platforms() -> None:
+    context = mlir.LoweringRuleContext.__dataclass_fields__
+    assert {"module_context", "platforms"} <= set(context)
+    assert "platforms" in inspect.signature(mlir.ModuleContext).parameters
 
 
 def test_default_device_is_readable() -> None:

@@ -4,13 +4,14 @@ What they mean is tested on the case table (test_backends_sweep.py); here they m
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import normal
 from jax.test_util import check_grads
 
 import jattn
@@ -23,17 +24,16 @@ NAMES = ("q", "k", "v", "sinks", "slopes", "q_positions", "kv_positions", "key",
 
 def drawn() -> tuple[jax.Array, ...]:
     """q, k, v, sinks (N,), slopes (B, N), positions (B, T) and (B, S), a dropout key and a rate."""
-    keys = jax.random.split(jax.random.key(0), 6)
     rng = np.random.default_rng(0)
     return (
-        jax.random.normal(keys[0], (B, T, N, D)),
-        jax.random.normal(keys[1], (B, S, K, D)),
-        jax.random.normal(keys[2], (B, S, K, DV)),
-        jax.random.normal(keys[3], (N,)),
-        jax.random.uniform(keys[4], (B, N), minval=0.01, maxval=0.3),
+        normal(0, B, T, N, D),
+        normal(1, B, S, K, D),
+        normal(2, B, S, K, DV),
+        normal(3, N),
+        jnp.asarray(rng.uniform(0.01, 0.3, (B, N)), jnp.float32),
         jnp.asarray(rng.integers(0, 30, (B, T)), jnp.int32),
         jnp.asarray(rng.integers(0, 30, (B, S)), jnp.int32),
-        keys[5],
+        jax.random.key(5),
         jnp.float32(0.25),
     )
 
@@ -91,38 +91,54 @@ def close(got: Any, want: Any, tolerance: float = 3e-5) -> None:
 # ---- Derivatives -----------------------------------------------------------------------------------------------------
 
 
+def gradients_of(function: Callable[..., Any], argnums: Sequence[int]) -> tuple[jax.Array, ...]:
+    return jax.jit(jax.grad(functools.partial(loss, function), argnums))(*drawn())  # type: ignore[no-any-return]
+
+
+@functools.cache
+def textbook_gradients() -> tuple[jax.Array, ...]:
+    """Of all differentiable operands."""
+    return gradients_of(textbook, range(5))
+
+
 def test_gradients_of_all_differentiable_operands(backend: str) -> None:
-    arrays = drawn()
-    gradients = functools.partial(jax.grad, argnums=range(5))
-    got = jax.jit(gradients(functools.partial(loss, functools.partial(attend, backend))))(*arrays)
-    close(got, jax.jit(gradients(functools.partial(loss, textbook)))(*arrays))
+    close(gradients_of(functools.partial(attend, backend), range(5)), textbook_gradients())
 
 
 @pytest.mark.parametrize("argnums", [(3,), (4,), (3, 4), (0, 4), (1, 3)], ids=str)
 def test_gradients_of_some_operands(argnums: tuple[int, ...]) -> None:
     """Also where no backend has anything to do: the gradient of the sinks alone."""
-    arrays = drawn()
     before = jattn.call_counters().get("cpu", {}).get("backward", 0)
-    got = jax.jit(jax.grad(functools.partial(loss, functools.partial(attend, "cpu")), argnums))(
-        *arrays
-    )
-    close(got, jax.jit(jax.grad(functools.partial(loss, textbook), argnums))(*arrays))
+    got = gradients_of(functools.partial(attend, "cpu"), argnums)
+    close(got, [textbook_gradients()[i] for i in argnums])
     after = jattn.call_counters().get("cpu", {}).get("backward", 0)
     assert after - before == int(min(argnums) < 3)
 
 
-def test_forward_mode_and_second_derivatives(backend: str) -> None:
+def derivatives_of(function: Callable[..., Any]) -> Any:
+    """In one direction: of the results, and of the gradient of the loss."""
     arrays = drawn()
     moving, fixed = arrays[:5], arrays[5:]
-    tangents = tuple(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(moving))
+    tangents = tuple(normal(10 + i, *x.shape) for i, x in enumerate(moving))
 
-    def derivatives(function: Callable[..., Any]) -> Any:
-        of_moving = lambda *x: function(*x, *fixed)  # noqa: E731
-        gradient = jax.grad(lambda *x: loss(of_moving, *x), argnums=range(5))
+    def of_moving(*x: jax.Array) -> Any:
+        return function(*x, *fixed)
+
+    @jax.jit
+    def run() -> Any:
+        gradient = jax.grad(functools.partial(loss, of_moving), argnums=range(5))
         return jax.jvp(of_moving, moving, tangents)[1], jax.jvp(gradient, moving, tangents)[1]
 
-    got = jax.jit(lambda: derivatives(functools.partial(attend, backend)))()
-    close(got, jax.jit(lambda: derivatives(textbook))(), 2e-4)
+    return run()
+
+
+@functools.cache
+def textbook_derivatives() -> Any:
+    return derivatives_of(textbook)
+
+
+def test_forward_mode_and_second_derivatives(backend: str) -> None:
+    close(derivatives_of(functools.partial(attend, backend)), textbook_derivatives(), 2e-4)
 
 
 def test_numerical_gradients_in_float64() -> None:
@@ -214,7 +230,7 @@ def packed() -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_drop_what_the_padded_batch_drops(backend: str, is_causal: bool) -> None:
-    q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 13, N, D))
+    q, k, v = normal(1, 3, 1, 13, N, D)
     run = functools.partial(api.packed_attention, is_causal=is_causal, implementation=backend)
     out, lse = jax.jit(functools.partial(run, dropout_rate=0.4))(q, k, v, **packed())
 
@@ -237,7 +253,7 @@ def test_packed_sequences_drop_what_the_padded_batch_drops(backend: str, is_caus
 
 @pytest.mark.parametrize("mapped", ["q", "dropout_table"])
 def test_vmap_of_packed_sequences(mapped: str) -> None:
-    q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 13, N, D))
+    q, k, v = normal(1, 3, 1, 13, N, D)
     keywords = packed()
     table = keywords.pop("dropout_table")
     stacked = {"q": jnp.stack([q, 2 * q]), "dropout_table": jnp.stack([table, table[::-1]])}[mapped]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import bernoulli, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_checks import FEATURES, R100, T079, RaggedCase, drawn_lengths, make, run, verify
@@ -31,10 +32,6 @@ def jitted(**options: Any) -> Callable[..., Any]:
 
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
-
-
-def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def textbook(q: Any, k: Any, v: Any, *, is_causal: bool = False) -> np.ndarray[Any, Any]:
@@ -723,6 +720,30 @@ def test_R002_R112_conversions_round_trip() -> None:
     )
 
 
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_no_rank_is_promoted(form: str) -> None:
+    """Conversions and calls are made under ``jax_numpy_rank_promotion="raise"``."""
+    q, k = ragged(0, [4, 0, 7], 4, 8), ragged(1, [3, 5, 2], 2, 8)
+
+    def loss(values: jax.Array) -> jax.Array:
+        features = {"alibi_slopes": jnp.ones(4), "dropout_rate": 0.2, "dropout_seed": 3}
+        return attend(q.with_values(values), k, k, form=form, **features).values.sum()
+
+    def conversions(x: RaggedArray) -> Any:
+        padded, lengths = x.to_padded()
+        is_real = jnp.arange(padded.shape[1])[None, :] < lengths[:, None]
+        by_ids = RaggedArray.from_segment_ids(x.values, x.segment_ids(), 3)
+        return (
+            RaggedArray.from_padded(padded, lengths),
+            RaggedArray.from_mask(padded, is_real, check=False),
+            by_ids,
+        )
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.jit(jax.value_and_grad(loss)).lower(q.values)
+        jax.eval_shape(conversions, q)
+
+
 def test_R002_wrong_conversions() -> None:
     with pytest.raises(ValueError, match="arrays is empty"):
         RaggedArray.from_list([])
@@ -859,7 +880,7 @@ def test_R030_R031_R108_a_ragged_batch_axis(backend: str) -> None:
     parts = [normal(i, n, 6, 2, 8) for i, n in enumerate((2, 0, 3))]
     x = RaggedArray.from_list(parts)
     x = RaggedArray(jnp.concatenate([x.values, jnp.full((2, 6, 2, 8), jnp.nan)]), x.offsets)
-    mask = jax.random.bernoulli(jax.random.key(3), 0.6, (6, 6)) | jnp.eye(6, dtype=bool)
+    mask = bernoulli(3, 0.6, 6, 6) | jnp.eye(6, dtype=bool)
 
     def call(values: jax.Array) -> Any:
         y = x.with_values(values)

@@ -1,5 +1,6 @@
 """Every refusal fires, and its text has the argument, the value, the rule, the remedy and the phrase of its code."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +133,47 @@ def test_symbolic_lengths_are_refused_by_kernels() -> None:
                 )
             )(x)  # type: ignore[misc]
         assert "SYMBOLIC" in {reason.code for reason in error.value.reasons}
+
+
+# Name of the extent -> of what else it is.
+SYMBOLIC = {
+    "q_len": (),
+    "kv_len": (),
+    "num_heads": (),
+    "num_kv_heads": ("num_heads",),
+    "head_dim": (),
+    "head_dim_v": (),
+}
+
+
+@pytest.mark.parametrize("device", [CPU, SM90], ids=str)
+@pytest.mark.parametrize("names", [*([name] for name in SYMBOLIC), ["q_len", "head_dim"]], ids=str)
+def test_the_way_out_of_a_symbolic_extent_is_one(names: list[str], device: jattn.Device) -> None:
+    """The backend that a refusal names would run the call."""
+    [n] = jax.export.symbolic_shape("n")
+    sizes: dict[str, Any] = dict.fromkeys(SYMBOLIC, 8) | {"num_kv_heads": 1}
+    for name in names:
+        sizes |= dict.fromkeys((name, *SYMBOLIC[name]), n)
+    q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v = sizes.values()
+    shapes = ((q_len, num_heads, head_dim), (kv_len, num_kv_heads, head_dim))
+    q, k = (jax.ShapeDtypeStruct((2, *shape), "bfloat16") for shape in shapes)
+    v = jax.ShapeDtypeStruct((2, kv_len, num_kv_heads, head_dim_v), "bfloat16")
+    found = jattn.explain(q, k, v, scale=1.0, device=device)
+    kernel = "cpu" if device == CPU else "flash"
+    assert {r.argument for r in found.reasons[kernel] if r.code == "SYMBOLIC"} >= set(names)
+    for reasons in found.reasons.values():
+        for reason in reasons:
+            if reason.code == "SYMBOLIC":
+                [way_out] = re.findall("implementation='(.*)'", reason.remedy)
+                assert way_out == found.chosen or found.reasons[way_out] == ()
+    assert found.passes[0].flops is None
+
+
+def test_a_symbolic_head_dim_needs_a_scale() -> None:
+    [head_dim] = jax.export.symbolic_shape("d")
+    x = jax.ShapeDtypeStruct((2, 8, 2, head_dim), "float32")
+    with pytest.raises(ValueError, match=r"scale is None.*head dim is d.*pass scale"):
+        jattn.explain(x, x, x)
 
 
 def test_no_backend_error_reads_well() -> None:

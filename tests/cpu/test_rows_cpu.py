@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import normal
 from jax.test_util import check_grads
 
 import jattn
@@ -25,10 +26,6 @@ CPU_TOLERANCE = {
 }
 
 
-def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
-
-
 def packed_attention(packed: jax.Array, num_heads: int, **keywords: Any) -> jax.Array:
     """Attention of q, k, v split from one (B, T, 3 * N * D) projection."""
     batch, length, width = packed.shape
@@ -40,7 +37,7 @@ def packed_attention(packed: jax.Array, num_heads: int, **keywords: Any) -> jax.
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_T052_gradcheck_through_a_packed_projection(contiguous: bool, backend: str) -> None:
     with jax.enable_x64(True):
-        packed = jax.random.normal(jax.random.key(0), (4, 4, 3 * 2 * 16), "float64")
+        packed = normal(0, 4, 4, 3 * 2 * 16, dtype="float64")
 
         def function(packed: jax.Array) -> jax.Array:
             packed = packed if contiguous else packed.swapaxes(0, 1)
@@ -74,9 +71,7 @@ def test_T054_cpu_kernel_against_the_reference(
     with jax.enable_x64(dtype == "float64"):
         # 16-bit references run in float32 and are compared in it.
         wide = "float64" if dtype == "float64" else "float32"
-        packed = jax.random.normal(
-            jax.random.key(length), (2, length, 3 * 3 * head_dim), wide
-        ).astype(dtype)
+        packed = normal(length, 2, length, 3 * 3 * head_dim, dtype=dtype)
 
         def forward_backward(backend: str, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
             attend = functools.partial(

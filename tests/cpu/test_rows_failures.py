@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import normal
 
 import jattn
 from jattn.testing.cases import Case
@@ -68,10 +69,6 @@ def refusal(
 def accepted(arrays: Any, backend: str, device: jattn.Device = SM90, **keywords: Any) -> None:
     explanation = jattn.explain(*arrays, implementation=backend, device=device, **keywords)
     assert explanation.chosen == backend, str(explanation)
-
-
-def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
 
 
 @pytest.mark.parametrize("head_dim", [193, 204, 256])

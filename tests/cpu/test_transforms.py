@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import bernoulli, normal
 from jax.test_util import check_grads
 
 import jattn
@@ -18,13 +19,9 @@ NAMES = ("q", "k", "v", "bias", "mask", "lengths", "segments")
 
 def drawn(length: int = 12, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Arrays:
     """q, k, v, bias, mask, key lengths and segment ids of a problem with every kind of operand."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v = (
-        jax.random.normal(key, (3, length, n, head_dim))
-        for key, n in zip(keys[:3], (heads, kv_heads, kv_heads), strict=True)
-    )
-    bias = jax.random.normal(keys[3], (1, heads, length, length))
-    mask = jax.random.bernoulli(keys[4], 0.8, (3, 1, length, length))
+    q, k, v = (normal(i, 3, length, n, head_dim) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    bias = normal(3, 1, heads, length, length)
+    mask = bernoulli(4, 0.8, 3, 1, length, length)
     lengths = jnp.asarray([length, 5, 0], jnp.int32)
     segments = jnp.asarray(
         np.sort(np.random.default_rng(0).integers(-1, 2, (3, length)), axis=1), jnp.int32
@@ -268,18 +265,64 @@ def test_J01_export_with_a_symbolic_batch_and_its_bias(backend: str) -> None:
         close(read_back.call(*some), jax.jit(function)(*some))
 
 
+@pytest.mark.backends("reference", "xla")
+def test_export_with_a_symbolic_number_of_heads(backend: str) -> None:
+    [kv_heads] = jax.export.symbolic_shape("k")
+    heads = {4: 2 * kv_heads, 2: kv_heads}
+
+    def symbolic(x: jax.Array, axis: int) -> jax.ShapeDtypeStruct:
+        shape = (*x.shape[:axis], heads[x.shape[axis]], *x.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    def function(*x: jax.Array) -> Any:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+            keywords: dict[str, Any] = {"dropout_rate": 0.2, "dropout_seed": 3}
+            return jattn.dot_product_attention(
+                q, k, v, bias, is_causal=True, implementation=backend, **keywords
+            ).sum()
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3))(*x)
+
+    q, k, v, bias = drawn()[:4]
+    shapes = [symbolic(x, 2) for x in (q, k, v)] + [symbolic(bias, 1)]
+    read_back = jax.export.deserialize(exported(function, *shapes).serialize())
+    for count in (1, 2):
+        some = (q[:, :, : 2 * count], k[:, :, :count], v[:, :, :count], bias[:, : 2 * count])
+        close(read_back.call(*some), jax.jit(function)(*some))
+
+
+def test_export_of_slopes_and_tangents_with_a_symbolic_length() -> None:
+    """What the reference hands to the tiles: there is one of a symbolic length."""
+    q, k, v = drawn()[:3]
+    [length] = jax.export.symbolic_shape("length")
+    shapes = [jax.ShapeDtypeStruct((3, length, *x.shape[2:]), x.dtype) for x in (q, k, v)]
+
+    def function(*x: jax.Array) -> Any:
+        def attend(q: jax.Array, slopes: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(
+                q, *x[1:], alibi_slopes=slopes, implementation="reference"
+            )
+
+        operands = (x[0], jnp.full(4, 0.1))
+        grads = jax.grad(lambda *y: attend(*y).sum(), argnums=(0, 1))(*operands)
+        return grads, jax.jvp(attend, operands, operands)[1]
+
+    read_back = jax.export.deserialize(exported(function, *shapes).serialize())
+    some = [x[:, :7] for x in (q, k, v)]
+    close(read_back.call(*some), jax.jit(function)(*some))
+
+
 @pytest.mark.parametrize("padded", ["keys", "queries", "segments"])
 def test_second_derivatives_do_not_read_padding(padded: str, backend: str) -> None:
-    q, k, v = (
-        jax.random.normal(key, (1, 4, 2, 8)) for key in jax.random.split(jax.random.key(3), 3)
-    )
+    q, k, v = (normal(i, 1, 4, 2, 8) for i in range(3))
     options: dict[str, Any] = {
         "keys": {"key_value_seq_lengths": jnp.array([2])},
         "queries": {"query_seq_lengths": jnp.array([2])},
         "segments": {"segment_ids": jnp.array([[0, 0, -1, -1]])},
     }[padded]
 
-    def with_padding(number: float) -> list[jax.Array]:
+    @jax.jit
+    def with_padding(number: jax.Array) -> list[jax.Array]:
         x, y, z = (
             a.at[:, 2:].set(number) if there else a
             for a, there in zip(
@@ -301,6 +344,7 @@ def test_second_derivatives_do_not_read_padding(padded: str, backend: str) -> No
 
     for got, want in zip(with_padding(jnp.nan), with_padding(0.0), strict=True):
         real = slice(None) if padded == "keys" else slice(2)
+        assert np.asarray(want).any()
         np.testing.assert_array_equal(got[:, real], want[:, real])
 
 
@@ -308,15 +352,14 @@ def test_second_derivatives_do_not_read_padding(padded: str, backend: str) -> No
 def test_second_derivatives_do_not_read_incoming_gradients_of_padding(
     padded: str, backend: str
 ) -> None:
-    q, k, v = (
-        jax.random.normal(key, (1, 4, 2, 8)) for key in jax.random.split(jax.random.key(3), 3)
-    )
+    q, k, v = (normal(i, 1, 4, 2, 8) for i in range(3))
     options: dict[str, Any] = {
         "lengths": {"query_seq_lengths": jnp.array([3]), "key_value_seq_lengths": jnp.array([3])},
         "segments": {"segment_ids": jnp.array([[0, 0, 0, -1]])},
     }[padded]
 
-    def gradient(number: float) -> jax.Array:
+    @jax.jit
+    def gradient(number: jax.Array) -> jax.Array:
         incoming = (
             jnp.ones((1, 4, 2, 8)).at[:, 3].set(number),
             jnp.ones((1, 4, 2)).at[:, 3].set(number),
@@ -337,10 +380,9 @@ def test_second_derivatives_do_not_read_incoming_gradients_of_padding(
 
 def small(kinds: str) -> tuple[Callable[..., Any], Arrays]:
     """A tiny float64 problem in q, k, v and bias, for numerical derivatives."""
-    keys = jax.random.split(jax.random.key(1), 4)
-    q = jax.random.normal(keys[0], (1, 3, 2, 2), "float64")
-    k, v = (jax.random.normal(key, (1, 4, 1, 2), "float64") for key in keys[1:3])
-    bias = jax.random.normal(keys[3], (1, 2, 3, 4), "float64")
+    q = normal(0, 1, 3, 2, 2, dtype="float64")
+    k, v = (normal(i, 1, 4, 1, 2, dtype="float64") for i in (1, 2))
+    bias = normal(3, 1, 2, 3, 4, dtype="float64")
     options: dict[str, Any] = {
         "plain": {},
         "causal": {"is_causal": True, "causal_alignment": "lower_right"},
@@ -389,17 +431,21 @@ def test_J03_hessian_and_grad_of_grad(backend: str) -> None:
         np.testing.assert_allclose(flat, flat.T, rtol=1e-9, atol=1e-12)
         by_reverse = jax.jit(jax.jacrev(jax.grad(functools.partial(total, backend))))(q)
         np.testing.assert_allclose(hessian, by_reverse, rtol=1e-9, atol=1e-12)
-        step = 1e-5 * jax.random.normal(jax.random.key(5), q.shape, "float64")
+        step = 1e-5 * normal(5, *q.shape, dtype="float64")
         grad = jax.grad(functools.partial(total, backend))
         numeric = (grad(q + step) - grad(q - step)) / 2
         np.testing.assert_allclose(jnp.tensordot(hessian, step, 4), numeric, rtol=1e-6, atol=1e-13)
 
 
+@functools.cache
+def every_gradient(backend: str) -> Arrays:
+    return jax.jit(jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3)))(*drawn())  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("wanted", [("bias",), ("q",), ("k", "bias"), ("v",)], ids="-".join)
 def test_J01_gradients_of_some_operands(wanted: tuple[str, ...], backend: str) -> None:
     """A bias-only gradient crashed elsewhere (pytorch PR#188302); every subset equals its part of the whole."""
-    arrays = drawn()
-    every = jax.jit(jax.grad(functools.partial(loss, backend), argnums=(0, 1, 2, 3)))(*arrays)
+    arrays, every = drawn(), every_gradient(backend)
     indices = tuple(NAMES.index(name) for name in wanted)
     some = jax.jit(jax.grad(functools.partial(loss, backend), argnums=indices))(*arrays)
     close(some, [every[i] for i in indices], 0.0 if backend == "cpu" else 1e-6)

@@ -48,10 +48,13 @@ def backend_missing(backend: str) -> str:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> None:
-    """Skips a test whose device or backend is missing."""
+    """Skips a test whose device is missing, or its backend: that of its argument, else those that its mark names."""
     if reason := missing():
         pytest.skip(reason)
-    if "backend" in request.fixturenames and (
-        reason := backend_missing(request.getfixturevalue("backend"))
-    ):
-        pytest.skip(reason)
+    mark = request.node.get_closest_marker("backends")
+    names = mark.args if mark else ()
+    if "backend" in request.fixturenames:
+        names = (request.getfixturevalue("backend"),)
+    for name in names:
+        if reason := backend_missing(name):
+            pytest.skip(reason)

@@ -16,6 +16,8 @@ from jattn.backends import flash_backward_tiles
 from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
+pytestmark = pytest.mark.backends("flash")
+
 # Of the key of the backward kernel; forward kernels may take turns, too.
 TAKEN = r"family=sm90_backward [^;\"]*schedule=2"
 CASES = [
@@ -52,7 +54,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.backends("flash")
 def test_resident_blocks(case: Case) -> None:
     with flash_backward_tiles.resident_blocks(True):
         verify(case, "flash", kernel=TAKEN)
@@ -66,7 +67,6 @@ LISTED = [
 
 
 @pytest.mark.parametrize("case", LISTED, ids=str)
-@pytest.mark.backends("flash")
 def test_lists_of_documents(case: Case) -> None:
     """Tiles of keys that begin with documents, and the grid where a list is refused; padding is poisoned."""
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*documents=1")
@@ -107,14 +107,12 @@ DROPS_BESIDE = [
 
 
 @pytest.mark.parametrize("case", DROPS_BESIDE, ids=str)
-@pytest.mark.backends("flash")
 def test_drop_warps(case: Case) -> None:
     verify(case, "flash", kernel=r"family=sm90_backward [^;\"]*take_turns=1 drops_beside=1")
 
 
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("case", DROPS_ALONE, ids=str)
-@pytest.mark.backends("flash")
 def test_drop_warps_alone(case: Case, order: int) -> None:
     """With the warp that adds dq up, and as where there are more queries."""
     form = r"dq_order=1 [^;\"]*drops_beside=1" if order else "take_turns=1 drops_beside=1"
@@ -155,7 +153,6 @@ SUMMED = [
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", SUMMED, ids=str)
-@pytest.mark.backends("flash")
 def test_sums_of_keys(case: Case, deterministic: bool) -> None:
     with jattn.deterministic("strict" if deterministic else "off"):
         verify(case, "flash", kernel="sums_bias=1")
@@ -198,7 +195,6 @@ STORED = [
 
 
 @pytest.mark.parametrize("case", STORED, ids=str)
-@pytest.mark.backends("flash")
 def test_stored_gradients_of_scores(case: Case) -> None:
     verify(case, "flash", kernel="stores_ds=1")
 
@@ -213,7 +209,6 @@ ONE_PLACE = [
 
 
 @pytest.mark.parametrize("case", ONE_PLACE, ids=str)
-@pytest.mark.backends("flash")
 def test_one_place_for_a_bias(case: Case) -> None:
     verify(case, "flash", kernel=TAKEN)
 
@@ -227,7 +222,6 @@ IN_ORDER = [case for case in CASES if case.segments is None and case.mask_form i
     [(case, 1) for case in (*CASES, *LISTED)] + [(case, 2) for case in IN_ORDER],
     ids=str,
 )
-@pytest.mark.backends("flash")
 def test_warps_that_add_dq_up(case: Case, order: int) -> None:
     with flash_backward_tiles.dq_order(order):
         verify(case, "flash", kernel=rf"family=sm90_backward [^;\"]*dq_order={order}")
@@ -267,7 +261,6 @@ def keywords_of(
         (8, 1024, 16, 8, 128, True, "segments"),
     ],
 )
-@pytest.mark.backends("flash")
 def test_many_items(
     batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool, term: str
 ) -> None:
@@ -329,7 +322,6 @@ def test_many_items(
         (3, 1000, 5, 5, 96, (None, 0)),
     ],
 )
-@pytest.mark.backends("flash")
 def test_sums_in_order_have_the_same_bits(
     batch: int,
     length: int,

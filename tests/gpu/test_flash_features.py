@@ -7,6 +7,8 @@ from jattn.backends import flash_backward_tiles
 from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
+pytestmark = pytest.mark.backends("flash")
+
 BASE = Case(
     name="flash",
     q_len=200,
@@ -142,7 +144,6 @@ KEYS_IN_REGISTERS = [
 
 
 @pytest.mark.parametrize(("case", "steps"), KEYS_IN_REGISTERS, ids=str)
-@pytest.mark.backends("flash")
 def test_keys_in_registers(case: Case, steps: int) -> None:
     has_steps = f" key_register_steps={steps}" if steps else "(?! key_register)"
     verify(case, "flash", kernel=rf"family=sm90_backward [^;\"]*dq_order=1{has_steps}")

@@ -13,6 +13,8 @@ from jattn.testing import compare, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.run import run, verify
 
+pytestmark = pytest.mark.backends("flash")
+
 BASE = Case(
     name="forms",
     q_len=700,

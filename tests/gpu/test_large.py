@@ -28,20 +28,27 @@ def test_more_elements_than_int32_counts(backend: str) -> None:
     """q, k, v of 2^31 + 2^21 elements each: the last batch entry lies beyond 32-bit element offsets."""
     batch, length, heads, head_dim = 1025, 256, 64, 128
     assert batch * length * heads * head_dim > 2**31
-    keys = jax.random.split(jax.random.key(2), 3)
-    q, k, v = (
-        jax.random.normal(key, (batch, length, heads, head_dim), jnp.bfloat16) for key in keys
-    )
-    run = jax.jit(
-        lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
-    )
-    out = run(q, k, v)
-    want = jattn.dot_product_attention(
-        q[-1:], k[-1:], v[-1:], is_causal=True, implementation="reference"
-    )
-    np.testing.assert_allclose(
-        np.asarray(out[-1:], np.float32), np.asarray(want, np.float32), atol=0.02, rtol=0.02
-    )
+    arrays = [
+        jax.random.normal(key, (batch, length, heads, head_dim), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(2), 4)
+    ]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation: str, *x: jax.Array) -> tuple[jax.Array, ...]:
+        *primals, dout = x
+        attend = functools.partial(
+            jattn.dot_product_attention, is_causal=True, implementation=implementation
+        )
+        out, pullback = jax.vjp(attend, *primals)
+        return out, *pullback(dout)
+
+    got = [np.asarray(x[-1:], np.float32) for x in run(backend, *arrays)]
+    want = run("reference", *(x[-1:] for x in arrays))
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        largest = np.abs(np.asarray(y, np.float32)).max()
+        np.testing.assert_allclose(
+            x / largest, np.asarray(y, np.float32) / largest, atol=0.02, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("mode", ["off", "strict"])

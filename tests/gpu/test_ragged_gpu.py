@@ -128,6 +128,7 @@ def test_T077_broadcasting(backend: str, bits: int) -> None:
     )
 
 
+@pytest.mark.backends("mem_efficient")
 def test_T078_dense_query() -> None:
     lengths = drawn_lengths("T078", 32, 1, 31)
     rng = np.random.default_rng(78)

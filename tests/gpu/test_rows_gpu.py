@@ -262,7 +262,7 @@ def test_T073_gradients_with_a_float_mask(case: Case, backend: str) -> None:
 
 
 def _t074() -> list[Any]:
-    """Lengths x head dims; causality, dropout, types, scale and batch take turns. A tenth is the short list."""
+    """Lengths x head dims; causality, dropout, types, scale and batch take turns. An eighth is the short list."""
     lengths = ((4, 4), (8, 64), (143, 587), (256, 256), (512, 128), (1024, 1024), (2048, 2048))
     head_dims = (16, 21, 64, 128, 203, 256, 72, 160)
     found = []

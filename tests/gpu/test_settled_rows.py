@@ -16,6 +16,8 @@ from jattn.testing.cases import Case
 from jattn.testing.inputs import Operands
 from jattn.testing.run import run
 
+pytestmark = pytest.mark.backends("flash")
+
 BASE = Case(
     name="settled",
     q_len=600,

@@ -1,5 +1,5 @@
 // Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 64 pairs in 32 rows and 32
-// columns of scores. Of the 32, two lanes of a warp hold those in its 16 rows.
+// columns of scores. A warp has 16 of these rows: two of its lanes hold half of the pairs, 16 each.
 //
 // Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of block n the
 // rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 is a multiple of 16, column0 of 32.
@@ -272,8 +272,7 @@ __device__ __forceinline__ float kept_factor(const ProblemParams& problem, int b
 }
 
 __device__ __forceinline__ PhiloxKey dropout_key(const ProblemParams& problem, int batch, int head) {
-  const uint32_t* words = problem.dropout_keys.data + int64_t(batch) * problem.dropout_keys.stride_batch +
-                          int64_t(head) * problem.dropout_keys.stride_head;
+  const uint32_t* words = element_of_head(problem.dropout_keys, batch, head);
   return {__ldg(words), __ldg(words + 1)};
 }
 

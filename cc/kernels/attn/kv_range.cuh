@@ -5,7 +5,7 @@
 // For a key tile that looks for its queries the band is turned round: transposed(band).
 #pragma once
 
-#include "base/types.cuh"
+#include "base/integers.cuh"
 #include "config.cuh"
 #include "params.cuh"
 
@@ -80,10 +80,8 @@ struct TileFilter {
   // For a tile of queries (of keys if kOwnsKeys) of a batch entry.
   template <bool kOwnsKeys>
   __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int own_tile, Band queries_band) {
-    const int own_tiles =
-        kOwnsKeys ? tiles_of(problem.kv_len, kConfig.tile_kv) : tiles_of(problem.q_len, kConfig.tile_q);
-    const int other_tiles =
-        kOwnsKeys ? tiles_of(problem.q_len, kConfig.tile_q) : tiles_of(problem.kv_len, kConfig.tile_kv);
+    const int q_tiles = ceil_div(problem.q_len, kConfig.tile_q), kv_tiles = ceil_div(problem.kv_len, kConfig.tile_kv);
+    const int own_tiles = kOwnsKeys ? kv_tiles : q_tiles, other_tiles = kOwnsKeys ? q_tiles : kv_tiles;
     if constexpr (kConfig.segments) {
       segments = (kOwnsKeys ? problem.q_ranges : problem.kv_ranges) + int64_t(batch) * other_tiles;
       own_segments = (kOwnsKeys ? problem.kv_ranges : problem.q_ranges)[int64_t(batch) * own_tiles + own_tile];
@@ -117,9 +115,6 @@ struct TileFilter {
     if constexpr (kConfig.segments) return holds_padding(segments[tile]);
     return false;
   }
-
- private:
-  static __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
 };
 
 // Walks the tiles of a range from the last to the first and leaves out those that the filter refuses. A warp looks at 32

@@ -43,7 +43,7 @@ __device__ __forceinline__ float add_bias(float s, float bias, float scale) {
   return fmaf(fabsf(bias) < infinity() ? clamped : bias, kLog2E, s);
 }
 
-// Offsets of the rows g, g + 8 of a broadcast array; two columns at a time.
+// Where the elements of a fragment lie in a broadcast array.
 template <bool kTransposed>
 struct BroadcastReader {
   const BroadcastArray& array;
@@ -204,9 +204,7 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
 template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
                                            int offset, int row0, int column0) {
-  const PerHeadFloat& slopes = problem.alibi_slopes;
-  const float slope = -(kNatural ? 1.0f : kLog2E) *
-                      __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
+  const float slope = -(kNatural ? 1.0f : kLog2E) * __ldg(element_of_head(problem.alibi_slopes, batch, head));
   if constexpr (kConfig.positions) {
     const FragmentPositions<kTransposed> positions(problem, batch);
     int row_position[kM][2];

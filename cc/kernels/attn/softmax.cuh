@@ -1,7 +1,7 @@
 // Online softmax in base 2 over accumulator fragments: row maximum, lazy rescale, exponentials, row sums, lse.
 //
 // A lane holds, for each 16-row block, rows g and g + 8 (slot 0 and 1). row_max is the same in the four lanes of a
-// quad; row_sum is each lane's own part until finish().
+// quad; row_sum is each lane's own part until finish_row().
 #pragma once
 
 #include "base/numeric.cuh"

@@ -1,5 +1,5 @@
-// Numbers on the device: constants, element conversions, base-2 exponential, reductions over the lanes that share a
-// row.
+// Numbers on the device: constants, element conversions, approximate functions, sums of products, reductions over the lanes that
+// share a row.
 #pragma once
 
 #include "base/types.cuh"
@@ -28,6 +28,12 @@ __device__ __forceinline__ void read_pair(float (&values)[2], uint64_t pair) {
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -135,7 +141,23 @@ struct ElementTraits<Element::kF32> {
   static __device__ __forceinline__ float from_float(float x) { return x; }
 };
 
-JATTN_HOST_DEVICE constexpr int element_bytes(Element element) { return element == Element::kF32 ? 4 : 2; }
+// Sum of products of 16 bytes of two rows.
+template <Element kElement>
+__device__ __forceinline__ float dot_chunk(uint4 x, uint4 y) {
+  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kElement == Element::kF32) {
+      sum = fmaf(__uint_as_float(a[i]), __uint_as_float(b[i]), sum);
+    } else {
+      using Traits = ElementTraits<kElement>;
+      sum = fmaf(Traits::low(a[i]), Traits::low(b[i]), sum);
+      sum = fmaf(Traits::high(a[i]), Traits::high(b[i]), sum);
+    }
+  }
+  return sum;
+}
 
 // Reductions over the four lanes of a quad: they hold one row of an accumulator fragment.
 __device__ __forceinline__ float quad_max(float x) {
@@ -151,7 +173,5 @@ __device__ __forceinline__ float quad_sum(float x) {
 // Tells the compiler that a value is the same in the whole warp: results of integer division are not seen to be.
 // Addresses made from it then live in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-JATTN_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace jattn

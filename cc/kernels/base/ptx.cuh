@@ -1,6 +1,8 @@
-// One instruction per function: asynchronous copies, matrix loads, matrix products, reductions in memory.
+// One instruction per function: asynchronous copies, matrix products of a warp, reductions in memory, special registers.
+// Accesses of shared memory are in base/shared_memory.cuh.
 #pragma once
 
+#include "base/shared_memory.cuh"
 #include "base/types.cuh"
 #include "config.cuh"
 
@@ -10,10 +12,6 @@ extern __shared__ __align__(1024) unsigned char jattn_shared[];
 }
 
 namespace jattn::ptx {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // The address of jattn_shared as PTX writes it. NVRTC makes it of 64 bits and converts it wherever it is used, nvcc does not;
 // at the limit of the register file that was 8 bytes of spills. The operand makes the array known to the unit.
@@ -43,75 +41,6 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Volatile, because the bytes behind an address change from tile to tile.
-__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
-  uint16_t x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
-  uint32_t x;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ uint2 load_shared_u32x2(uint32_t address) {
-  uint2 x;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ float load_shared_f32(uint32_t address) { return __uint_as_float(load_shared_u32(address)); }
-
-__device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ uint4 load_shared_u32x4(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void store_shared_u32(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_u32x2(uint32_t address, uint32_t x, uint32_t y) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_u32x4(uint32_t address, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
 }
 
 // c += a * b for a 16x16 a, a 16x8 b and float32 c. Lane l = 4g + t holds
@@ -157,8 +86,8 @@ __device__ __forceinline__ void mma_m16n8k8_tf32_first(float (&c)[4], const uint
 // four because it keeps NaN. A NaN may become any number here; the rest that is split off it is NaN.
 __device__ __forceinline__ uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 
-// Adds four floats to 16-byte aligned memory. One instruction from sm_90 on; no order between CTAs.
-__device__ __forceinline__ void reduce_add(float* address, const float (&x)[4]) {
+// Adds four floats to 16-byte aligned memory. One instruction from sm_90 on; no order between blocks.
+__device__ __forceinline__ void reduce_add(float* address, const float* x) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
@@ -179,6 +108,7 @@ __device__ __forceinline__ int block_index_anew() {
   return x;
 }
 
+// Likewise.
 __device__ __forceinline__ int thread_index_anew() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

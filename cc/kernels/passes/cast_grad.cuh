@@ -5,6 +5,7 @@
 // tile and slice.
 #pragma once
 
+#include "base/integers.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "params.cuh"

@@ -4,6 +4,7 @@
 // Unit of the family mask_tiles: entry mask_tiles<kConfig>, parameters MaskTilesParams. One block per tile.
 #pragma once
 
+#include "base/integers.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "params.cuh"

@@ -12,24 +12,6 @@
 
 namespace jattn {
 
-// Sum of products of 16 bytes of two rows.
-template <Element kElement>
-__device__ __forceinline__ float dot_chunk(uint4 x, uint4 y) {
-  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (kElement == Element::kF32) {
-      sum = fmaf(__uint_as_float(a[i]), __uint_as_float(b[i]), sum);
-    } else {
-      using Traits = ElementTraits<kElement>;
-      sum = fmaf(Traits::low(a[i]), Traits::low(b[i]), sum);
-      sum = fmaf(Traits::high(a[i]), Traits::high(b[i]), sum);
-    }
-  }
-  return sum;
-}
-
 template <Config kConfig>
 __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
   using Traits = ElementTraits<kConfig.element>;

@@ -25,7 +25,7 @@ JATTN_HOST_DEVICE constexpr int row_delta_min_blocks(const Config&) { return 1; 
 JATTN_HOST_DEVICE constexpr int cast_grad_threads(const Config& config) { return config.num_warps * 32; }
 JATTN_HOST_DEVICE constexpr int cast_grad_min_blocks(const Config&) { return 1; }
 JATTN_HOST_DEVICE constexpr int cast_grad_shared_bytes(const Config& config) {
-  return config.tile_q * (config.head_dim / config.grad_slices) * (config.element == Element::kF32 ? 4 : 2);
+  return config.tile_q * (config.head_dim / config.grad_slices) * element_bytes(config.element);
 }
 
 // One thread per element.

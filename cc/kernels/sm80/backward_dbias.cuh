@@ -11,6 +11,7 @@
 
 #include "attn/kv_range.cuh"
 #include "attn/sequence.cuh"
+#include "base/integers.cuh"
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
 #include "sm80/fragments.cuh"

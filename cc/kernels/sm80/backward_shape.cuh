@@ -22,7 +22,7 @@ JATTN_HOST_DEVICE constexpr int backward_score_tiles(const Config& config, bool 
 }
 
 JATTN_HOST_DEVICE constexpr int backward_shared_bytes(const Config& config, bool fused) {
-  const int bytes = config.element == Element::kF32 ? 4 : 2;
+  const int bytes = element_bytes(config.element);
   const int keys = config.tile_kv * (config.head_dim + config.head_dim_v);
   const int queries = config.tile_q * (config.head_dim + config.head_dim_v);
   const int scores = backward_score_tiles(config, fused) * config.tile_kv * config.tile_q;
@@ -72,7 +72,7 @@ JATTN_HOST_DEVICE constexpr int backward_dq_threads(const Config& config) { retu
 JATTN_HOST_DEVICE constexpr int backward_dq_min_blocks(const Config&) { return 1; }
 
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) {
-  const int bytes = config.element == Element::kF32 ? 4 : 2;
+  const int bytes = element_bytes(config.element);
   return (config.tile_q + config.stages * config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes +
          staged_bias_bytes(config);
 }
@@ -80,9 +80,9 @@ JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) {
 JATTN_HOST_DEVICE constexpr int backward_dbias_threads(const Config& config) { return config.num_warps * 32; }
 JATTN_HOST_DEVICE constexpr int backward_dbias_min_blocks(const Config&) { return 1; }
 
-// One float per column, row and warp at the end, when the tiles are no longer needed.
+// One float per column and warp at the end, when the tiles are no longer needed.
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) {
-  const int bytes = config.element == Element::kF32 ? 4 : 2;
+  const int bytes = element_bytes(config.element);
   const int loop =
       (config.tile_q + config.tile_kv) * (config.head_dim + config.head_dim_v) * bytes + staged_bias_bytes(config);
   const int sums = config.num_warps * config.tile_kv * 4;

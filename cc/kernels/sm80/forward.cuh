@@ -1,13 +1,9 @@
 // Forward attention with mma.sync and cp.async, for every device from sm_80 on.
 //
-// Unit of the family sm80_forward:
-//   #include "sm80/forward.cuh"
-//   constexpr jattn::Config kConfig{...};
-//   extern "C" __global__ void __launch_bounds__(jattn::sm80::forward_threads(kConfig),
-//                                                jattn::sm80::forward_min_blocks(kConfig))
-//   jattn_kernel(const __grid_constant__ jattn::ForwardParams params) { jattn::sm80::forward<kConfig>(params); }
+// Unit of the family sm80_forward, parameters ForwardParams, forward_threads and forward_min_blocks. Any element type. Definition
+// of the result: core/problem.h.
 //
-// A block owns tile_q queries of one head and head_dim_v columns of the result; a warp owns tile_q / num_warps of the
+// A block owns tile_q queries of one head and head_dim_v columns of the result, maybe not all; a warp owns tile_q / num_warps of the
 // rows, whole, so that statistics never leave a quad. Key tiles are walked from the last to the first: masked ones come
 // first. Q stays in shared memory: a warp of 32 rows has no registers left for it.
 #pragma once
@@ -218,8 +214,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   if constexpr (kConfig.dropout) drop_factor = dropout_of<kConfig>(problem, end_item.batch, end_item.head).factor;
   float sink = 0.0f;
   if constexpr (kConfig.sinks) {
-    sink = __ldg(problem.sinks.data + int64_t(end_item.batch) * problem.sinks.stride_batch +
-                 int64_t(end_item.head) * problem.sinks.stride_head);
+    sink = __ldg(element_of_head(problem.sinks, end_item.batch, end_item.head));
   }
   float inverse[kM][2];
 #pragma unroll

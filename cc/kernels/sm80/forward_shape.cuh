@@ -16,13 +16,11 @@ JATTN_HOST_DEVICE constexpr int forward_saved_bytes() { return 3 * 16; }
 
 // A tile of the bias, where it is staged.
 JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
-  return config.bias && config.staged_bias
-             ? config.tile_q * config.tile_kv * (config.bias_element == Element::kF32 ? 4 : 2)
-             : 0;
+  return config.bias && config.staged_bias ? config.tile_q * config.tile_kv * element_bytes(config.bias_element) : 0;
 }
 
 JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
-  const int bytes = config.element == Element::kF32 ? 4 : 2;
+  const int bytes = element_bytes(config.element);
   const int loop =
       config.tile_q * config.head_dim + config.stages * config.tile_kv * (config.head_dim + config.head_dim_v);
   const int result = config.tile_q * config.head_dim_v;

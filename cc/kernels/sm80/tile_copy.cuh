@@ -1,6 +1,7 @@
 // Tiles of rows between global memory and swizzled shared memory, by all threads of a block.
 #pragma once
 
+#include "base/integers.cuh"
 #include "base/ptx.cuh"
 #include "sm80/fragments.cuh"
 

@@ -3,9 +3,9 @@
 // Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
 // their sums are the latest, which L2 may still hold.
 //
-// Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns,
-// one of each warp: part 4 w + i holds rows 16 i on, of 64 rows from 64 w on if tile_q is 128, else of columns from
-// dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
+// Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns.
+// Part 4 w + i, of warp i of consumer warpgroup w, has 16 rows from 16 i on: of the 64 rows from 64 w on if tile_q is 128, else of
+// the columns from dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
       const float low = i % 2 == 0 ? value.x : value.z, high = i % 2 == 0 ? value.y : value.w;
       words[i] = inside[i % 2] ? ElementTraits<C.element>::pack(low * params.scale, high * params.scale) : 0;
     }
-    store_matrix(block_address<C.tile_q>(tile, row, first_column / 16 + step), words[0], words[1], words[2], words[3]);
+    ptx::store_matrix_x4(block_address<C.tile_q>(tile, row, first_column / 16 + step), words);
   }
   fence_async_proxy();
   __syncthreads();

@@ -46,20 +46,6 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int st
   return block_address<kRows>(tile, row, step, lane());
 }
 
-__device__ __forceinline__ void store_matrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
-// The same, transposed: fragments of a tile [keys][queries] go to a tile [queries][keys].
-__device__ __forceinline__ void store_matrix_transposed(unsigned address, unsigned a, unsigned b, unsigned c,
-                                                        unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 // Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first value in
 // the tiles. bias_tile: address of the first slot.
 template <Config C, int kCount, int kBiasSlots>
@@ -85,7 +71,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     if constexpr (bias_tile_bytes(C) > 0) wait(&control.bias_full[bias_ring.index], bias_ring.parity);
     make_exponents<C, true, kCount>(s, slopes, control.terms[stage], control.item, origin(),
                                     bias_tile + bias_ring.index * bias_tile_bytes(C), own_positions, positions, fetched,
-                                    params.problem, [&](int i) { return load_pair(lse_address + 32 * i); });
+                                    params.problem,
+                                    [&](int i) { return ptx::load_shared_f32x2(lse_address + 32 * i); });
     if constexpr (bias_tile_bytes(C) > 0 && !C.stores_ds) {  // else the tile's place takes ds, and is freed behind it
       release_by_warp(&control.bias_empty[bias_ring.index]);
       bias_ring.advance();
@@ -123,7 +110,7 @@ __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns 
       const float high = f == 0.0f ? 0.0f : gradient[8 * step + 2 * i + 1] * f;
       words[i] = ElementTraits<kElement>::pack(low, high);
     }
-    store_matrix(block_address<kRows>(tile, first_row + warp_row(), step), words[0], words[1], words[2], words[3]);
+    ptx::store_matrix_x4(block_address<kRows>(tile, first_row + warp_row(), step), words);
   }
 }
 
@@ -149,16 +136,11 @@ __device__ __forceinline__ void copy_gradient_rows(char* target, int64_t stride,
     if (piece >= width * 2 / 16) continue;
     const unsigned source = tile + (piece / kPiecesOfChunk * kRows + first_row + row) * kChunkRowBytes +
                             (piece % kPiecesOfChunk ^ row % 8) * 16;
-    uint4 words;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "r"(source)
-                 : "memory");
-    *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = words;
+    *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = ptx::load_shared_u32x4(source);
   }
 }
 
-// Both, for a single gradient.
+// Stages a gradient and copies it.
 template <Element kElement, int kRows, int kColumns>
 __device__ __forceinline__ void store_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
                                                unsigned tile, int first_row, int warpgroup, const TensorMap* map,

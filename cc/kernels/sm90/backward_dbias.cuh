@@ -12,6 +12,7 @@
 // are worked on. Nothing is multiplied by ds here: padding rows need not be cleared, their pairs are selected away.
 #pragma once
 
+#include "base/integers.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
 

@@ -53,14 +53,10 @@ struct GatherConsumer {
 #pragma unroll
     for (int i = 0; i < C.head_dim / 8; ++i) {
       if constexpr (C.bulk_reduce) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+        ptx::store_shared_f32x4(staging + i * 512 + lane() * 16, dq + 4 * i);
       } else {
         float* const block = target + i / kBlocks * kWarps * kPartFloats + i % kBlocks * 128;
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(block), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+        ptx::reduce_add(block, dq + 4 * i);
       }
     }
     if constexpr (C.bulk_reduce) {

@@ -55,7 +55,7 @@ struct KeyConsumer {
   __device__ __forceinline__ unsigned dout_address(int stage) const {
     return tiles + kLayout.dout + stage * kDoutBytes;
   }
-  // Each warp fills and reads a buffer of ds.
+  // Of the buffer of ds of a step, which every warp fills and reads.
   __device__ __forceinline__ Barrier* ds_full(unsigned of_step) const { return &control.exchange_full[of_step & 1]; }
   __device__ __forceinline__ Barrier* ds_empty(unsigned of_step) const { return &control.exchange_empty[of_step & 1]; }
   __device__ __forceinline__ unsigned ds_address(unsigned of_step) const {
@@ -65,7 +65,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void load_keys(Keys& keys) const {
 #pragma unroll
     for (int step = 0; step < C.key_register_steps; ++step) {
-      load_matrix(block_address<C.tile_kv>(tiles + kLayout.k, first_row() + warp_row(), step), keys + 4 * step);
+      ptx::load_matrix_x4(keys + 4 * step, block_address<C.tile_kv>(tiles + kLayout.k, first_row() + warp_row(), step));
     }
   }
   __device__ __forceinline__ void start_scores(Scores& s, Keys& keys) const {
@@ -139,7 +139,7 @@ struct KeyConsumer {
                                                              first_row() + warp_row() + lane() / 4, lane() % 4 * 2);
   }
 
-  // Writes ds to a tile [queries][64 keys of this warpgroup].
+  // Writes ds, transposed, to a tile [queries][64 keys of this warpgroup].
   __device__ __forceinline__ void store_transposed(unsigned tile, const Fragments& ds) const {
     const int thread = ptx::thread_index_anew();  // kept across the step, the address would cost registers
     const int query = thread / 16 % 2 * 8 + thread % 8;
@@ -147,8 +147,7 @@ struct KeyConsumer {
     const unsigned address = tile + query * kChunkRowBytes + (column16 ^ query % 8) * 16;
 #pragma unroll
     for (int i = 0; i < kScores / 8; ++i) {
-      store_matrix_transposed(address + i * kStepDepth * kChunkRowBytes, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2],
-                              ds[4 * i + 3]);
+      ptx::store_matrix_x4_transposed(address + i * kStepDepth * kChunkRowBytes, ds + 4 * i);
     }
   }
 
@@ -163,8 +162,7 @@ struct KeyConsumer {
       wait(ds_empty(step), ~step >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kScores / 8; ++i) {
-        store_matrix(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds[4 * i], ds[4 * i + 1],
-                     ds[4 * i + 2], ds[4 * i + 3]);
+        ptx::store_matrix_x4(block_address<C.tile_kv>(ds_address(step), first_row() + warp_row(), i), ds + 4 * i);
       }
     }
     if constexpr (C.stores_ds) store_transposed(stored_ds_address(), ds);
@@ -233,18 +231,14 @@ struct KeyConsumer {
       const unsigned staging = staging_address();
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(staging + i * 512 + lane() * 16), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+        ptx::store_shared_f32x4(staging + i * 512 + lane() * 16, dq + 4 * i);
       }
       staged = target;
     } else if constexpr (kFused) {
       float* const first = target + lane() * 4;
 #pragma unroll
       for (int i = 0; i < kPartColumns / 8; ++i) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(first + i * 128), "f"(dq[4 * i]),
-                     "f"(dq[4 * i + 1]), "f"(dq[4 * i + 2]), "f"(dq[4 * i + 3])
-                     : "memory");
+        ptx::reduce_add(first + i * 128, dq + 4 * i);
       }
     }
   }

@@ -25,8 +25,8 @@ struct BackwardParams {
   const float* lse_log2;
   const float* delta;
   const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
-  float*
-      dq_accumulator;  // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
+  // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
+  float* dq_accumulator;
   int64_t rows_padded;    // a multiple of kStatisticsRows
   int32_t tiles;          // tiles of one head along the axis that a block owns
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
@@ -44,23 +44,23 @@ struct BackwardParams {
   bool adds_ds;           // to what an earlier launch left there for other batch entries
   // Config::schedule 2
   int32_t items;
-  int32_t*
-      next_item;  // items taken beside the first of each block; zeroed by backward_prepare, with the rest of DocumentCounter
-  const DocumentTile* documents;  // of keys; this and the next two: read if Config::documents
+  // Items taken beside the first of each block; if orders_dq() all. Zeroed by backward_prepare, with the rest of DocumentCounter.
+  int32_t* next_item;
+  // Config::documents
+  const DocumentTile* documents;  // of keys
   void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
   // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, by each of
   // num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
   int32_t* dq_turns;
-  float*
-      key_sums;  // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
+  // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
+  float* key_sums;
 };
 
 // backward_dbias.cuh
 struct DbiasParams {
-  BackwardParams
-      backward;     // boxes of queries have 128 rows; tiles, section_heads and what follows them but bias are not read
-  void* dbias;      // shape and strides of the bias; written if splits == 1
-  float* partials;  // [splits, elements of the bias]; written otherwise
+  BackwardParams backward;  // tiles, section_heads and what follows them are not read, but for bias and mask
+  void* dbias;              // shape and strides of the bias; written if splits == 1
+  float* partials;          // [splits, elements of the bias]; written otherwise
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
   int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis

@@ -1,5 +1,6 @@
-// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; flags of tiles
-// with rows that see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the counter of items.
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; a flag for each
+// kStatisticsRows rows, of whether some see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the
+// counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
 // head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still hold what
@@ -12,20 +13,6 @@
 #include "sm90/backward_shape.cuh"
 
 namespace jattn::sm90 {
-
-// Sum of products of eight 16-bit values.
-template <Element kElement>
-__device__ __forceinline__ float dot_eight(uint4 x, uint4 y) {
-  using Traits = ElementTraits<kElement>;
-  const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = fmaf(Traits::low(a[i]), Traits::low(b[i]), sum);
-    sum = fmaf(Traits::high(a[i]), Traits::high(b[i]), sum);
-  }
-  return sum;
-}
 
 // Far from 0 (a large bias) the lse is too coarse to give probabilities back. Moved up by more than its error it gives
 // numbers from 0 to 1 and not infinity. One that was held at the largest may lie below the scores: its row gets zeros.
@@ -99,7 +86,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int row = first + (pass + i) * kRowsAtOnce;
-      float sum = dot_eight<C.element>(x[i], y[i]);
+      float sum = dot_chunk<C.element>(x[i], y[i]);
 #pragma unroll
       for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
       // Selected: out and dout of a row that sees no key may hold anything.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/backward_work.cuh"
+#include "sm90/clear_rows.cuh"
 #include "sm90/tma.cuh"
 
 namespace jattn::sm90 {

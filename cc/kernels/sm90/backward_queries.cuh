@@ -4,6 +4,7 @@
 
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
+#include "sm90/clear_rows.cuh"
 
 namespace jattn::sm90 {
 

@@ -10,7 +10,7 @@
 
 namespace jattn::sm90 {
 
-// The flags that call for mask_scores().
+// The flags that call for a mask: mask_scores(), mask_positions(), mask_by_words().
 template <Config C>
 inline constexpr int kMaskFlags = kLimitsAbove | kLimitsBelow | kComparesSegments |
                                   (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
@@ -170,18 +170,12 @@ __device__ __forceinline__ void mask_by_words(float (&s)[kCount], int flags, int
   }
 }
 
-__device__ __forceinline__ float2 load_pair(unsigned address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
 // Exponents of queries that see no key, whose lse is +inf, become -inf whatever the bias was.
 template <int kCount>
 __device__ __forceinline__ void mask_empty_columns(float (&exponents)[kCount], unsigned lse_address) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    const float2 lse = load_pair(lse_address + 32 * i);
+    const float2 lse = ptx::load_shared_f32x2(lse_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (lse.x == infinity()) exponents[4 * i + 2 * r] = -infinity();
@@ -210,7 +204,7 @@ __device__ __forceinline__ void transposed_weights(float (&s)[kCount], unsigned 
   using Stage = BackwardScoreStage<C>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    const float2 lse = load_pair(lse_address + 32 * i);
+    const float2 lse = ptx::load_shared_f32x2(lse_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int index = 4 * i + 2 * r;
@@ -284,7 +278,7 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
                                                      unsigned delta_address, float factor) {
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    const float2 delta = load_pair(delta_address + 32 * i);
+    const float2 delta = ptx::load_shared_f32x2(delta_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int index = 4 * i + 2 * r;
@@ -303,7 +297,7 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
   using Traits = ElementTraits<C.element>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    const float2 delta = load_pair(delta_address + 32 * i);
+    const float2 delta = ptx::load_shared_f32x2(delta_address + 32 * i);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const unsigned both = weights[2 * i + r];

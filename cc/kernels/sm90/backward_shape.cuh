@@ -9,7 +9,7 @@ namespace jattn::sm90 {
 inline constexpr int kBackwardConsumers = 2;
 inline constexpr int kScoreWarps = (1 + kBackwardConsumers) * kWarpgroupThreads / 32;
 
-// A third consumer warpgroup that computes dq and nothing else: head dims from 128 to 192. Told by the number of warps.
+// A third consumer warpgroup that computes dq and nothing else: head dims above 128, to 192. Told by the number of warps.
 JATTN_HOST_DEVICE constexpr bool has_dq_warpgroup(const Config& config) {
   return config.num_warps == kScoreWarps + kWarpgroupThreads / 32;
 }
@@ -88,8 +88,7 @@ JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
                              : 0;
 }
 
-// Positions, packed mask, records of steps, barriers of bias tiles: what the control block holds for them.
-inline constexpr int kStepTermsBytes = 32;
+inline constexpr int kStepTermsBytes = 32;  // of the terms of a step: StepTerms
 // Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps it waits for.
 inline constexpr int kStorerWarp = 1 + kBackwardConsumers;
 inline constexpr int kDsWriters = kBackwardConsumers * kWarpgroupThreads / 32;
@@ -98,6 +97,8 @@ inline constexpr int kDqStepsBytes = 64;  // records and barriers between the wa
 inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
 inline constexpr int kSendersBytes = 32 * kDqTurns + 64;
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
+// What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of stored
+// gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.
 JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
   const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
@@ -234,7 +235,7 @@ inline constexpr int kSumElements = 8;
 JATTN_HOST_DEVICE constexpr int sum_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int sum_min_blocks(const Config&) { return 4; }
 
-// One block per query tile of a head, with the warps of sm90_backward: each takes one of their parts.
+// One block per query tile of a head, with as many warps as two consumer warpgroups: each takes one of the parts.
 JATTN_HOST_DEVICE constexpr int cast_threads(const Config&) { return kBackwardConsumers * kWarpgroupThreads; }
 JATTN_HOST_DEVICE constexpr int cast_min_blocks(const Config&) { return 1; }
 JATTN_HOST_DEVICE constexpr int cast_shared_bytes(const Config& config) {

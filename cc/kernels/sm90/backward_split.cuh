@@ -42,9 +42,8 @@ struct SplitConsumer {
     wait(&control.exchange_empty[exchange.index], exchange.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < C.tile_q / 16; ++i) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(exchange_address() + i * kWarpgroupThreads * 16),
-                   "r"(weights[4 * i]), "r"(weights[4 * i + 1]), "r"(weights[4 * i + 2]), "r"(weights[4 * i + 3])
-                   : "memory");
+      ptx::store_shared_u32x4(exchange_address() + i * kWarpgroupThreads * 16,
+                              make_uint4(weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3]));
     }
     release_by_warp(&control.exchange_full[exchange.index]);
     exchange.advance();
@@ -54,10 +53,11 @@ struct SplitConsumer {
     wait(&control.exchange_full[exchange.index], exchange.parity);
 #pragma unroll
     for (int i = 0; i < C.tile_q / 16; ++i) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(weights[4 * i]), "=r"(weights[4 * i + 1]), "=r"(weights[4 * i + 2]), "=r"(weights[4 * i + 3])
-                   : "r"(exchange_address() + i * kWarpgroupThreads * 16)
-                   : "memory");
+      const uint4 four = ptx::load_shared_u32x4(exchange_address() + i * kWarpgroupThreads * 16);
+      weights[4 * i] = four.x;
+      weights[4 * i + 1] = four.y;
+      weights[4 * i + 2] = four.z;
+      weights[4 * i + 3] = four.w;
     }
     release_by_warp(&control.exchange_empty[exchange.index]);
     exchange.advance();
@@ -140,8 +140,7 @@ struct SplitConsumer {
       ds_buffers.wait_empty();
 #pragma unroll
       for (int step = 0; step < C.tile_q / 16; ++step) {
-        store_matrix(block_address<C.tile_kv>(ds_buffers.address(), warp_row(), step), ds[4 * step], ds[4 * step + 1],
-                     ds[4 * step + 2], ds[4 * step + 3]);
+        ptx::store_matrix_x4(block_address<C.tile_kv>(ds_buffers.address(), warp_row(), step), ds + 4 * step);
       }
       ds_buffers.give(ring.index, last, warpgroup_thread() == 0);
     }

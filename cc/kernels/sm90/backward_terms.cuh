@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attn/score.cuh"
+#include "base/shared_memory.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -15,6 +16,22 @@ struct FragmentOrigin {
   int row, column;
   int row_in_tile, column_in_tile;
 };
+
+// An element of global memory, or 0 unless it is inside the array. Volatile: the compiler must not read it where it is used.
+template <Element kElement>
+__device__ __forceinline__ typename ElementTraits<kElement>::Storage load_inside(const void* address, bool inside) {
+  typename ElementTraits<kElement>::Storage x;
+  if constexpr (kElement == Element::kF32) {
+    asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
+                 : "=f"(x)
+                 : "l"(address), "r"(int(inside)));
+  } else {
+    asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
+                 : "=h"(x)
+                 : "l"(address), "r"(int(inside)));
+  }
+  return x;
+}
 
 // Eight values of a bias at a time, those of columns [16 step, 16 step + 16): value 4 i + 2 r + c.
 template <Config C, bool kTransposed>
@@ -49,8 +66,8 @@ struct BiasSource {
     }
   }
 
-  // Outside the array 0. Values shared by all columns are read in the first step and kept. Volatile: without order the
-  // compiler reads the whole tile ahead, for which there are no registers.
+  // Outside the array 0. Values shared by all columns are read in the first step and kept. In order, or the compiler reads the
+  // whole tile ahead, for which there are no registers.
   __device__ __forceinline__ void load_direct(float (&bias)[8], int step) const {
     const BroadcastArray& array = problem.bias;
     const int rows = kTransposed ? problem.kv_len : problem.q_len;
@@ -66,17 +83,7 @@ struct BiasSource {
       const int column = origin.column + 16 * step + 8 * (k / 4) + k % 2;
       const bool inside = row < rows && (column < columns || column_stride == 0);
       const unsigned char* address = data + (base + row * row_stride + column * column_stride) * kBytes;
-      if constexpr (C.bias_element == Element::kF32) {
-        asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
-                     : "=f"(bias[k])
-                     : "l"(address), "r"(int(inside)));
-      } else {
-        uint16_t x;
-        asm volatile("{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
-                     : "=h"(x)
-                     : "l"(address), "r"(int(inside)));
-        bias[k] = ElementTraits<C.bias_element>::to_float(x);
-      }
+      bias[k] = ElementTraits<C.bias_element>::to_float(load_inside<C.bias_element>(address, inside));
     }
   }
 
@@ -88,18 +95,13 @@ struct BiasSource {
   __device__ __forceinline__ void keep(const float (&bias)[8], int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(kept_address(step) + half * kKeptHalf),
-                   "f"(bias[4 * half]), "f"(bias[4 * half + 1]), "f"(bias[4 * half + 2]), "f"(bias[4 * half + 3])
-                   : "memory");
+      ptx::store_shared_f32x4(kept_address(step) + half * kKeptHalf, bias + 4 * half);
     }
   }
   __device__ __forceinline__ void load_kept(float (&bias)[8], int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(bias[4 * half]), "=f"(bias[4 * half + 1]), "=f"(bias[4 * half + 2]), "=f"(bias[4 * half + 3])
-                   : "r"(kept_address(step) + half * kKeptHalf)
-                   : "memory");
+      ptx::load_shared_f32x4(bias + 4 * half, kept_address(step) + half * kKeptHalf);
     }
   }
 
@@ -135,19 +137,7 @@ struct FetchedBias {
         const int key = origin.row + 8 * (C.row_bias ? i : i / 2 % 2);
         const int query = C.row_bias ? 0 : origin.column + (part * kValues + i) / 4 * 8 + i % 2;
         const bool inside = key < problem.kv_len && query < problem.q_len;
-        const Storage* address = data + key * array.stride_key + query * array.stride_query;
-        // Volatile: the compiler must not read them where they are used.
-        if constexpr (C.bias_element == Element::kF32) {
-          asm volatile(
-              "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b32 %0, 0; @inside ld.global.nc.f32 %0, [%1];}"
-              : "=f"(values[i])
-              : "l"(address), "r"(int(inside)));
-        } else {
-          asm volatile(
-              "{.reg .pred inside; setp.ne.b32 inside, %2, 0; mov.b16 %0, 0; @inside ld.global.nc.u16 %0, [%1];}"
-              : "=h"(values[i])
-              : "l"(address), "r"(int(inside)));
-        }
+        values[i] = load_inside<C.bias_element>(data + key * array.stride_key + query * array.stride_query, inside);
       }
     }
   }
@@ -333,8 +323,7 @@ struct Drops {
           }
         }
       }
-#pragma unroll
-      for (unsigned& word : words) asm volatile("" : "+r"(word)::"memory");
+      pin_registers(words);
     }
   }
 };

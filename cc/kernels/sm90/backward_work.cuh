@@ -22,8 +22,6 @@ enum BackwardFlags : int {
   kComparesMask = 32,       // the packed mask of this step is there and has zeros
   kHasEmptyRows = 64        // some query sees no key: its bias may be anything
 };
-inline constexpr int kAnyMask =
-    kLimitsAbove | kLimitsBelow | kComparesSegments | kComparesPositions | kComparesMask | kHasEmptyRows;
 
 // Travels beside each tile of the visited axis, valid once the tile is full.
 struct StepHeader {
@@ -131,6 +129,7 @@ struct StepDropsPart {
   Barrier drop_step_full[kDropSteps];
   Barrier drops_full[kBackwardConsumers], drops_empty[kBackwardConsumers];  // of a warpgroup's bits
 };
+// A part that is not there; of a kind of its own, or two of them could not share an address.
 template <int kKind>
 struct NoPart {};
 
@@ -190,7 +189,7 @@ struct alignas(16) BackwardControl : MaskWordsOf<C, kOwnsQueries>,
   StepHeader headers[C.stages];
   BackwardItem item;
   Barrier own_full, own_empty;  // the tiles that the block owns, and the record of its item
-  Barrier values_empty;         // v of them, earlier than the rest
+  Barrier values_empty;         // of them v, which is freed earlier than the rest
   Barrier landed;               // tiles whose padding rows must be cleared before the consumers may see them
   Barrier first_full[C.stages], first_empty[C.stages];    // q of kernels that own keys, else k
   Barrier second_full[C.stages], second_empty[C.stages];  // dout, else v
@@ -362,19 +361,11 @@ __device__ __forceinline__ StepTerms step_terms(const ProblemParams& problem, in
   StepTerms terms{};
   terms.head = head;
   if constexpr (C.bias) terms.bias = batch * problem.bias.stride_batch + head * problem.bias.stride_head;
-  if constexpr (C.alibi) {
-    const PerHeadFloat& slopes = problem.alibi_slopes;
-    terms.slope =
-        -kLog2E * __ldg(slopes.data + int64_t(batch) * slopes.stride_batch + int64_t(head) * slopes.stride_head);
-  }
+  if constexpr (C.alibi) terms.slope = -kLog2E * __ldg(element_of_head(problem.alibi_slopes, batch, head));
   if constexpr (C.dropout) {
     terms.threshold = uint32_t(dropout_threshold(problem, batch));
     terms.factor = kept_factor(problem, batch);
-    if constexpr (!C.dropout_rows) {
-      const PerHeadWords& keys = problem.dropout_keys;
-      const uint32_t* words = keys.data + int64_t(batch) * keys.stride_batch + int64_t(head) * keys.stride_head;
-      terms.key = {__ldg(words), __ldg(words + 1)};
-    }
+    if constexpr (!C.dropout_rows) terms.key = dropout_key(problem, batch, head);
   }
   return terms;
 }
@@ -392,11 +383,12 @@ __device__ __forceinline__ void load_bias_tile(unsigned tile, const BackwardPara
   }
 }
 
-// Copies the words of a tile of the packed mask onto a barrier; mask_words_bytes() are to be announced.
+// Bytes of the words of a tile of the packed mask, of the rows that the block owns.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ int mask_words_bytes(const PackedMask& mask) {
   return mask.words_row == 0 ? kMaskRowBytes : (kOwnsQueries ? C.tile_q : C.tile_kv) * kMaskRowBytes;
 }
+// Copies them, and signals them to a barrier that has been told to expect them.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void load_mask_words(uint32_t* words, const PackedMask& mask, Barrier* full, int batch,
                                                 int head, int first_row, int column_tile) {
@@ -419,23 +411,6 @@ __device__ __forceinline__ void load_positions(int* target, const int32_t* posit
                                                int length) {
   for (int i = threadIdx.x % 32; i < kRows; i += 32) {
     target[i] = first + i < length ? positions[int64_t(batch) * length + first + i] : 0;
-  }
-}
-
-// Writes zeros over the rows of a tile for which is_padding(row) holds, by one warp.
-template <int kRows, int kColumns, class IsPadding>
-__device__ __forceinline__ void clear_rows(unsigned tile, IsPadding is_padding) {
-#pragma unroll 1
-  for (int row = threadIdx.x % 32; row < kRows; row += 32) {
-    if (!is_padding(row)) continue;
-#pragma unroll 1
-    for (int chunk = 0; chunk < num_chunks(kColumns); ++chunk) {
-      const unsigned address = tile + (chunk * kRows + row) * kChunkRowBytes;
-#pragma unroll
-      for (int byte = 0; byte < kChunkRowBytes; byte += 16) {
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address + byte), "r"(0) : "memory");
-      }
-    }
   }
 }
 

@@ -1,10 +1,14 @@
-// Barriers in shared memory, named barriers of the block, register hand-over: one instruction per function.
+// Barriers in shared memory, named barriers of the block, register hand-over: one instruction per function. And the place in a ring
+// of buffers that such barriers guard.
 // Source: PTX ISA, parallel synchronization and communication instructions.
 #pragma once
 
+#include "base/shared_memory.cuh"
 #include "base/sleeps.cuh"
 
 namespace jattn::sm90 {
+
+using ptx::shared_address;
 
 using Barrier = unsigned long long;  // one mbarrier
 
@@ -17,10 +21,6 @@ __device__ __forceinline__ void sleep_at_random() {
     state = __shfl_sync(__activemask(), state ^ state >> 15, __ffs(__activemask()) - 1);  // a warp sleeps as one
     if (state % 4 == 0) __nanosleep(state / 4 % 2048);
   }
-}
-
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
 // An mbarrier by its address.

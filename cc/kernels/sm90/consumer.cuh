@@ -1,4 +1,4 @@
-// A consumer warpgroup: 64 query rows from scores to output, tile of keys by tile of keys.
+// A consumer warpgroup of the forward: 64 query rows from scores to output, tile of keys by tile of keys.
 //
 // The loop keeps two products in flight: scores of the next tile and output of the present one. What may touch their
 // registers, and when, is dictated by ptxas, which otherwise serialises every product of the kernel: an accumulator is
@@ -96,7 +96,7 @@ struct Consumer {
     if constexpr (C.q_in_registers) {
 #pragma unroll
       for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
-        load_matrix(fragment_address(q_address(), step), q + 4 * step);
+        ptx::load_matrix_x4(q + 4 * step, fragment_address(q_address(), step));
       }
       if constexpr (!S::kOutAliasesQ) {
         sync_warpgroup();
@@ -158,13 +158,13 @@ struct Consumer {
 #pragma unroll 1
     for (int step = 0; step < C.head_dim / kStepDepth; ++step) {
       uint32_t q[4];
-      load_matrix(fragment_address(q_address(), step), q);
+      ptx::load_matrix_x4(q, fragment_address(q_address(), step));
       const unsigned k = k_address(ring.index) + step / 4 * C.tile_kv * kChunkRowBytes + key * kChunkRowBytes +
                          ((step % 4 * 2 + lane() / 8 % 2) ^ key % 8) * 16;
 #pragma unroll
       for (int i = 0; i < C.tile_kv / 16; ++i) {
         uint32_t keys[4];
-        load_matrix(k + i * 16 * kChunkRowBytes, keys);
+        ptx::load_matrix_x4(keys, k + i * 16 * kChunkRowBytes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           auto& block = *reinterpret_cast<float (*)[4]>(&s[8 * i + 4 * half]);
@@ -603,12 +603,7 @@ struct Consumer {
       if (row >= rows || piece >= pieces) continue;
       const unsigned source = out_chunk + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
                               (piece % kPiecesOfChunk ^ row % 8) * 16;
-      uint4 words;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "r"(source)
-                   : "memory");
-      *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = words;
+      *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = ptx::load_shared_u32x4(source);
     }
   }
 
@@ -659,10 +654,7 @@ struct Consumer {
         const float high = f == 0.0f ? 0.0f : out[8 * column + 2 * i + 1] * f;
         words[i] = ElementTraits<C.element>::pack(low, high);
       }
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(fragment_address(tile, step)),
-          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-          : "memory");
+      ptx::store_matrix_x4(fragment_address(tile, step), words);
     }
     fence_async_proxy();
     sync_warpgroup();

@@ -56,7 +56,7 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   const bool sees_keys = sum != 0.0f;
   float greatest = row_max * unit, keys_part = 1.0f, total = sum;
   if constexpr (C.sinks) {
-    const float sink = params.sinks.data[batch * params.sinks.stride_batch + head * params.sinks.stride_head];
+    const float sink = *element_of_head(params.sinks, batch, head);
     const float keys = greatest;
     greatest = fmaxf(keys, sink);
     keys_part = keys == greatest ? 1.0f : exp2_fast((keys - greatest) * kLog2E);

@@ -1,6 +1,7 @@
-// What the sm90 kernels are given. Plain C++20: the host compiler reads it too.
+// What the sm90 forward kernel and its small companions are given. Plain C++20: the host compiler reads it too.
 #pragma once
 
+#include "base/integers.cuh"
 #include "params.cuh"
 #include "sm90/cap_series.cuh"
 
@@ -31,7 +32,7 @@ struct alignas(32) DocumentTile {
 // more tiles, of shorter documents, the entry is refused.
 inline constexpr int kMostDocumentTiles = 2;
 JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t length, int tile) {
-  return kMostDocumentTiles * ((length + tile - 1) / tile);
+  return kMostDocumentTiles * ceil_div(length, tile);
 }
 
 // Words of the counters of a kernel that takes documents, zero before document_tiles.
@@ -65,14 +66,17 @@ struct ForwardParams {
   int32_t bias_heads, bias_batch;  // extents of those axes
   PackedMask mask;                 // of queries as rows; read if Config::mask
   bool batch_fastest;              // neighbouring items differ in the batch entry, not the head: they share a bias
-  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out if partial_results
-  RowPart* row_parts;  // [key_splits, B, N, T]; likewise instead of lse
+  // Config::partial_results
+  float* partial_out;  // [key_splits, B, N, T, Dv], each part normalised; written instead of out
+  RowPart* row_parts;  // [key_splits, B, N, T]; instead of lse
   int32_t key_splits;  // items are parts of tiles: the part is the fastest index
-  CapSeries<4> cap_series;  // this and the next two: read if Config::cap_series
+  // Config::cap_series
+  CapSeries<4> cap_series;
   SquaredCapSeries short_cap_series;
   float trusted_sum;  // sums of probabilities below it prove that short_cap_series held (cap_series.cuh); 0: none do
-  const DocumentTile* documents;  // of this and the next: read if Config::documents
-  void* rows_out;                 // [B, T, N, Dv], where `out` may not write a whole box
+  // Config::documents
+  const DocumentTile* documents;
+  void* rows_out;  // [B, T, N, Dv], where `out` may not write a whole box
 };
 
 // sm90/forward_combine.cuh

@@ -1,7 +1,9 @@
-// The producer warp: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
+// The producer warp of the forward: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
 #pragma once
 
 #include "attn/score.cuh"
+#include "base/integers.cuh"
+#include "sm90/clear_rows.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/work.cuh"
 
@@ -52,7 +54,7 @@ struct ItemFilter<C, true> : TileFilter<C> {
   }
 };
 
-// The same where every tile of the range may be visible and only documents are walked.
+// The same for items of the list of documents, of whose range every tile may be visible, and for others.
 template <Config C>
 struct DocumentFilter : ItemFilter<C> {
   bool by_documents;
@@ -225,14 +227,10 @@ struct Producer {
   __device__ __forceinline__ HeadNumbers head_numbers(const ItemRecord& record) const {
     const ProblemParams& problem = params.problem;
     HeadNumbers numbers{};
-    if constexpr (C.alibi) numbers.slope = number_of_head(problem.alibi_slopes, record);
-    if constexpr (C.sinks) numbers.sink = number_of_head(problem.sinks, record);
+    if constexpr (C.alibi) numbers.slope = *element_of_head(problem.alibi_slopes, record.batch, record.head);
+    if constexpr (C.sinks) numbers.sink = *element_of_head(problem.sinks, record.batch, record.head);
     if constexpr (C.dropout) numbers.dropout = dropout_of<C>(problem, record.batch, record.head);
     return numbers;
-  }
-
-  __device__ __forceinline__ static float number_of_head(const PerHeadFloat& array, const ItemRecord& record) {
-    return array.data[int64_t(record.batch) * array.stride_batch + int64_t(record.head) * array.stride_head];
   }
 
   // What the lanes of this warp carry of a tile of keys, from global to shared memory.
@@ -469,15 +467,7 @@ struct Producer {
       if constexpr (C.segments) {
         if (!(C.documents && by_documents)) padding = padding || kv_id(record, j) < 0;
       }
-      if (!padding) continue;
-#pragma unroll 1
-      for (int chunk = 0; chunk < num_chunks(C.head_dim_v); ++chunk) {
-        const unsigned address = v_tile + (chunk * C.tile_kv + row) * kChunkRowBytes;
-#pragma unroll
-        for (int byte = 0; byte < kChunkRowBytes; byte += 16) {
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address + byte), "r"(0) : "memory");
-        }
-      }
+      if (padding) clear_row<C.tile_kv, C.head_dim_v>(v_tile, row);
     }
   }
 

@@ -1,4 +1,5 @@
-// What happens to a score between the first product and the softmax: the score stage, then the masks.
+// What happens to a score of the forward between the first product and the softmax: the score stage (softcap, bias, slopes), then the
+// masks. And which probabilities dropout removes behind it.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -225,8 +226,8 @@ __device__ __forceinline__ void merge_row_bias(float (&s)[C.tile_kv / 2], const 
               [&](float& score, float term, int r) { softmax.add_merged(score, term, r); });
 }
 
-// Bias and slopes. bias_tile: shared address of this warpgroup's rows of the staged tile; fragment_address as in the
-// consumer: where the 16 x 16 block of a number lies.
+// Bias and slopes. fragment_address(step): where this lane's part of the 16 x 16 block `step` of a staged bias lies, of the warp's
+// rows (Consumer::fragment_address).
 template <Config C, class FragmentAddress>
 __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileContext<C>& context,
                                           FragmentAddress fragment_address) {
@@ -237,7 +238,7 @@ __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileC
 #pragma unroll
     for (int step = 0; step < C.tile_kv / 16; ++step) {
       unsigned words[4];  // rows 8 (i % 2), columns 8 (i / 2) of the block
-      load_matrix(fragment_address(step), words);
+      ptx::load_matrix_x4(words, fragment_address(step));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         Stage::template add<true>(s[8 * step + 2 * i], Traits::low(words[i]), problem.scale);

@@ -1,7 +1,8 @@
-// Sizes that follow from a Config: threads, shared memory, loop counts. Plain C++20: the host launches by them.
+// Sizes of the forward kernel and of its small companions that follow from a Config: threads, registers, shared memory. Plain
+// C++20: the host launches by them. The first lines hold for all sm90 kernels.
 #pragma once
 
-#include "base/types.cuh"
+#include "base/integers.cuh"
 #include "config.cuh"
 
 namespace jattn::sm90 {
@@ -13,11 +14,13 @@ inline constexpr int kChunkRowBytes = 128;
 inline constexpr int kMaxSharedBytes = 232448;  // 227 KiB: opt-in limit of one block on sm_90
 
 // A tile in shared memory is an array of chunks [ceil(columns / 64)][rows][64], each row swizzled over 128 bytes.
-JATTN_HOST_DEVICE constexpr int num_chunks(int columns) { return (columns + kChunkColumns - 1) / kChunkColumns; }
+JATTN_HOST_DEVICE constexpr int num_chunks(int columns) { return ceil_div(columns, kChunkColumns); }
 JATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) {
   return num_chunks(columns) * rows * kChunkRowBytes;
 }
 
+// Consumer warpgroups, each with 64 queries of the tile.
+inline constexpr int kMostConsumers = 3;
 JATTN_HOST_DEVICE constexpr int num_consumers(const Config& config) { return config.tile_q / kWarpgroupRows; }
 JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
   return (1 + num_consumers(config)) * kWarpgroupThreads;
@@ -36,7 +39,7 @@ JATTN_HOST_DEVICE constexpr int drop_places(const Config& config) { return confi
 JATTN_HOST_DEVICE constexpr bool drops_are_bits(const Config& config) { return num_consumers(config) == 2; }
 
 // Bits: words of a consumer thread, of 64 columns each.
-JATTN_HOST_DEVICE constexpr int drop_bit_words(const Config& config) { return (config.tile_kv + 63) / 64; }
+JATTN_HOST_DEVICE constexpr int drop_bit_words(const Config& config) { return ceil_div(config.tile_kv, 64); }
 // Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither what stores
 // nor what loads meets in a bank.
 JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
@@ -55,7 +58,8 @@ JATTN_HOST_DEVICE constexpr int drop_parts_bytes(const Config& config) {
   return drops_are_bits(config) ? 16 * kDropParts : 0;
 }
 
-// Whether the producer looks up segments, or fetches numbers of a head beside more: 24 registers then spill.
+// Whether a producer with 24 registers would spill: it looks up segments, fetches slopes or the numbers of dropout beside a softcap,
+// or makes parts of Philox for drop warps.
 JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
   const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
   return num_consumers(config) == 2 && (config.segments || fetches_numbers || config.drops_beside);
@@ -74,9 +78,11 @@ JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
 // Records of items: one is written when q's place is free again, while the item before may still be in its last tile.
 inline constexpr int kItemSlots = 2;
 
-// Items that may be lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item, sees the first
-// of them: the last two and the one that it begins then. Each of their warps may say so.
-JATTN_HOST_DEVICE constexpr int lost_items_room(const Config& config) { return 3 * 4 * num_consumers(config); }
+// Room for the items that are lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item, sees the
+// first of them: as many as have a record and the one that it begins then. Each of their warps may list it.
+JATTN_HOST_DEVICE constexpr int lost_items_room(const Config& config) {
+  return (kItemSlots + 1) * num_consumers(config) * (kWarpgroupThreads / 32);
+}
 
 // Bytes of a tile of the bias in shared memory, chunks of 64 keys with queries along rows; 0 if it is read elsewhere.
 JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
@@ -232,11 +238,11 @@ inline constexpr int kCombineColumns = 8;
 JATTN_HOST_DEVICE constexpr int combine_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int combine_min_blocks(const Config&) { return 1; }
 
-// document_tiles: one block per batch entry.
+// document_tiles: one block per batch entry, and further ones with a warp per tile of the grid.
 JATTN_HOST_DEVICE constexpr int document_tiles_threads(const Config&) { return 1024; }
 JATTN_HOST_DEVICE constexpr int document_tiles_min_blocks(const Config&) { return 1; }
 
-// Runs of one side of a batch entry; with more the tiles lie as without documents.
+// Most runs of segment ids on one side of a batch entry; with more the tiles lie as without documents.
 inline constexpr int kMaxDocuments = 1024;
 
 // The same as constants, for device code.

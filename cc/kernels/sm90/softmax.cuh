@@ -1,4 +1,5 @@
-// Online softmax over the score fragments of one warpgroup, in base 2, with a lazy row maximum.
+// Online softmax over the score fragments of one warpgroup, in base 2. The row maximum follows late, and rests once rows are
+// settled.
 //
 // Fragment of m64nN, per thread: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows (index 0 and 1 below); value
 // 4 i + 2 r + c is row r, column 8 i + 2 (lane % 4) + c. A row lives in the four lanes of a quad.
@@ -8,12 +9,6 @@
 #include "sm90/forward_params.cuh"
 
 namespace jattn::sm90 {
-
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // A score fragment is, value for value, the register operand A of the next product.
 template <Element kElement, int kCount>

@@ -7,8 +7,7 @@
 // Every warpgroup takes one turn for every tile that the producer publishes, products or not: they all walk the same
 // headers, so the numbers of turns are equal whatever masks, segments, parts of the keys and lengths leave out, and an item
 // without tiles has no turns. start() gives warpgroup 0 its first turn; finish() takes back the last one, so that
-// every arrival has met its wait when the block ends. tests/compile/test_turns.py proves it
-// on a model.
+// every arrival has met its wait when the block ends. tests/compile/test_turns.py proves it on a model.
 #pragma once
 
 #include "sm90/barrier.cuh"

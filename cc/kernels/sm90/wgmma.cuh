@@ -61,17 +61,6 @@ __device__ __forceinline__ void finish_here(const unsigned (&values)[kCount]) {
                : "memory");
 }
 
-// Orders ordinary register writes before the products that read them.
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Returns when at most kPending committed groups are still running.
-template <int kPending>
-__device__ __forceinline__ void wait_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
 template <int kCount>
 __device__ __forceinline__ void finish_here(const float (&values)[kCount]) {
   unsigned bits[kCount];
@@ -93,12 +82,15 @@ __device__ __forceinline__ void begin_here(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) values[i] = __uint_as_float(__float_as_uint(values[i]) | none);
 }
 
-// A 16 x 16 block of a tile as four words of a fragment, by a warp. address: of the row that this lane gives.
-__device__ __forceinline__ void load_matrix(unsigned address, unsigned* words) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
+// Orders ordinary register writes before the products that read them.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Returns when at most kPending committed groups are still running.
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
 // Words of q that a consumer holds in registers for the first product.

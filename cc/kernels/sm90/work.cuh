@@ -1,5 +1,5 @@
-// What a block works on: items (one tile of queries of one head), the key tiles each visits, and the shared-memory
-// records by which the producer warp tells the consumer warpgroups.
+// What a block of the forward works on: items (one tile of queries of one head), the key tiles each visits, and the
+// shared-memory records by which the producer warp tells the consumer warpgroups.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -18,12 +18,15 @@ enum TileFlags : int {
   kMaskSegments = 8,    // segment ids must be compared
   kMaskPositions = 16,  // the band of positions must be compared
   kMaskDense = 32,      // bits of the dense mask must be looked up
-  // Of a warpgroup, shifted by its number.
+  // Of a consumer warpgroup, shifted by its number.
   kLastOfWarpgroup = 64,    // none of its queries sees a key of a further tile
   kBeyondWarpgroup = 512,   // none sees a key of this tile, nor of those before
   kHalfOfWarpgroup = 4096,  // none sees a key of the second half of this tile
 };
 inline constexpr int kRowPlaceShift = 15;  // of TileHeader::flags, to the place of the row of the bias
+static_assert(kLastOfWarpgroup << kMostConsumers == kBeyondWarpgroup &&
+              kBeyondWarpgroup << kMostConsumers == kHalfOfWarpgroup &&
+              kHalfOfWarpgroup << kMostConsumers <= 1 << kRowPlaceShift);
 
 // Travels beside each k tile, valid once the k tile is full.
 struct TileHeader {
@@ -46,7 +49,7 @@ struct ItemRecord {
   int lower_offset;
 };
 
-inline constexpr int kComputedAgain = -1;
+inline constexpr int kComputedAgain = -1;  // as the number of an item
 
 // Numbers of the item's head, beside its record.
 struct HeadNumbers {
@@ -117,6 +120,8 @@ struct DropRing<C, true> : RingPosition<drop_places(C)> {};
 
 template <Config C>
 struct ForwardControl : ControlExtras<C>, DropControl<C> {
+  static_assert(num_consumers(C) <= kMostConsumers);
+
   Barrier q_full, q_empty;
   Barrier v_landed;  // a v tile whose padding rows must be cleared before the consumers may see it
   Barrier k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];

@@ -332,11 +332,12 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> C
 
 
 def _shape_of(x: Any) -> Any:
-    if x.dtype == "float64" and jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)  # a key has one
+    if x.dtype == "float64" and dtype != x.dtype:
         raise ValueError(
             f"{_NAME}: an argument has dtype float64, which JAX would make float32: set jax_enable_x64, or cast it"
         )
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def _device_of(options: Options, named: Device | None) -> Device:

@@ -52,9 +52,11 @@ def value_and_grads(backend: str, **keywords: Any) -> Callable[..., Any]:
     return run
 
 
-def close(got: Any, want: Any) -> None:
+def close(got: Any, want: Any, sums: float = 0.0) -> None:
+    """sums: of the magnitudes that are added up in another order on a mesh, four roundings of which are allowed."""
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=2e-5, atol=2e-5)
+        atol = 2e-5 + sums * 2.0**-21
+        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=2e-5, atol=atol)
 
 
 def collectives(compiled: Any) -> set[str]:
@@ -298,7 +300,11 @@ def dropout_sinks_and_slopes_on_a_mesh(backend: str) -> None:
         placed = [jax.device_put(x, tokens) for x in drawn()]
         placed += [jax.device_put(x, whole if shared else per_head) for x in small]
         compiled = jax.jit(run).lower(*placed, key).compile()
-        close(compiled(*placed, key), want)
+        sums = 0.0
+        if shared:
+            of_heads = (jnp.broadcast_to(x, (4, 4)) for x in small)
+            sums = max(float(jnp.abs(x).sum()) for x in jax.jit(run)(*drawn(), *of_heads, key)[-2:])
+        close(compiled(*placed, key), want, sums)
         allowed = {"all-reduce"} if shared else set()
         assert collectives(compiled) <= allowed, collectives(compiled)
 

@@ -86,10 +86,7 @@ def short_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShortRun]:
         ("none", 1, []),
     ):
         short = ["--steps", "8", "--compare-steps", "3", "--sample-bytes", "4"]
-        # Few steps: code that is not optimised compiles in half the time.
-        flags = (
-            f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        )
+        flags = f"--xla_force_host_platform_device_count={devices}"
         out = tmp_path_factory.mktemp(name)
         finished = run_demo(out, *short, *arguments, flags=flags)
         assert "ok      loss curve of 'jattn reference'" in finished.stdout, finished.stderr

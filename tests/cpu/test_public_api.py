@@ -90,11 +90,15 @@ def test_functions_are_documented_with_every_parameter(name: str) -> None:
 # Each in a process of its own: the order of importing jattn and of starting JAX's backend must not matter.
 FRESH = {
     "import starts no backend": """
-import sys, jattn
+import jax, pathlib
+def libraries():
+    return {word for word in pathlib.Path("/proc/self/maps").read_text().lower().split() if ".so" in word}
+before = libraries()
+import jattn
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
-libraries = [word for word in open("/proc/self/maps").read().lower().split() if ".so" in word]
-assert not any("cuda" in name or "nvrtc" in name for name in libraries)
+assert any("_core" in name for name in libraries() - before)
+assert not any("cuda" in name or "nvrtc" in name for name in libraries() - before)
 """,
     "import before a backend exists, eager first": """
 import jattn, jax.numpy as jnp

@@ -15,8 +15,7 @@ PROGRAM = Path(on_four_devices.__file__)
 @pytest.mark.backends(*on_four_devices.BACKENDS)
 def test_J02_four_devices(backend: str) -> None:
     """All checks in one process: it is their programs that take the time."""
-    # Where values go is asked, not how fast they come: code that is not optimised compiles in half the time.
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = "--xla_force_host_platform_device_count=4"
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, str(PROGRAM), backend],

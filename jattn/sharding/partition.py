@@ -23,6 +23,8 @@ from jattn.spec import Operands, Spec
 
 Axes = tuple[str, ...]  # mesh axes over which one array axis is cut
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -179,7 +181,9 @@ def partitioned(
         arguments, results, sums = layout(cut)
 
         def shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            values = with_params(*arrays)
+            # A mesh that the caller has set is still set while the compiler asks, but this is of one device.
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                values = with_params(*arrays)
             return tuple(
                 lax.psum(x, axes) if axes else x for x, axes in zip(values, sums, strict=True)
             )

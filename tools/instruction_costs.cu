@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kThreads, 1) run(Result* results, uint32_t k) 
 #pragma unroll
         for (int i = 0; i < kProducts; ++i) {
           if constexpr (kProductsOf == Products::kShared) {
-            Wgmma<128>::shared<Element::kBF16, true, 0, 0>(d, a + i % 4 * 2, b + i % 4 * 2);
+            Wgmma<128>::shared<Element::kBF16, true, 0, 0>(d, (a + i % 4 * 2).bits(), (b + i % 4 * 2).bits());
           } else {
-            Wgmma<128>::registers<Element::kBF16, true, 0>(d, words + 4 * i, b + i % 4 * 2);
+            Wgmma<128>::registers<Element::kBF16, true, 0>(d, words + 4 * i, (b + i % 4 * 2).bits());
           }
         }
         commit_products();

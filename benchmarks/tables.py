@@ -235,6 +235,37 @@ def cpu_decode(page: Path) -> str:
     )
 
 
+def gpu_decode(page: Path) -> str:
+    """Few queries on many keys on a GPU: what features cost there, beside other implementations."""
+    if not records.has("gpu-decode"):
+        return ""
+    record = records.newest("gpu-decode")
+    points = [point for point in record.points if point.median_us]
+    titles = records.contenders(points)
+    groups: dict[str, dict[str, float]] = {}
+    for point in points:
+        groups.setdefault(point.name, {})[point.contender] = point.median_us
+    rows = [
+        [name.removeprefix("decode-"), *_cells(values, titles, 0, largest=False)]
+        for name, values in groups.items()
+    ]
+    return "\n\n".join(
+        [
+            _format(["problem", *titles], rows),
+            "Times as fast, geometric mean (least to most) of the rows that both have: "
+            + _ratios(groups.values(), titles, largest=False)
+            + "."
+            + _spread(points),
+            _caption(
+                record,
+                page,
+                "Forward, bfloat16, batch 64, one query of 32 heads on 8192 keys of 8 heads of 128 where a row says"
+                ' nothing else; microseconds, "-": refused',
+            ),
+        ]
+    )
+
+
 def cpu_tiles(page: Path) -> str:
     """The CPU kernel's products and passes as shares of the measured peak, by instruction set and type."""
     if not records.has("cpu-tiles"):
@@ -492,6 +523,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
     "cpu-decode": cpu_decode,
+    "gpu-decode": gpu_decode,
     "cpu-tiles": cpu_tiles,
     "cpu-matrix-unit": cpu_matrix_unit,
     "speed-features": speed_features,

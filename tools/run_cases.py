@@ -25,6 +25,7 @@ DEFAULT_CASES = (
     "bias-float32-for-bf16",
     "group-gqa-2",
     "group-decode",
+    "group-few-queries",
     "values-normal-bf16",
     "head-dim-D96-f16",
 )

@@ -79,6 +79,7 @@ constexpr Member kMembers[] = {
     {"cap_series", &Config::cap_series},
     {"documents", &Config::documents},
     {"drops_beside", &Config::drops_beside},
+    {"packed_heads", &Config::packed_heads},
 };
 
 struct AnyValue {

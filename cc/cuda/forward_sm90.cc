@@ -74,13 +74,39 @@ int64_t key_splits(const Plan& plan) {
   return combine == nullptr ? 1 : combine->config().key_splits;
 }
 
-// Whether the single query of each head of a group becomes a row of one tile, so that the keys are read once for all of
-// them: the problem is then one of group_size queries and num_kv_heads heads, in the same memory. What depends on the
-// head or the query of a row must be absent.
-bool packs_heads(const Problem& problem, const Config& config) {
-  const bool by_row = config.band || config.segments || config.positions || config.mask || config.bias ||
-                      config.alibi || config.dropout || config.sinks || problem.q_lengths != nullptr;
-  return problem.q_len == 1 && problem.group_size() > 1 && !by_row;
+// How the queries of a problem are cut into tiles (sm90/rows.cuh).
+struct QueryTiles {
+  int64_t heads;           // of a batch entry, that have tiles of their own
+  int64_t rows_per_query;  // a power of two; 1 but for packed heads
+  int64_t queries;         // of a tile
+  int64_t count;           // tiles of a head
+};
+
+QueryTiles query_tiles(const Problem& problem, const Kernel& kernel) {
+  const Config& config = kernel.config();
+  QueryTiles tiles{.heads = problem.num_heads, .rows_per_query = 1, .queries = config.tile_q, .count = 0};
+  if (config.packed_heads) {
+    require_extents(problem);
+    const auto rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(problem.group_size())));
+    JATTN_REQUIRE(config.tile_q % rows == 0, "groups of ", problem.group_size(),
+                  " heads do not divide the tile of kernel ", kernel.text);
+    JATTN_REQUIRE(problem.mask.data == nullptr || problem.mask.stride_head == 0, "kernel ", kernel.text,
+                  " needs a mask that all heads share");
+    JATTN_REQUIRE(!config.row_bias || problem.bias.stride_head == 0, "kernel ", kernel.text,
+                  " needs a bias that all heads share");
+    JATTN_REQUIRE((problem.q_len + config.tile_q) * rows <= std::numeric_limits<int32_t>::max(), "q_len ",
+                  problem.q_len, " is too long for kernel ", kernel.text);
+    tiles = {.heads = problem.num_kv_heads, .rows_per_query = rows, .queries = config.tile_q / rows, .count = 0};
+  }
+  tiles.count = ceil_div(problem.q_len, tiles.queries);
+  return tiles;
+}
+
+// The kernel's choices as the passes over its tiles are to see them.
+Config config_of_passes(const Config& config, const QueryTiles& tiles) {
+  Config changed = config;
+  changed.tile_q = static_cast<int>(tiles.queries);
+  return changed;
 }
 
 // Results of all parts: statistics of the rows, then rows of the output.
@@ -122,7 +148,8 @@ void launch_combine(const Problem& problem, const ForwardResults& results, const
 bool uses_forward_sm90(const Plan& plan) { return find_family(plan, kFamily) != nullptr; }
 
 int64_t forward_sm90_scratch_bytes(const Problem& problem, const Plan& plan) {
-  const Config& config = require_family(plan, kFamily).config();
+  const Kernel& kernel = require_family(plan, kFamily);
+  const Config config = config_of_passes(kernel.config(), query_tiles(problem, kernel));
   const int64_t mask_bytes = config.mask ? mask_tiles_bytes(problem, mask_tiling(config, false)) : 0;
   return kScratchAlignment + tile_ranges_bytes(problem, config) + document_tiles_bytes(problem, config, false) +
          mask_bytes + parts_bytes(problem, plan);
@@ -135,11 +162,8 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   const int64_t splits = key_splits(plan);
   Problem problem = whole;
   if (splits > 1) problem.sinks.data = nullptr;  // a sink counts once, in the sum over the parts
-  const bool packed = packs_heads(problem, config);
-  if (packed) {
-    problem.q_len = problem.group_size();
-    problem.num_heads = problem.num_kv_heads;
-  }
+  const QueryTiles tiles = query_tiles(problem, kernel);
+  const Config passes = config_of_passes(config, tiles);
   if (problem.batch == 0 || problem.q_len == 0 || problem.num_heads == 0) return;
 
   sm90::ForwardParams params{};
@@ -148,8 +172,8 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
                 kernel.text);
   JATTN_REQUIRE(!params.problem.scale_first || config.scale_first || config.softcap, "scale is ", problem.scale,
                 ", but kernel ", kernel.text, " was made for positive scales");
-  const int64_t items = problem.batch * problem.num_heads * ceil_div(problem.q_len, config.tile_q) * splits;
-  JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * num_heads * tiles of ", config.tile_q,
+  const int64_t items = problem.batch * tiles.heads * tiles.count * splits;
+  JATTN_REQUIRE(items <= std::numeric_limits<int32_t>::max(), "batch * heads * tiles of ", tiles.queries,
                 " queries * parts of the keys is ", items, ", must be below 2^31");
 
   const int64_t num_sms = device_facts(plan.device_ordinal).sm_count;
@@ -165,15 +189,14 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   }
   bytes += kScratchAlignment;
   void* ranges = bytes;
-  launch_tile_ranges(problem, plan, config, ranges, params.problem, stream);
-  bytes += tile_ranges_bytes(problem, config);
+  launch_tile_ranges(problem, plan, passes, ranges, params.problem, stream);
+  bytes += tile_ranges_bytes(problem, passes);
   if (config.documents) {
     params.documents = launch_document_tiles(problem, plan, config, false, ranges, bytes, params.next_item, stream);
-    params.rows_out = results.out;
     bytes += document_tiles_bytes(problem, config, false);
   }
   if (config.mask && problem.kv_len > 0) {
-    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), bytes, stream);
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(passes, false), bytes, stream);
   }
 
   if (splits > 1) {
@@ -190,14 +213,13 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   const auto map = [&](const void* address, int64_t rows, int64_t heads, int64_t columns, int64_t box_rows) {
     return tile_map(address, problem.dtype, problem.batch, rows, heads, columns, box_rows);
   };
-  const auto query_map = [&](const void* address, int64_t columns, int64_t box_rows) {
-    const auto describe = packed ? head_rows_map : tile_map;
-    return describe(address, problem.dtype, problem.batch, problem.q_len, problem.num_heads, columns, box_rows);
-  };
-  params.q = query_map(problem.q, problem.head_dim, config.tile_q);
+  params.q = config.packed_heads ? packed_heads_map(problem, tiles.rows_per_query, tiles.queries)
+                                 : map(problem.q, problem.q_len, problem.num_heads, problem.head_dim, config.tile_q);
   params.k = map(has_keys ? problem.k : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim, config.tile_kv);
   params.v = map(has_keys ? problem.v : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim_v, config.tile_kv);
-  params.out = query_map(results.out, problem.head_dim_v, sm90::kWarpgroupRows);
+  params.out = map(results.out, problem.q_len, problem.num_heads, problem.head_dim_v, sm90::kWarpgroupRows);
+  params.rows_out = results.out;
+  params.group_shift = std::countr_zero(static_cast<uint64_t>(tiles.rows_per_query));
   if (config.bias && config.staged_bias && has_keys) {
     params.bias = bias_map(problem, config.tile_q);
     const BroadcastShape bias = shape_of(problem.bias, problem);
@@ -217,10 +239,12 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   }
   params.batch_fastest = shares_bias_over_batch(problem, config);
   params.lse = static_cast<float*>(results.lse);
-  params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.tiles = static_cast<int32_t>(tiles.count);
   params.items = static_cast<int32_t>(items);
   params.first_rows = static_cast<int32_t>(sm90::rows_of_first_tile(config, problem.q_len));
-  const Sections sections = sections_of(problem, config, params.tiles, num_sms);
+  Problem scheduled = problem;
+  scheduled.num_heads = tiles.heads;
+  const Sections sections = sections_of(scheduled, config, params.tiles, num_sms);
   params.section_heads = sections.heads;
   params.last_section = sections.last;
   launch(kernel,

@@ -51,8 +51,9 @@ int64_t mask_tiles_bytes(const Problem& problem, const MaskTiling& tiling) {
 
 PackedMask launch_mask_tiles(const Problem& problem, const Plan& plan, const MaskTiling& tiling, void* scratch,
                              CUstream stream) {
-  JATTN_REQUIRE(tiling.rows <= 256 && tiling.columns <= 128 && tiling.rows % 16 == 0 && tiling.columns % 16 == 0,
-                "tiles of a mask are at most 256 x 128 in multiples of 16, not ", tiling.rows, " x ", tiling.columns);
+  JATTN_REQUIRE(tiling.rows > 0 && tiling.rows <= 256 && tiling.columns <= 128 && tiling.columns % 16 == 0,
+                "tiles of a mask are at most 256 x 128 with columns in multiples of 16, not ", tiling.rows, " x ",
+                tiling.columns);
   const Kernel& kernel = require_family(plan, "mask_tiles");
   const BroadcastTensor& mask = problem.mask;
   const MaskShape shape(problem, tiling);

@@ -15,7 +15,7 @@ enum class MaskOrientation { kQueriesAsRows, kKeysAsRows };
 // The sizes of the tiles that an attention kernel visits, along the rows and columns of its score fragments.
 struct MaskTiling {
   MaskOrientation orientation;
-  int64_t rows, columns;  // at most 256 and 128, multiples of 16
+  int64_t rows, columns;  // at most 256 and 128, columns multiples of 16
 };
 
 // Of a kernel that owns keys, or queries: they are the rows.

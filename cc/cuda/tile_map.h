@@ -24,16 +24,17 @@ inline sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch,
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
 }
 
-// The same of an array [batch, heads, rows, columns]: the single query of each head of a group, seen as rows.
-inline sm90::TensorMap head_rows_map(const void* address, DType dtype, int64_t batch, int64_t rows, int64_t heads,
-                                     int64_t columns, int64_t box_rows) {
+// Queries of all heads of a group as rows (sm90/rows.cuh), in boxes of 64 columns and box_queries queries with box_heads rows each. The
+// queries of all batch entries are one axis: behind those of an entry a box may hold some of the next.
+inline sm90::TensorMap packed_heads_map(const Problem& problem, int64_t box_heads, int64_t box_queries) {
+  const int64_t columns = problem.head_dim, group = problem.group_size();
   const std::array<TensorMapAxis, 4> axes{{
       {.extent = columns, .stride = 1, .box = sm90::kChunkColumns},
-      {.extent = rows, .stride = columns, .box = box_rows},
-      {.extent = heads, .stride = rows * columns, .box = 1},
-      {.extent = batch, .stride = rows * heads * columns, .box = 1},
+      {.extent = group, .stride = columns, .box = box_heads},
+      {.extent = problem.num_kv_heads, .stride = group * columns, .box = 1},
+      {.extent = problem.batch * problem.q_len, .stride = problem.num_heads * columns, .box = box_queries},
   }};
-  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(problem.q, problem.dtype, axes, Swizzle::k128Bytes));
 }
 
 // A bias with an axis of queries and one of keys, in boxes of 64 keys and box_rows queries. A broadcast axis has extent 1.

@@ -60,8 +60,7 @@ class FlashBackend:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
         padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
-        heads = key_splits.heads_of_items(padded_spec)
-        plan = flash_tiles.plan_forward(padded_spec, heads=heads)
+        plan = flash_tiles.plan_forward(padded_spec, for_few_queries=True)
         attributes = plan.attributes(self.name)
         out, lse = ffi.forward(padded_spec, padded, attributes, (plan.scratch_bytes,))
         return out[..., : spec.head_dim_v], lse

@@ -25,7 +25,7 @@ from jattn.backends.kernel_plan import (
     tile_facts_bytes,
     tile_pass_keys,
 )
-from jattn.backends.key_splits import choose_splits
+from jattn.backends.key_splits import choose_splits, packs_heads, rows_of_query
 from jattn.spec import Dropout, Spec
 
 KEY_ARCH = "sm_90a"
@@ -48,7 +48,7 @@ class Tile:
     Attributes:
       head_dim, head_dim_v: of the tiles in shared memory; at least those of the problem.
       in_series, q_in_registers, integer_max, staged_bias, row_bias, take_turns,
-        cap_series, documents, drops_beside: see ``Config``.
+        cap_series, documents, drops_beside, packed_heads: see ``Config``.
     """
 
     head_dim: int
@@ -65,6 +65,7 @@ class Tile:
     cap_series: bool = False
     documents: bool = False
     drops_beside: bool = False
+    packed_heads: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -101,7 +102,7 @@ def _bytes_without_q(tile: Tile, spec: Spec) -> int:
     control += 4 * (slots * tile.tile_q + columns) * (spec.segments + spec.positions)
     control += 2 * 4 * _row_bias_places(tile, spec) * tile.tile_kv if tile.row_bias else 0
     control += 16 * tile.stages * tile.tile_q if spec.mask is not None else 0
-    head_numbers = _has_head_numbers(spec)
+    head_numbers = _has_head_numbers(spec, tile)
     control += 24 * slots if head_numbers else 0
     if spec.mask is not None or tile.row_bias or spec.positions or head_numbers:
         control += 96
@@ -133,9 +134,9 @@ def _with_drop_warps(tile: Tile, spec: Spec) -> Tile:
     return drops if _fits(drops, spec) else tile
 
 
-def _has_head_numbers(spec: Spec) -> bool:
-    found = (spec.sinks, spec.alibi_slopes, spec.dropout)
-    return any(feature is not None for feature in found)
+def _has_head_numbers(spec: Spec, tile: Tile) -> bool:
+    sinks = None if tile.packed_heads else spec.sinks
+    return any(feature is not None for feature in (sinks, spec.alibi_slopes, spec.dropout))
 
 
 def _lists_documents(spec: Spec, tile: Tile) -> bool:
@@ -410,6 +411,7 @@ def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
         cap_series=tile.cap_series,
         documents=tile.documents,
         drops_beside=tile.drops_beside,
+        packed_heads=tile.packed_heads,
     )
 
 
@@ -424,20 +426,22 @@ def combine_key(spec: Spec, splits: int) -> str:
     )
 
 
-def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
+def plan_forward(spec: Spec, *, for_few_queries: bool = False) -> Plan:
     """Plans the forward pass of ``flash`` on sm_90.
 
     Args:
       spec: the problem; head dims are multiples of ``HEAD_DIM_MULTIPLE``. The batch may be symbolic.
-      heads: how many heads of a batch entry have tiles of their own, to decide whether keys are split; None, or with
-        a symbolic batch: they are not.
+      for_few_queries: heads of a group share tiles and keys are split (not with a symbolic batch) where that is
+        faster.
     """
     tile = forward_tile(spec)
+    packed = for_few_queries and packs_heads(spec, tile.tile_q)
     splits = 1
-    if heads is not None and is_number(spec.batch):
-        splits = choose_splits(spec, spec.batch * heads, tile.tile_q, tile.tile_kv)
+    if for_few_queries and is_number(spec.batch):
+        splits = choose_splits(spec, tile.tile_q, tile.tile_kv, packed_heads=packed)
     if splits > 1:
         tile = forward_tile(spec, partial=True)
+    tile = dataclasses.replace(tile, packed_heads=packed)
     keys = [forward_key(spec, tile, partial=splits > 1)]
     scratch_bytes = SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:
@@ -445,7 +449,8 @@ def plan_forward(spec: Spec, *, heads: int | None = None) -> Plan:
         rows = splits * spec.batch * spec.num_heads * spec.q_len
         scratch_bytes += rows * (16 + 4 * spec.head_dim_v)  # RowPart, float32 rows of the output
     keys += tile_pass_keys(spec, KEY_ARCH, documents=tile.documents)
-    scratch_bytes += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
+    queries = tile.tile_q // rows_of_query(spec) if packed else tile.tile_q
+    scratch_bytes += tile_facts_bytes(spec, queries, tile.tile_kv)
     if tile.documents:
         scratch_bytes += spec.batch * document_tiles_bytes(spec.q_len, tile.tile_q)
     return Plan(";".join(keys), scratch_bytes)

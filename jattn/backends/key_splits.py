@@ -1,4 +1,4 @@
-"""Few queries: into how many parts the Hopper forward pass splits the keys, and when heads share a tile.
+"""Few queries: when heads of the Hopper forward pass share a tile, and into how many parts it splits the keys.
 
 Few queries of many keys give fewer work items than the device has multiprocessors. Then each item is cut into parts of
 its keys that blocks compute beside each other, and a second kernel adds them up
@@ -25,15 +25,11 @@ _PART_US = 0.1  # of the second kernel, which reads a row's parts one after the 
 _BYTES_PER_US = 3.0e6  # partial results, written and read
 _LEAST_GAIN = 0.9  # splitting must take less than this part of the time
 
-# What a problem may have for the heads of a group to share a tile (``packs_heads`` in cc/cuda/forward_sm90.cc); sinks
-# are left to the kernel that adds up parts.
-_PACKABLE = frozenset(
-    {"grouped_heads", "lengths", "softcap", "negative_scale", "value_head_dim", "sinks"}
-)
+_MOST_PACKED_TILES = 0.75  # of those that heads have each for itself
 
 
 def without_idle_band(spec: Spec) -> Spec:
-    """Returns the problem of a single query without a causal band that hides nothing: that of the last position."""
+    """Drops the causal band of a single query that hides nothing from it: that of the last position."""
     band = spec.band
     idle = band.lower_right and band.left == UNBOUNDED and band.right >= 0
     if spec.q_len == 1 and idle and not spec.q_lengths and spec.alibi_slopes is None:
@@ -41,60 +37,79 @@ def without_idle_band(spec: Spec) -> Spec:
     return spec
 
 
-def heads_of_items(spec: Spec) -> int:
-    """Returns how many heads of a batch entry have tiles of their own: single queries of a group share one."""
-    if spec.q_len == 1 and not spec.q_lengths and spec.features() <= _PACKABLE:
-        return spec.num_kv_heads
-    return spec.num_heads
+def rows_of_query(spec: Spec) -> int:
+    """Returns the rows of a query where the heads of a group share tiles: a power of two (cc/kernels/sm90/rows.cuh)."""
+    return 1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length()
 
 
-def choose_splits(spec: Spec, heads: int, tile_q: int, tile_kv: int) -> int:
+def packs_heads(spec: Spec, tile_q: int) -> bool:
+    """Whether the rows of a tile of tile_q rows are the queries of all heads of a group.
+
+    The keys are then read once for the group. That pays where queries are few beside the rows of a tile. Slopes,
+    dropout, masks and biases of single heads, and biases of single queries, keep heads apart.
+    """
+    if spec.num_heads == spec.num_kv_heads or not 0 < spec.q_len <= tile_q:
+        return False
+    rows = rows_of_query(spec)
+    of_heads = spec.alibi_slopes is not None or spec.dropout is not None
+    of_heads = of_heads or (spec.mask is not None and spec.mask[1] != 1)
+    of_heads = of_heads or (spec.bias is not None and spec.bias[1:3] != (1, 1))
+    if of_heads or tile_q % rows != 0:
+        return False
+    alone = spec.num_heads // spec.num_kv_heads
+    return -(-spec.q_len * rows // tile_q) <= _MOST_PACKED_TILES * alone
+
+
+def choose_splits(spec: Spec, tile_q: int, tile_kv: int, *, packed_heads: bool = False) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
     Args:
-      spec: lengths, head dims, band, whether the band is of positions.
-      heads: those that have tiles of their own (``heads_of_items``), of all batch entries together.
-      tile_q, tile_kv: tile of the kernel.
+      spec: extents, band, whether the band is of positions.
+      tile_q, tile_kv: rows and columns of the kernel's tiles.
+      packed_heads: whether the rows are queries of all heads of a group (``packs_heads``).
     """
-    q_tiles = -(-spec.q_len // tile_q)
+    queries = tile_q // rows_of_query(spec) if packed_heads else tile_q
+    heads = spec.batch * (spec.num_kv_heads if packed_heads else spec.num_heads)
+    q_tiles = -(-spec.q_len // queries)
     items = heads * q_tiles
     if not 0 < items < MULTIPROCESSORS:
         return 1
-    cut = [_tiles_to_cut(spec, tile * tile_q, tile_q, tile_kv) for tile in range(q_tiles)]
+    cut = [_tiles_to_cut(spec, tile * queries, queries, tile_kv) for tile in range(q_tiles)]
     most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(cut))
+    in_band = _tiles_in_band(spec, queries, tile_kv)
+    tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
     times = {
-        splits: _time_us(spec, heads, cut, splits, tile_q, tile_kv) for splits in range(1, most + 1)
+        splits: _time_us(spec, heads, cut, splits, in_band, tile_us)
+        for splits in range(1, most + 1)
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
 
 
-def _tiles_to_cut(spec: Spec, first: int, tile_q: int, tile_kv: int) -> int:
+def _tiles_to_cut(spec: Spec, first: int, queries: int, tile_kv: int) -> int:
     """Counts the key tiles among which queries first, first + 1, ... of one tile look for keys.
 
     By index those are the tiles they may see. Positions are known on the device alone: with them, of all keys.
     """
     band = UNBOUNDED_BAND if spec.positions else spec.band
     offset = spec.kv_len - spec.q_len if band.lower_right else 0
-    last = min(first + tile_q, spec.q_len) - 1
+    last = min(first + queries, spec.q_len) - 1
     low = max(0, first + offset - band.left)
     high = min(spec.kv_len, last + offset + band.right + 1)
     return -(-high // tile_kv) - low // tile_kv if low < high else 0
 
 
-def _tiles_in_band(spec: Spec, tile_q: int, tile_kv: int) -> int:
+def _tiles_in_band(spec: Spec, queries: int, tile_kv: int) -> int:
     """Estimates how many key tiles the band leaves to a tile of queries, wherever it lies.
 
     With positions: those of neighbours mostly are neighbours too, so that a window meets one piece of the keys.
     """
-    return -(-(tile_q + spec.band.left + spec.band.right) // tile_kv) + 1
+    return -(-(queries + spec.band.left + spec.band.right) // tile_kv) + 1
 
 
 def _time_us(
-    spec: Spec, heads: int, cut: list[int], splits: int, tile_q: int, tile_kv: int
+    spec: Spec, heads: int, cut: list[int], splits: int, in_band: int, tile_us: float
 ) -> float:
-    tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
-    in_band = _tiles_in_band(spec, tile_q, tile_kv)
     pieces = [min(-(-tiles // splits), in_band) * tile_us + _ITEM_US for tiles in cut]
     mean = sum(pieces) / len(pieces)
     waves = -(-heads * len(cut) * splits // MULTIPROCESSORS)
@@ -104,6 +119,6 @@ def _time_us(
         time_us += (
             _COMBINE_US
             + splits * _PART_US
-            + splits * heads * spec.q_len * row_bytes / _BYTES_PER_US
+            + splits * spec.batch * spec.num_heads * spec.q_len * row_bytes / _BYTES_PER_US
         )
     return time_us

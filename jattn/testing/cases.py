@@ -335,6 +335,21 @@ def _group_cases() -> list[Case]:
             num_kv_heads=1,
             kv_lengths=(1, 0, 129, 77),
         ),
+        base.but(
+            "few-queries",
+            q_len=5,
+            kv_len=300,
+            num_heads=6,
+            num_kv_heads=2,
+            dtype="bfloat16",
+            is_causal=True,
+            lower_right=True,
+            window=(100, 0),
+            q_lengths=(5, 3),
+            kv_lengths=(300, 150),
+            mask_form="b1ts",
+            sinks_form="n",
+        ),
     ]
 
 
@@ -724,6 +739,49 @@ def _benchmark_cases() -> list[Case]:
     ]
 
 
+def _decoding_benchmark_cases() -> list[Case]:
+    """Few queries of grouped heads on many keys: one with each feature that decoding has, and shapes."""
+    one = Case(
+        name="decode",
+        batch=64,
+        q_len=1,
+        kv_len=8192,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        head_dim_v=128,
+        dtype="bfloat16",
+        with_dlse=False,
+        tags=frozenset({"decode"}),
+    )
+    features: dict[str, dict[str, object]] = {
+        "plain": {},
+        "lengths": {"kv_lengths": tuple(128 * (entry + 1) for entry in range(one.batch))},
+        "window": {"is_causal": True, "lower_right": True, "window": (1023, None)},
+        "positions": {"is_causal": True, "positions": "shifted"},
+        "segments": {"segments": "random", "num_segments": 2},
+        "mask": {"mask_form": "b1ts"},
+        "bias of keys": {"bias_form": "b11s"},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks_form": "n"},
+    }
+    shapes: dict[str, dict[str, object]] = {
+        "batch 1, 32768 keys": {"batch": 1, "kv_len": 32_768},
+        "4 queries": {"batch": 16, "q_len": 4, "is_causal": True, "lower_right": True},
+        "16 queries": {"batch": 16, "q_len": 16, "is_causal": True, "lower_right": True},
+        "16 queries, window": {
+            "batch": 16,
+            "q_len": 16,
+            "is_causal": True,
+            "lower_right": True,
+            "window": (1023, None),
+        },
+        "64 heads of 64": {"num_heads": 64, "head_dim": 64, "head_dim_v": 64},
+        "heads for themselves": {"batch": 16, "num_kv_heads": 32},
+    }
+    return [one.but(name, **changes) for name, changes in (features | shapes).items()]
+
+
 def _feature_benchmark_cases() -> list[Case]:
     """One shape with each feature alone: what a feature costs."""
     features: dict[str, dict[str, object]] = {
@@ -798,6 +856,7 @@ TABLE: tuple[Case, ...] = (
     *_tagged("bench", _peer_cases()),
     *_tagged("bench", _benchmark_cases()),
     *_tagged("bench", _feature_benchmark_cases()),
+    *_tagged("bench", _decoding_benchmark_cases()),
 )
 
 

@@ -182,6 +182,41 @@ WITHOUT: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
+# Few queries of groups of four: head dims, problem.
+PACKED: dict[str, tuple[tuple[int, int], dict[str, object]]] = {
+    "one query": ((128, 128), {"q_len": 1}),
+    "window": (
+        (128, 128),
+        {"band": Band(left=100, right=0, lower_right=True), "q_lengths": True, "kv_lengths": True},
+    ),
+    "mask": ((128, 128), {"mask": (2, 1, 4, 8192)}),
+    "row of bias": ((128, 128), {"bias": (2, 1, 1, 8192), "bias_dtype": "float32"}),
+    "segments": ((128, 128), {"segments": True, "band": CAUSAL}),
+    "positions": ((128, 128), {"positions": True, "band": WINDOW}),
+    "softcap": ((128, 128), CAP),
+    "all keys together": ((128, 128), {"batch": 64, "sinks": (1, 16), "band": CAUSAL}),
+    "64": ((64, 64), {"batch": 64, "band": CAUSAL}),
+    "96 float16": ((96, 96), {"dtype": "float16", "band": CAUSAL}),
+    "192-128": ((192, 128), {"band": CAUSAL}),
+    "256": ((256, 256), {"band": CAUSAL, "kv_lengths": True}),
+    "everything": (
+        (128, 128),
+        CAP
+        | {
+            "mask": (2, 1, 4, 8192),
+            "bias": (2, 1, 1, 8192),
+            "bias_dtype": "float32",
+            "segments": True,
+            "positions": True,
+            "band": WINDOW,
+            "sinks": (1, 16),
+            "q_lengths": True,
+            "kv_lengths": True,
+        },
+    ),
+}
+
+
 def spec(*head_dims: int, **terms: object) -> Spec:
     """A problem of some heads."""
     plain = Spec(2, 1024, 1024, 4, 4, head_dims[0], head_dims[-1], "bfloat16", 0.1)
@@ -203,6 +238,25 @@ def test_picked_and_compiles_well(
     assert forms(plan) == wanted
     toolchain.require_nvrtc()
     key = plan.kernels.split(";")[0]
+    code, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+    if tool := toolchain.find_tool("cuobjdump"):
+        monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
+        (tmp_path / "kernel.cubin").write_bytes(code)
+        assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_heads_compile_well(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_dims, terms = PACKED[name]
+    few = {"q_len": 4, "kv_len": 8192, "num_heads": 16} | terms
+    toolchain.require_nvrtc()
+    key = flash_tiles.plan_forward(spec(*head_dims, **few), for_few_queries=True).kernels.split(
+        ";"
+    )[0]
+    assert "packed_heads=1" in key.split()
     code, log = _core.compile_kernel(key)
     assert resources.read_log(key, log).faults == ()
     if tool := toolchain.find_tool("cuobjdump"):
@@ -304,13 +358,13 @@ def test_the_list_of_documents_has_its_pass_and_its_room(head_dim: int, tile_q: 
 
 def test_parts_of_the_keys_have_no_list_of_documents() -> None:
     few = spec(128, q_len=256, kv_len=65536, segments=True)
-    assert forms(flash_tiles.plan_forward(few, heads=4)) == ()
+    assert forms(flash_tiles.plan_forward(few, for_few_queries=True)) == ()
     assert forms(flash_tiles.plan_forward(few)) == ("documents",)
 
 
 def test_parts_of_the_keys_add_a_row_of_floats() -> None:
     few = spec(128, q_len=256, kv_len=65536, bias=(1, 4, 1, 65536), bias_dtype="float32")
-    plan = flash_tiles.plan_forward(few, heads=4)
+    plan = flash_tiles.plan_forward(few, for_few_queries=True)
     assert "partial_results=1" in plan.kernels
     assert forms(plan) == ("row_bias",)
 

@@ -48,7 +48,7 @@ def one_key_per_family() -> dict[str, str]:
     few_queries = dataclasses.replace(plain, kv_len=8192, segments=False)
     plans = [
         flash_tiles.plan_forward(plain).kernels,
-        flash_tiles.plan_forward(few_queries, heads=few_queries.num_heads).kernels,
+        flash_tiles.plan_forward(few_queries, for_few_queries=True).kernels,
         cuda_tiles.plan_forward(biased, hopper).kernels,
         cuda_tiles.plan_forward(moved, hopper).kernels,
     ]

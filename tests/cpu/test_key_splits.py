@@ -1,6 +1,10 @@
-"""When the Hopper forward pass splits keys: only where blocks would be idle, and only what queries can see."""
+"""When the Hopper forward pass splits keys: only where blocks would be idle, and only what queries can see.
+
+And when heads of a group share tiles.
+"""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -9,11 +13,12 @@ from jattn.backends.key_splits import (
     MOST_SPLITS,
     MULTIPROCESSORS,
     choose_splits,
-    heads_of_items,
+    packs_heads,
+    rows_of_query,
     without_idle_band,
 )
 from jattn.masks import Band
-from jattn.spec import Spec
+from jattn.spec import Dropout, Spec
 
 CAUSAL = Band(right=0)
 LOWER_RIGHT = Band(right=0, lower_right=True)
@@ -24,7 +29,7 @@ def spec(q_len: int, kv_len: int, heads: int, band: Band | None = None, batch: i
 
 
 def splits(problem: Spec) -> int:
-    return choose_splits(problem, problem.batch * problem.num_heads, 128, 128)
+    return choose_splits(problem, 128, 128)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,7 @@ def test_parts_fill_the_device() -> None:
 
 def test_a_plan_says_how_often() -> None:
     problem = spec(1024, 65_536, 8)
-    main, combine = flash_tiles.plan_forward(problem, heads=8).kernels.split(";")
+    main, combine = flash_tiles.plan_forward(problem, for_few_queries=True).kernels.split(";")
     assert "partial_results=1" in main
     assert (
         combine == f"family=forward_combine arch=sm_90a element=bf16 key_splits={splits(problem)}"
@@ -86,16 +91,77 @@ def test_a_plan_says_how_often() -> None:
     assert "partial_results" not in flash_tiles.plan_forward(problem).kernels
 
 
-def test_single_queries_of_a_group_share_a_tile() -> None:
-    decode = Spec(4, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, band=LOWER_RIGHT, kv_lengths=True)
-    assert without_idle_band(decode).band == Band()
-    assert heads_of_items(without_idle_band(decode)) == 8
+DECODE = Spec(4, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, band=LOWER_RIGHT, kv_lengths=True)
+
+
+def test_an_idle_band_is_dropped() -> None:
+    assert without_idle_band(DECODE).band == Band()
     for other in (
-        dataclasses.replace(decode, band=CAUSAL),
-        dataclasses.replace(decode, band=Band(left=5, lower_right=True)),
-        dataclasses.replace(decode, q_lengths=True),
-        dataclasses.replace(decode, q_len=2),
-        dataclasses.replace(decode, alibi_slopes=(1, 32)),
+        dataclasses.replace(DECODE, band=CAUSAL),
+        dataclasses.replace(DECODE, band=Band(left=5, lower_right=True)),
+        dataclasses.replace(DECODE, q_lengths=True),
+        dataclasses.replace(DECODE, q_len=2),
+        dataclasses.replace(DECODE, alibi_slopes=(1, 32)),
     ):
         assert without_idle_band(other) == other
-        assert heads_of_items(other) == 32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"q_len": 16},
+        {"q_lengths": True, "segments": True},
+        {"band": Band(left=1000, right=0, lower_right=True)},
+        {"positions": True},
+        {"mask": (4, 1, 1, 8192)},
+        {"bias": (4, 1, 1, 8192), "bias_dtype": "float32"},
+        {"softcap": 30.0, "sinks": (1, 32), "scale": -0.1},
+        {"num_heads": 24},
+        {"num_heads": 64 * 8},
+    ],
+    ids=str,
+)
+def test_heads_of_a_group_share_tiles(changes: dict[str, Any]) -> None:
+    assert packs_heads(dataclasses.replace(DECODE, **changes), 128)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 32},
+        {"num_heads": 192 * 8},  # rounded up more than a tile
+        {"q_len": 129},
+        {"q_len": 97},  # four heads a group: four tiles either way
+        {"q_len": 0},
+        {"alibi_slopes": (1, 32)},
+        {"dropout": Dropout((4, 32))},
+        {"mask": (1, 32, 1, 8192)},
+        {"bias": (4, 32, 1, 8192), "bias_dtype": "float32"},
+        {"q_len": 2, "bias": (4, 1, 2, 8192), "bias_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_heads_stay_apart(changes: dict[str, Any]) -> None:
+    problem = dataclasses.replace(DECODE, **changes)
+    assert not packs_heads(problem, 128)
+    if problem.q_len:
+        assert "packed_heads" not in flash_tiles.plan_forward(problem, for_few_queries=True).kernels
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "rows"), [(8, 1), (16, 2), (24, 4), (32, 4), (56, 8), (71 * 8, 128)]
+)
+def test_rows_of_a_query(num_heads: int, rows: int) -> None:
+    assert rows_of_query(dataclasses.replace(DECODE, num_heads=num_heads)) == rows
+
+
+def test_packed_heads_are_items_of_their_group() -> None:
+    """Eight tiles of four heads each, so four times as many parts as 32 heads alone have."""
+    one = dataclasses.replace(DECODE, batch=1)
+    together = choose_splits(one, 128, 128, packed_heads=True)
+    assert together >= 2 * choose_splits(one, 128, 128)
+    main, combine = flash_tiles.plan_forward(one, for_few_queries=True).kernels.split(";")
+    assert "packed_heads=1" in main
+    assert f"key_splits={together}" in combine
+    assert "packed_heads" not in flash_tiles.plan_forward(one).kernels

@@ -62,7 +62,7 @@ CASES = (
     BASE.but("late", distribution="late"),
     BASE.but("rising", distribution="rising"),
 )
-# The single queries of a group are the rows of one tile.
+# The few queries of all heads of a group are the rows of one tile.
 ONE_QUERY = BASE.but(
     "one-query-group", q_len=1, kv_len=200, num_heads=14, num_kv_heads=2, kv_lengths=(200, 77)
 )
@@ -74,13 +74,87 @@ PACKED = (
     ONE_QUERY.but("long-sinks", kv_len=4000, kv_lengths=(4000, 1300), sinks_form="bn"),
     ONE_QUERY.but("D64", head_dim=64, head_dim_v=64, dtype="float16"),
     ONE_QUERY.but("D256", head_dim=256, head_dim_v=256, num_heads=64),
-    # Not packed: what differs from row to row.
     ONE_QUERY.but("sinks", sinks_form="n"),
-    ONE_QUERY.but("alibi", alibi_form="n"),
-    ONE_QUERY.but("bias", bias_form="bnts"),
     ONE_QUERY.but("upper-left", is_causal=True),
     ONE_QUERY.but("window", window=(20, 0), lower_right=True),
+    ONE_QUERY.but(
+        "long-window", window=(900, 0), lower_right=True, kv_len=4000, kv_lengths=(4000, 1300)
+    ),
     ONE_QUERY.but("no-query", q_lengths=(1, 0)),
+    ONE_QUERY.but(
+        "positions", is_causal=True, positions="shifted", kv_len=2000, kv_lengths=(2000, 700)
+    ),
+    ONE_QUERY.but("segments", segments="random", kv_lengths=None),
+    ONE_QUERY.but("mask", mask_form="b1ts", mask_density=0.4),
+    ONE_QUERY.but("row-bias", bias_form="b11s"),
+    ONE_QUERY.but(
+        "row-bias-f32", bias_form="b11s", bias_dtype="float32", kv_len=2000, kv_lengths=(2000, 90)
+    ),
+    ONE_QUERY.but("negative-scale", scale=-0.2),
+    ONE_QUERY.but("group-of-71", num_heads=142),
+    ONE_QUERY.but("outlier", kv_len=3000, kv_lengths=(3000, 3000), distribution="outlier_token"),
+    ONE_QUERY.but("late", kv_len=3000, kv_lengths=(3000, 3000), distribution="late"),
+)
+FEW_QUERIES = BASE.but("few-queries", q_len=7, kv_len=300, num_heads=12, num_kv_heads=2, batch=3)
+PACKED_FEW = (
+    FEW_QUERIES,
+    FEW_QUERIES.but("causal", is_causal=True, lower_right=True),
+    FEW_QUERIES.but("causal-long", is_causal=True, lower_right=True, kv_len=5000),
+    FEW_QUERIES.but("upper-left", is_causal=True),
+    FEW_QUERIES.but("window", window=(50, 3), lower_right=True),
+    FEW_QUERIES.but("window-long", window=(1000, 0), lower_right=True, kv_len=5000),
+    FEW_QUERIES.but(
+        "lengths", q_lengths=(7, 3, 0), kv_lengths=(300, 150, 300), is_causal=True, lower_right=True
+    ),
+    FEW_QUERIES.but(
+        "two-tiles", q_len=40, num_heads=16, num_kv_heads=4, is_causal=True, lower_right=True
+    ),
+    FEW_QUERIES.but(
+        "three-tiles", q_len=33, num_heads=16, window=(100, 0), kv_len=1000, lower_right=True
+    ),
+    FEW_QUERIES.but("mask", mask_form="b1ts", mask_density=0.3),
+    FEW_QUERIES.but("mask-two-tiles", mask_form="11ts", mask_density=0.3, q_len=40, num_heads=16),
+    FEW_QUERIES.but("mask-of-keys", mask_form="b11s", mask_density=0.3),
+    FEW_QUERIES.but("mask-of-queries", mask_form="b1t1", mask_density=0.5),
+    FEW_QUERIES.but("row-bias", bias_form="b11s", is_causal=True, lower_right=True),
+    FEW_QUERIES.but("segments", segments="random"),
+    FEW_QUERIES.but("segments-two-tiles", segments="interleaved", q_len=40, num_heads=16),
+    FEW_QUERIES.but("positions", is_causal=True, positions="shuffled"),
+    FEW_QUERIES.but(
+        "positions-two-tiles", window=(80, 10), positions="shifted", q_len=40, num_heads=16
+    ),
+    FEW_QUERIES.but("softcap", softcap=4.0),
+    FEW_QUERIES.but("sinks", sinks_form="bn", is_causal=True, lower_right=True),
+    FEW_QUERIES.but("f16", dtype="float16", is_causal=True, lower_right=True),
+    FEW_QUERIES.but("D64", head_dim=64, head_dim_v=64, is_causal=True, lower_right=True),
+    FEW_QUERIES.but("D96", head_dim=96, head_dim_v=96, is_causal=True, lower_right=True),
+    FEW_QUERIES.but("D192-Dv128", head_dim=192, is_causal=True, lower_right=True),
+    FEW_QUERIES.but("D256", head_dim=256, head_dim_v=256, is_causal=True, lower_right=True),
+    FEW_QUERIES.but("D40-Dv72", head_dim=40, head_dim_v=72),
+    FEW_QUERIES.but(
+        "everything",
+        q_len=20,
+        num_heads=16,
+        kv_len=1500,
+        q_lengths=(20, 11, 4),
+        kv_lengths=(1500, 1500, 200),
+        mask_form="b1ts",
+        bias_form="b11s",
+        segments="random",
+        positions="shifted",
+        window=(900, 4),
+        softcap=20.0,
+        sinks_form="bn",
+    ),
+)
+# What differs from head to head, or bias from query to query.
+APART = (
+    ONE_QUERY.but("alibi", alibi_form="n"),
+    ONE_QUERY.but("bias", bias_form="bnts"),
+    ONE_QUERY.but("mask-of-heads", mask_form="bnts"),
+    ONE_QUERY.but("dropout", dropout_rate=0.2),
+    FEW_QUERIES.but("bias", bias_form="b1ts"),
+    FEW_QUERIES.but("many-queries", q_len=150),
 )
 SM90 = jattn.Device("cuda", arch=(9, 0))
 
@@ -102,7 +176,25 @@ def test_gradients_take_the_residuals(backend: str) -> None:
     verify(dataclasses.replace(BASE, name="splits-gradients"), backend)
 
 
-@pytest.mark.parametrize("case", [case for case in PACKED if serves(case, "flash", SM90)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in PACKED + PACKED_FEW if serves(case, "flash", SM90)], ids=str
+)
 @pytest.mark.parametrize("backend", ["flash"])
-def test_single_queries_of_groups(backend: str, case: Case) -> None:
+def test_heads_of_groups_share_tiles(backend: str, case: Case) -> None:
     verify(case, backend, backward=False)
+    operands = inputs.make(case)
+    outcome = run(case, operands, backend, backward=False)
+    assert "packed_heads=1" in outcome.lowered, "heads had tiles of their own: this tests nothing"
+
+
+@pytest.mark.parametrize("case", [case for case in APART if serves(case, "flash", SM90)], ids=str)
+@pytest.mark.parametrize("backend", ["flash"])
+def test_heads_of_groups_stay_apart(backend: str, case: Case) -> None:
+    verify(case, backend, backward=False)
+    outcome = run(case, inputs.make(case), backend, backward=False)
+    assert "packed_heads" not in outcome.lowered
+
+
+@pytest.mark.parametrize("backend", ["flash"])
+def test_gradients_beside_packed_heads(backend: str) -> None:
+    verify(FEW_QUERIES.but("gradients", is_causal=True, lower_right=True, sinks_form="n"), backend)

@@ -77,10 +77,11 @@ struct TileFilter {
   PositionRange own_positions{0, 0};
   Band band{0, 0, 0};  // limits of other - own
 
-  // For a tile of queries (of keys if kOwnsKeys) of a batch entry.
+  // For a tile of queries (of keys if kOwnsKeys) of a batch entry; tile_q: queries of a tile.
   template <bool kOwnsKeys>
-  __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int own_tile, Band queries_band) {
-    const int q_tiles = ceil_div(problem.q_len, kConfig.tile_q), kv_tiles = ceil_div(problem.kv_len, kConfig.tile_kv);
+  __device__ __forceinline__ void load(const ProblemParams& problem, int batch, int own_tile, Band queries_band,
+                                       int tile_q = kConfig.tile_q) {
+    const int q_tiles = ceil_div(problem.q_len, tile_q), kv_tiles = ceil_div(problem.kv_len, kConfig.tile_kv);
     const int own_tiles = kOwnsKeys ? kv_tiles : q_tiles, other_tiles = kOwnsKeys ? q_tiles : kv_tiles;
     if constexpr (kConfig.segments) {
       segments = (kOwnsKeys ? problem.q_ranges : problem.kv_ranges) + int64_t(batch) * other_tiles;

@@ -458,7 +458,8 @@ struct Consumer {
   __device__ __forceinline__ void reset(Softmax& softmax) {
     const ItemRecord& item = control.items[items % kItemSlots];
     const int row = item.q_begin + place().row;
-    const bool first_takes_part = row < item.q_length, second_takes_part = row + 8 < item.q_length;
+    const bool first_takes_part = row < item.q_length && is_row_of_head<C>(params, row);
+    const bool second_takes_part = row + 8 < item.q_length && is_row_of_head<C>(params, row + 8);
     bool may_settle = control.item_numbers[items % kItemSlots] != kComputedAgain;
     // A warp goes by a series if all of its rows bear it: rows beyond the length, which may hold anything, must have no say.
     if constexpr (C.cap_series) may_settle = may_settle && __all_sync(~0u, first_takes_part && second_takes_part);
@@ -518,37 +519,47 @@ struct Consumer {
     RowFactors factors;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int t = item.q_begin + place().row + 8 * r;
-      const bool sees_keys = t < item.q_length && softmax.row_sum[r] != 0.0f;
+      const int row = item.q_begin + place().row + 8 * r;
+      const bool sees_keys = row < item.q_length && softmax.row_sum[r] != 0.0f;
       float lse_with_sink = 0.0f;
       if constexpr (C.sinks) {
-        const auto result = softmax.with_sink(r, control.numbers[items % kItemSlots].sink);
+        const auto result = softmax.with_sink(r, sink_of_row(item, row));
         factors.row[r] = sees_keys ? result.factor : 0.0f;
         lse_with_sink = result.lse;
       } else {
         factors.row[r] = sees_keys ? 1.0f / softmax.row_sum[r] : 0.0f;
       }
       if constexpr (C.dropout) factors.row[r] *= control.numbers[items % kItemSlots].dropout.factor;
-      if (lane() % 4 == 0 && t < end_of_rows(item)) {
+      if (lane() % 4 == 0 && row < end_of_rows(item) && is_row_of_head<C>(params, row)) {
         if constexpr (C.partial_results) {
-          params.row_parts[row_of_part(item, t)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
-                                                    softmax.unit(), softmax.natural_unit()};
+          params.row_parts[row_of_part(item, row)] = {softmax.row_max[r], sees_keys ? softmax.row_sum[r] : 0.0f,
+                                                      softmax.unit(), softmax.natural_unit()};
           continue;
         }
-        const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head;
-        params.lse[head * params.problem.q_len + t] = !sees_keys ? -infinity()
-                                                      : C.sinks  ? lse_with_sink
-                                                                 : softmax.lse(r);
+        const int64_t head = int64_t(item.batch) * params.problem.num_heads + item.head + head_of_row<C>(params, row);
+        params.lse[head * params.problem.q_len + query_of_row<C>(params, row)] = !sees_keys ? -infinity()
+                                                                                 : C.sinks  ? lse_with_sink
+                                                                                            : softmax.lse(r);
       }
     }
     return factors;
   }
 
+  __device__ __forceinline__ float sink_of_row(const ItemRecord& item, int row) const {
+    if constexpr (C.packed_heads) {
+      if (!is_row_of_head<C>(params, row)) return 0.0f;
+      return *element_of_head(params.problem.sinks, item.batch, item.head + head_of_row<C>(params, row));
+    } else {
+      return control.numbers[items % kItemSlots].sink;
+    }
+  }
+
   // Index of a row among those of all parts.
-  __device__ __forceinline__ int64_t row_of_part(const ItemRecord& item, int t) const {
+  __device__ __forceinline__ int64_t row_of_part(const ItemRecord& item, int row) const {
     const ProblemParams& problem = params.problem;
     const int64_t entry = int64_t(control.parts[items % kItemSlots]) * problem.batch + item.batch;
-    return (entry * problem.num_heads + item.head) * problem.q_len + t;
+    const int head = item.head + head_of_row<C>(params, row);
+    return (entry * problem.num_heads + head) * problem.q_len + query_of_row<C>(params, row);
   }
 
   // Writes the rows as floats, straight from the fragments.
@@ -557,9 +568,9 @@ struct Consumer {
     const int width = params.problem.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int t = item.q_begin + place().row + 8 * r;
-      if (t >= params.problem.q_len) continue;
-      float* row = params.partial_out + row_of_part(item, t) * width;
+      const int row = item.q_begin + place().row + 8 * r;
+      if (row >= end_of_rows(item) || !is_row_of_head<C>(params, row)) continue;
+      float* const to = params.partial_out + row_of_part(item, row) * width;
       const float f = factors.row[r];
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 8; ++i) {
@@ -567,7 +578,7 @@ struct Consumer {
         if (column >= width) continue;
         const float2 pair = f == 0.0f ? float2{0.0f, 0.0f}  // selected: out may hold NaN there
                                       : float2{out[4 * i + 2 * r] * f, out[4 * i + 2 * r + 1] * f};
-        *reinterpret_cast<float2*>(row + column) = pair;
+        *reinterpret_cast<float2*>(to + column) = pair;
       }
     }
     sync_warpgroup();  // every warp is done with q
@@ -576,6 +587,7 @@ struct Consumer {
 
   // One past the last row that an item answers for: rows of documents and of a first tile may end before the tile does.
   __device__ __forceinline__ int end_of_rows(const ItemRecord& item) const {
+    if constexpr (C.packed_heads) return rows_of_queries<C>(params, params.problem.q_len);
     return C.documents || cuts_first_tile(C) ? item.q_length : params.problem.q_len;
   }
 
@@ -593,17 +605,20 @@ struct Consumer {
     const int first = item.q_begin + first_row(), rows = end_of_rows(item) - first;  // may be negative
     const int pieces = problem.head_dim_v * 2 / 16 - first_chunk * kPiecesOfChunk;   // of a row
     const int64_t stride = int64_t(problem.num_heads) * problem.head_dim_v * 2;
+    const int first_query = query_of_row<C>(params, first);
     char* const target =
         static_cast<char*>(params.rows_out) +
-        ((int64_t(item.batch) * problem.q_len + first) * problem.num_heads + item.head) * problem.head_dim_v * 2 +
+        ((int64_t(item.batch) * problem.q_len + first_query) * problem.num_heads + item.head) * problem.head_dim_v * 2 +
         first_chunk * kChunkRowBytes;
 #pragma unroll 1
     for (int i = thread(); i < kWarpgroupRows * kChunks * kPiecesOfChunk; i += kWarpgroupThreads) {
       const int row = i / (kChunks * kPiecesOfChunk), piece = i % (kChunks * kPiecesOfChunk);
-      if (row >= rows || piece >= pieces) continue;
+      if (row >= rows || piece >= pieces || !is_row_of_head<C>(params, first + row)) continue;
+      const int query = query_of_row<C>(params, first + row) - first_query, head = head_of_row<C>(params, first + row);
       const unsigned source = out_chunk + piece / kPiecesOfChunk * C.tile_q * kChunkRowBytes + row * kChunkRowBytes +
                               (piece % kPiecesOfChunk ^ row % 8) * 16;
-      *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = ptx::load_shared_u32x4(source);
+      *reinterpret_cast<uint4*>(target + query * stride + head * problem.head_dim_v * 2 + piece * 16) =
+          ptx::load_shared_u32x4(source);
     }
   }
 
@@ -614,7 +629,7 @@ struct Consumer {
     constexpr int kChunks = num_chunks(C.head_dim_v);
     constexpr bool kAtOnce = S::kOutChunks == kChunks;
     const ItemRecord& item = control.items[items % kItemSlots];
-    const bool by_rows = C.documents && is_cut(item);
+    const bool by_rows = C.packed_heads || (C.documents && is_cut(item));
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += kAtOnce ? kChunks : 1) {
       if (thread() == 0) {

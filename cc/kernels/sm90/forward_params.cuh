@@ -50,15 +50,17 @@ struct DocumentTilesParams {
 };
 
 struct ForwardParams {
-  TensorMap q;    // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
+  TensorMap
+      q;  // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle; Config::packed_heads: axes (D, G, K, B * T), box
+          // (64, 2^group_shift, 1, queries of a tile), G heads in a group
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
   TensorMap v;    // axes (Dv, S, K, B), box (64, tile_kv, 1, 1), likewise
   TensorMap out;  // axes (Dv, T, N, B), box (64, 64, 1, 1), likewise
   ProblemParams problem;
   float* lse;             // [B, N, T]
   int32_t* next_item;     // zero at launch, or null if there is a block for every item
-  int32_t tiles;          // query tiles of one head
-  int32_t items;          // B * N * tiles
+  int32_t tiles;          // query tiles of one head, or of one group
+  int32_t items;          // B * N * tiles, or B * K * tiles
   int32_t first_rows;     // queries of the first tile, at most tile_q; read if cuts_first_tile()
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left
@@ -76,7 +78,9 @@ struct ForwardParams {
   float trusted_sum;  // sums of probabilities below it prove that short_cap_series held (cap_series.cuh); 0: none do
   // Config::documents
   const DocumentTile* documents;
-  void* rows_out;  // [B, T, N, Dv], where `out` may not write a whole box
+  void* rows_out;  // [B, T, N, Dv], where `out` may not write a whole box; packed_heads: always
+  // Config::packed_heads
+  int32_t group_shift;  // rows of a query: 2^group_shift, at least the heads of a group (rows.cuh)
 };
 
 // sm90/forward_combine.cuh

@@ -85,7 +85,7 @@ struct ItemTiles {
   // by_documents: the item is one of the list of documents, among padded keys or not.
   __device__ __forceinline__ ItemTiles(const ForwardParams& params, const ItemRecord& record, bool by_documents,
                                        bool keys_are_padded)
-      : range(item_tiles<C>(record)), kv_length(record.kv_length) {
+      : range(item_tiles<C>(params, record)), kv_length(record.kv_length) {
     const ProblemParams& problem = params.problem;
     v_ends_early = C.lengths && kv_length < problem.kv_len;
     walk.begin = range.begin;
@@ -97,7 +97,7 @@ struct ItemTiles {
       }
     }
     walk.filter.template load<false>(problem, record.batch, record.q_begin / C.tile_q,
-                                     {problem.band_left, problem.band_right, 0});
+                                     {problem.band_left, problem.band_right, 0}, queries_of_tile<C>(params));
     if constexpr (C.mask) walk.filter.load_mask(params.mask, record);
   }
 
@@ -161,7 +161,7 @@ struct Producer {
     if constexpr (C.segments) {
       if (record.status == kItemRuns && !(C.documents && by_documents)) {
         for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
-          const int t = record.q_begin + row;
+          const int t = query_of_row<C>(params, record.q_begin + row);
           const int64_t first = int64_t(record.batch) * params.problem.q_len;
           const int id = t < params.problem.q_len ? params.problem.q_segments[first + t] : -1;
           control.q_ids[slot][row] = max(id, -1);
@@ -180,7 +180,12 @@ struct Producer {
       if constexpr (C.partial_results) control.parts[slot] = part;
       if (record.status == kItemRuns) {
         arrive_and_expect_bytes(full, S::kQBytes);
-        load_tile<C.tile_q, C.head_dim>(tiles, &params.q, full, record.q_begin, record.head, record.batch);
+        if constexpr (C.packed_heads) {
+          const int query = record.batch * params.problem.q_len + query_of_row<C>(params, record.q_begin);
+          load_tile<C.tile_q, C.head_dim>(tiles, &params.q, full, 0, record.head / params.problem.group_size, query);
+        } else {
+          load_tile<C.tile_q, C.head_dim>(tiles, &params.q, full, record.q_begin, record.head, record.batch);
+        }
       } else {
         arrive(full);
       }
@@ -214,7 +219,7 @@ struct Producer {
     const ProblemParams& problem = params.problem;
     if constexpr (C.positions) {
       for (int row = threadIdx.x % 32; row < C.tile_q; row += 32) {
-        const int t = record.q_begin + row;
+        const int t = query_of_row<C>(params, record.q_begin + row);
         control.q_positions[slot][row] =
             t < problem.q_len ? problem.q_positions[int64_t(record.batch) * problem.q_len + t] : 0;
       }
@@ -339,11 +344,12 @@ struct Producer {
       if ((flags & kMaskDense) && leads()) {
         const PackedMask& mask = params.mask;
         const bool all_rows = mask.words_row != 0;
-        const int bytes = all_rows ? 16 * C.tile_q : 16;
+        const int bytes = all_rows ? 16 * queries_of_tile<C>(params) : 16;
+        const int first_row = all_rows ? query_of_row<C>(params, record.q_begin) : 0;
         expect_bytes(full, bytes);
         load_bytes(shared_address(control.mask_words[stage]),
                    mask.words + record.batch * mask.words_batch + record.head * mask.words_head +
-                       kv_tile * mask.words_column_tile + int64_t(all_rows ? record.q_begin : 0) * 4,
+                       kv_tile * mask.words_column_tile + int64_t(first_row) * 4,
                    bytes, full);
       }
     }
@@ -351,7 +357,7 @@ struct Producer {
 
   // What each warpgroup needs of a tile: its queries see keys from that of the first one's lower limit to that of the last one's
   // upper limit.
-  __device__ __forceinline__ static int flags_of_warpgroups(const ItemRecord& record, int kv_tile) {
+  __device__ __forceinline__ int flags_of_warpgroups(const ItemRecord& record, int kv_tile) const {
     int flags = 0;
     const int first_key = kv_tile * C.tile_kv;
 #pragma unroll
@@ -359,8 +365,8 @@ struct Producer {
       const int first = record.q_begin + warpgroup * kWarpgroupRows;
       int end = first < record.q_length ? record.kv_length : 0;
       if constexpr (has_index_band(C)) {
-        end = min(end, first + kWarpgroupRows - 1 + record.upper_offset);
-        if (first_key <= first + record.lower_offset) flags |= kLastOfWarpgroup << warpgroup;
+        end = min(end, query_of_row<C>(params, first + kWarpgroupRows - 1) + record.upper_offset);
+        if (first_key <= query_of_row<C>(params, first) + record.lower_offset) flags |= kLastOfWarpgroup << warpgroup;
       }
       if constexpr (has_index_band(C) || C.in_series) flags |= first_key < end ? 0 : kBeyondWarpgroup << warpgroup;
       if constexpr (halves_first_tile(C)) {

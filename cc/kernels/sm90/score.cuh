@@ -26,7 +26,10 @@ struct TileContext {
   FragmentPlace place;  // of this thread
   int first_row;        // of the warp, in the sequence
 
-  __device__ __forceinline__ int query(int r) const { return item.q_begin + place.row + 8 * r; }
+  __device__ __forceinline__ int query(int r) const {
+    static_assert(!C.packed_heads);  // rows are no queries
+    return item.q_begin + place.row + 8 * r;
+  }
   __device__ __forceinline__ int first_key() const { return header.kv_tile * C.tile_kv + place.column; }
 
   // Of this thread's first columns, in natural units; C.tile_kv further times log2(e).
@@ -364,7 +367,8 @@ __device__ __forceinline__ void apply_masks(float (&s)[kCount], const TileHeader
     int upper[2];  // columns from here on, counted from this thread's first, are invisible
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int end = C.positions ? item.kv_length : min(item.kv_length, row + 8 * r + item.upper_offset);
+      const int t = query_of_row<C>(params, row + 8 * r);
+      const int end = C.positions ? item.kv_length : min(item.kv_length, t + item.upper_offset);
       upper[r] = end - first_column;
     }
 #pragma unroll
@@ -376,7 +380,9 @@ __device__ __forceinline__ void apply_masks(float (&s)[kCount], const TileHeader
     if (header.flags & kMaskLower) {
       int lower[2];  // columns before this are invisible
 #pragma unroll
-      for (int r = 0; r < 2; ++r) lower[r] = row + 8 * r + item.lower_offset - first_column;
+      for (int r = 0; r < 2; ++r) {
+        lower[r] = query_of_row<C>(params, row + 8 * r) + item.lower_offset - first_column;
+      }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (i / 4 * 8 + i % 2 < lower[i / 2 % 2]) s[i] = -infinity();
@@ -407,7 +413,7 @@ __device__ __forceinline__ void apply_masks(float (&s)[kCount], const TileHeader
     if (header.flags & kMaskDense) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = params.mask.words_row == 0 ? 0 : place.row + 8 * r;
+        const int row = params.mask.words_row == 0 ? 0 : query_of_row<C>(params, place.row + 8 * r);
         const unsigned visible = control.mask_words[stage][row][place.column / 2];
 #pragma unroll
         for (int bit = 0; bit < kCount / 2; ++bit) {

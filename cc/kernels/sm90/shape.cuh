@@ -94,7 +94,7 @@ JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
 // boxes of kWarpgroupRows.
 JATTN_HOST_DEVICE constexpr bool cuts_first_tile(const Config& config) {
   const bool by_index = config.band && !config.positions && !config.lengths && !config.segments && !config.mask;
-  return by_index && config.tile_q == 192 && !config.partial_results;
+  return by_index && config.tile_q == 192 && !config.partial_results && !config.packed_heads;
 }
 JATTN_HOST_DEVICE constexpr int64_t rows_of_first_tile(const Config& config, int64_t q_len) {
   const int64_t left_over = q_len % config.tile_q;
@@ -125,9 +125,9 @@ JATTN_HOST_DEVICE constexpr int early_exponentials(const Config& config) {
   return config.head_dim == 128 ? 20 : config.head_dim == 192 ? 24 : kLeftToCompiler;
 }
 
-// Numbers of an item's head that the consumers need: slope, sink, dropout.
+// Numbers of an item's head that the consumers need: slope, sink, dropout. With packed heads a sink is one of the row.
 JATTN_HOST_DEVICE constexpr bool has_head_numbers(const Config& config) {
-  return config.alibi || config.sinks || config.dropout;
+  return config.alibi || (config.sinks && !config.packed_heads) || config.dropout;
 }
 
 JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {

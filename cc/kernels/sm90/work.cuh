@@ -7,6 +7,7 @@
 #include "attn/schedule.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/forward_params.cuh"
+#include "sm90/rows.cuh"
 #include "sm90/shape.cuh"
 
 namespace jattn::sm90 {
@@ -40,8 +41,8 @@ enum ItemStatus : int { kItemRuns, kItemEmpty, kItemsEnd };
 // the offsets are read only if there is a band of indices.
 struct ItemRecord {
   int status;
-  int q_begin;  // first query of the tile
-  int head;
+  int q_begin;  // first row of the tile: its query, but for packed heads (rows.cuh)
+  int head;     // of the group the first
   int batch;
   int q_length;  // rows from here on are not the item's
   int kv_length;
@@ -146,19 +147,19 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   const int last_section = C.band || C.lengths || C.segments || C.mask ? params.last_section : kNoLastSection;
   WorkItem place;
   if (C.bias && params.batch_fastest) {
-    place = work_item<Heaviest::kLast>(item, problem.batch, problem.num_heads, params.tiles, 1, params.section_heads,
-                                       last_section);
+    place = work_item<Heaviest::kLast>(item, problem.batch, heads_of_items<C>(problem), params.tiles, 1,
+                                       params.section_heads, last_section);
     const int head = place.batch;
     place.batch = place.head;
     place.head = head;
   } else {
-    place = work_item<Heaviest::kLast>(item, problem.num_heads, problem.batch, params.tiles, 1, params.section_heads,
-                                       last_section);
+    place = work_item<Heaviest::kLast>(item, heads_of_items<C>(problem), problem.batch, params.tiles, 1,
+                                       params.section_heads, last_section);
   }
   ItemRecord record;
   record.status = kItemRuns;
   record.q_begin = place.tile * C.tile_q;
-  record.head = place.head;
+  record.head = C.packed_heads ? place.head * problem.group_size : place.head;
   record.batch = place.batch;
   record.q_length = problem.q_len;
   record.kv_length = problem.kv_len;
@@ -169,6 +170,7 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   const int offset = problem.lower_right ? record.kv_length - record.q_length : 0;
   record.upper_offset = offset + problem.band_right + 1;
   record.lower_offset = offset - problem.band_left;
+  record.q_length = rows_of_queries<C>(params, record.q_length);
   if constexpr (cuts_first_tile(C)) {
     if (place.tile == 0) {
       record.q_length = min(params.first_rows, problem.q_len);
@@ -210,11 +212,12 @@ __device__ __forceinline__ DocumentItem document_item(const ForwardParams& param
 // The key tiles that some query of the item may see. Tiles below full_begin need the lower test, from full_end on the
 // upper.
 template <Config C>
-__device__ __forceinline__ TileRange item_tiles(const ItemRecord& record) {
+__device__ __forceinline__ TileRange item_tiles(const ForwardParams& params, const ItemRecord& record) {
   const int last = min(record.q_begin + C.tile_q, record.q_length);
   if (last <= record.q_begin) return {0, 0, 0, 0};
   const Band band{-record.lower_offset, record.upper_offset - 1, 0};
-  return visible_tiles<has_index_band(C)>(record.q_begin, last, band, record.kv_length, C.tile_kv);
+  return visible_tiles<has_index_band(C)>(query_of_row<C>(params, record.q_begin), query_of_row<C>(params, last), band,
+                                          record.kv_length, C.tile_kv);
 }
 
 }  // namespace jattn::sm90

@@ -142,7 +142,7 @@ def jattn_contender(
 def _jax_nn(implementation: Literal["xla", "cudnn"]) -> Callable[[Case, Arrays, bool], Contender]:
     def build(case: Case, arrays: Arrays, backward: bool) -> Contender:
         name = f"jax-{implementation}"
-        _refuse(name, case, ("softcap", "segments", "lower right"))
+        _refuse(name, case, ("softcap", "segments", "lower right", "value head dim"))
         scores_bytes = 4 * case.batch * case.num_heads * case.q_len * case.kv_len
         if implementation == "xla" and scores_bytes > LARGEST_SCORES_BYTES:
             raise UnsupportedError(f"{name}: the scores alone need {scores_bytes / 2**30:.0f} GiB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from benchmarks import (
     tables,
     timing,
 )
+from benchmarks import run as benchmark_run
 from benchmarks.rivals import Rival, jattn_contender, jax_contender
-from jattn import _core
+from jattn import _core, call_timing
 from jattn.call_plan import Kernel
 from jattn.testing.cases import Case
 
@@ -205,6 +207,25 @@ def test_records_say_how_they_were_made() -> None:
     facts = report.circumstances()
     assert {"time", "commit", "modified", "device", "versions", "command"} <= set(facts)
     assert "core" in str(facts["device"])
+
+
+def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(call_timing.MATMUL_SIZE, "cpu", 64)
+    call_timing.matmul_speed.cache_clear()
+    file = tmp_path / "run.json"
+    arguments = (
+        "--case group-gqa-2 --backend cpu --rivals jax-xla --pass forward --rounds 2 --seconds 0.01"
+    )
+    assert benchmark_run.main([*arguments.split(), "--out", str(file)]) == 0
+    call_timing.matmul_speed.cache_clear()
+    content = json.loads(file.read_text())
+    assert set(content["matmul_tflops"]) == {"bfloat16", "float32"}
+    assert min(content["matmul_tflops"].values()) > 0
+    ours, rival_row = content["rows"]
+    assert (ours["contender"], ours["backends"]) == ("jattn:cpu", "cpu/cpu")
+    assert len(ours["rounds_us"]) == 2
+    assert ours["median_us"] > 0
+    assert rival_row["note"] == "jax-xla does not take: value head dim"
 
 
 @pytest.mark.parametrize("who", latency.WHO)

@@ -222,7 +222,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(content["matmul_tflops"]) == {"bfloat16", "float32"}
     assert min(content["matmul_tflops"].values()) > 0
     ours, rival_row = content["rows"]
-    assert (ours["contender"], ours["backends"]) == ("jattn:cpu", "cpu/cpu")
+    assert (ours["contender"], ours["backends"]) == ("jattn:cpu", "cpu")
     assert len(ours["rounds_us"]) == 2
     assert ours["median_us"] > 0
     assert rival_row["note"] == "jax-xla does not take: value head dim"

@@ -215,8 +215,16 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   };
   params.q = config.packed_heads ? packed_heads_map(problem, tiles.rows_per_query, tiles.queries)
                                  : map(problem.q, problem.q_len, problem.num_heads, problem.head_dim, config.tile_q);
-  params.k = map(has_keys ? problem.k : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim, config.tile_kv);
-  params.v = map(has_keys ? problem.v : problem.q, kv_rows, problem.num_kv_heads, problem.head_dim_v, config.tile_kv);
+  // Behind a row of 128 bytes lies that of another head. Where keys are read once, to fetch both costs two blocks the same way twice:
+  // measured on H200 with one query, head dim 64, 7 %.
+  const auto keys_map = [&](const void* address, int64_t columns) {
+    const bool is_narrow = columns * size_bytes(problem.dtype) <= 128;
+    return tile_map(has_keys ? address : problem.q, problem.dtype, problem.batch, kv_rows, problem.num_kv_heads,
+                    columns, config.tile_kv,
+                    is_narrow && tiles.count == 1 ? L2Promotion::k128Bytes : L2Promotion::k256Bytes);
+  };
+  params.k = keys_map(problem.k, problem.head_dim);
+  params.v = keys_map(problem.v, problem.head_dim_v);
   params.out = map(results.out, problem.q_len, problem.num_heads, problem.head_dim_v, sm90::kWarpgroupRows);
   params.rows_out = results.out;
   params.group_shift = std::countr_zero(static_cast<uint64_t>(tiles.rows_per_query));

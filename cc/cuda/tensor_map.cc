@@ -18,9 +18,8 @@ int element_type(DType dtype) {
   fail(Fault::kJattn, "tensor map: unknown element type");
 }
 
-constexpr int kInterleaveNone = 0;   // CUtensorMapInterleave
-constexpr int kPromoteL2To256B = 3;  // CUtensorMapL2promotion
-constexpr int kFillZero = 0;         // CUtensorMapFloatOOBfill
+constexpr int kInterleaveNone = 0;  // CUtensorMapInterleave
+constexpr int kFillZero = 0;        // CUtensorMapFloatOOBfill
 constexpr size_t kMaxRank = 5;
 constexpr int64_t kAlignmentBytes = 16;
 constexpr int64_t kMaxExtent = int64_t{1} << 32;
@@ -33,7 +32,8 @@ int64_t swizzle_bytes(Swizzle swizzle) {
 
 }  // namespace
 
-CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle) {
+CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle,
+                            L2Promotion promotion) {
   const int64_t element_bytes = size_bytes(dtype);
   JATTN_REQUIRE(!axes.empty() && axes.size() <= kMaxRank, "tensor map: ", axes.size(), " axes, must be 1 to ",
                 kMaxRank);
@@ -69,7 +69,7 @@ CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const Te
   check(driver().cuTensorMapEncodeTiled(&map, element_type(dtype), static_cast<unsigned int>(axes.size()),
                                         const_cast<void*>(address), extents.data(), strides_bytes.data(), box.data(),
                                         element_strides.data(), kInterleaveNone, static_cast<int>(swizzle),
-                                        kPromoteL2To256B, kFillZero),
+                                        static_cast<int>(promotion), kFillZero),
         "cuTensorMapEncodeTiled");
   return map;
 }

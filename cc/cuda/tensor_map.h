@@ -11,6 +11,9 @@ namespace jattn::cuda {
 
 enum class Swizzle : int { kNone = 0, k32Bytes = 1, k64Bytes = 2, k128Bytes = 3 };  // CUtensorMapSwizzle
 
+// How much L2 fetches of memory when a copy misses it, at least (CUtensorMapL2promotion).
+enum class L2Promotion : int { k128Bytes = 2, k256Bytes = 3 };
+
 // One axis of a tensor, innermost first.
 struct TensorMapAxis {
   int64_t extent = 0;
@@ -22,6 +25,7 @@ struct TensorMapAxis {
 // Throws Error (Fault::kCaller) that names the axis and the rule of the hardware that it breaks: address and outer
 // strides multiples of 16 bytes, extents from 1 to 2^32, boxes from 1 to 256, innermost box no wider than the swizzle.
 // Source: CUDA driver API, cuTensorMapEncodeTiled.
-CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle);
+CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const TensorMapAxis> axes, Swizzle swizzle,
+                            L2Promotion promotion = L2Promotion::k256Bytes);
 
 }  // namespace jattn::cuda

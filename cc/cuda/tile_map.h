@@ -14,14 +14,14 @@ namespace jattn::cuda {
 
 // A dense array [batch, rows, heads, columns], cut into boxes of 64 columns and box_rows rows of one head.
 inline sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch, int64_t rows, int64_t heads,
-                                int64_t columns, int64_t box_rows) {
+                                int64_t columns, int64_t box_rows, L2Promotion promotion = L2Promotion::k256Bytes) {
   const std::array<TensorMapAxis, 4> axes{{
       {.extent = columns, .stride = 1, .box = sm90::kChunkColumns},
       {.extent = rows, .stride = heads * columns, .box = box_rows},
       {.extent = heads, .stride = columns, .box = 1},
       {.extent = batch, .stride = rows * heads * columns, .box = 1},
   }};
-  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes));
+  return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes, promotion));
 }
 
 // Queries of all heads of a group as rows (sm90/rows.cuh), in boxes of 64 columns and box_queries queries with box_heads rows each. The

@@ -382,6 +382,20 @@ def _plain_tile(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
     raise AssertionError("every head dim up to LARGEST_HEAD_DIM has a tile of 64 keys")
 
 
+def _with_early_copies(tile: Tile, spec: Spec) -> Tile:
+    """Returns three stages of fewer keys where keys are read once and what lies beside them keeps their stage for long.
+
+    Such a problem is as fast as memory if enough copies are under way. Measured with one query of 32/8 heads on 8192
+    keys, head dim 128, batch 64: mask 586 -> 540 us, bias of keys 595 -> 528 us; without either two stages of 128 keys
+    are 2 % faster.
+    """
+    reads_beside = spec.mask is not None or tile.row_bias
+    if not reads_beside or spec.q_len > tile.tile_q or (tile.stages, tile.tile_kv) != (2, 128):
+        return tile
+    three = dataclasses.replace(tile, tile_kv=96, stages=3)
+    return three if _fits(three, spec) else tile
+
+
 def forward_key(spec: Spec, tile: Tile, *, partial: bool = False) -> str:
     """Composes the key of the forward kernel.
 
@@ -442,6 +456,8 @@ def plan_forward(spec: Spec, *, for_few_queries: bool = False) -> Plan:
     if splits > 1:
         tile = forward_tile(spec, partial=True)
     tile = dataclasses.replace(tile, packed_heads=packed)
+    if for_few_queries:
+        tile = _with_early_copies(tile, spec)
     keys = [forward_key(spec, tile, partial=splits > 1)]
     scratch_bytes = SCRATCH_ALIGNMENT  # the counter of work items
     if splits > 1:

@@ -156,6 +156,25 @@ def test_rows_of_a_query(num_heads: int, rows: int) -> None:
     assert rows_of_query(dataclasses.replace(DECODE, num_heads=num_heads)) == rows
 
 
+@pytest.mark.parametrize(
+    ("changes", "stages"),
+    [
+        ({}, 2),
+        ({"mask": (4, 1, 1, 8192)}, 3),
+        ({"bias": (4, 1, 1, 8192), "bias_dtype": "bfloat16"}, 3),
+        ({"num_kv_heads": 32, "mask": (4, 1, 1, 8192)}, 3),  # heads apart
+        ({"q_len": 4096, "mask": (4, 1, 1, 8192)}, 2),
+        ({"head_dim": 256, "head_dim_v": 256, "mask": (4, 1, 1, 8192)}, 2),
+    ],
+    ids=str,
+)
+def test_more_copies_are_under_way_beside_masks(changes: dict[str, Any], stages: int) -> None:
+    problem = dataclasses.replace(DECODE, **changes)
+    words = flash_tiles.plan_forward(problem, for_few_queries=True).kernels.split(";")[0].split()
+    assert f"stages={stages}" in words
+    assert ("tile_kv=96" in words) == (stages == 3)
+
+
 def test_packed_heads_are_items_of_their_group() -> None:
     """Eight tiles of four heads each, so four times as many parts as 32 heads alone have."""
     one = dataclasses.replace(DECODE, batch=1)

@@ -45,10 +45,16 @@ def backward_backend(backend: str) -> str:
 
 def serves(case: Case, backend: str, device: jattn.Device) -> bool:
     """Whether the rules of a backend admit a case, forward and backward, on a device; needs no such device."""
-    with jax.enable_x64(case.dtype == "float64"):
+    found: list[dispatch.Decision] = []
+
+    def decide() -> None:
         (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
         call = Call.parse(q, k, v, implementation=backend, **keywords)
-        decision = dispatch.choose(call.spec, device, call.options, needs_grad=True)
+        found.append(dispatch.choose(call.spec, device, call.options, needs_grad=True))
+
+    with jax.enable_x64(case.dtype == "float64"):
+        jax.eval_shape(decide)  # not run but traced, or each conversion of an array would be compiled
+    (decision,) = found
     return decision.backend is not None and decision.backend.name == backend
 
 

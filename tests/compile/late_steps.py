@@ -3,6 +3,9 @@
 Programs are straight lines and signals are only counted up, so whether all end does not depend on
 the order of events: one order shows it. Who comes late is looked for at every wait and every read:
 held there while all others run on. Who comes early reads what a writer, held before it writes, has yet to write.
+
+Models are written after the kernels by hand. They show that a protocol is right, not that the code keeps to it: for
+that there are builds that sleep at random (docs/kernels/log.md).
 """
 
 import dataclasses

@@ -215,7 +215,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   };
   params.q = config.packed_heads ? packed_heads_map(problem, tiles.rows_per_query, tiles.queries)
                                  : map(problem.q, problem.q_len, problem.num_heads, problem.head_dim, config.tile_q);
-  // Behind a row of 128 bytes lies that of another head. Where keys are read once, to fetch both costs two blocks the same way twice:
+  // Beside a row of 128 bytes lies one of another head, which L2 would fetch as well. Where keys are read once that is lost:
   // measured on H200 with one query, head dim 64, 7 %.
   const auto keys_map = [&](const void* address, int64_t columns) {
     const bool is_narrow = columns * size_bytes(problem.dtype) <= 128;

@@ -38,6 +38,7 @@ MAX_SHARED_BYTES = 227 * 1024
 _HEAD_DIM_TILES = (64, 96, 128, 192, 256)
 _SCHEDULE_BY_COUNTER = 2
 _DOCUMENT_TILE_BYTES = 32
+_MANY_KEYS = 1024  # tiles are then so many that it matters little how full the last one is
 _MOST_DOCUMENT_TILES = 2  # for each tile of a grid, as cc/kernels/sm90/forward_params.cuh says
 
 
@@ -390,7 +391,8 @@ def _with_early_copies(tile: Tile, spec: Spec) -> Tile:
     are 2 % faster.
     """
     reads_beside = spec.mask is not None or tile.row_bias
-    if not reads_beside or spec.q_len > tile.tile_q or (tile.stages, tile.tile_kv) != (2, 128):
+    few_of_many = spec.q_len <= tile.tile_q and spec.kv_len >= _MANY_KEYS
+    if not (reads_beside and few_of_many and (tile.stages, tile.tile_kv) == (2, 128)):
         return tile
     three = dataclasses.replace(tile, tile_kv=96, stages=3)
     return three if _fits(three, spec) else tile

@@ -25,7 +25,7 @@ _PART_US = 0.1  # of the second kernel, which reads a row's parts one after the 
 _BYTES_PER_US = 3.0e6  # partial results, written and read
 _LEAST_GAIN = 0.9  # splitting must take less than this part of the time
 
-_MOST_PACKED_TILES = 0.75  # of those that heads have each for itself
+_MOST_PACKED_TILES = 0.5  # of those that heads have each for itself
 
 
 def without_idle_band(spec: Spec) -> Spec:

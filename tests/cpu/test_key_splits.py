@@ -110,7 +110,7 @@ def test_an_idle_band_is_dropped() -> None:
     "changes",
     [
         {},
-        {"q_len": 16},
+        {"q_len": 64},
         {"q_lengths": True, "segments": True},
         {"band": Band(left=1000, right=0, lower_right=True)},
         {"positions": True},
@@ -132,7 +132,7 @@ def test_heads_of_a_group_share_tiles(changes: dict[str, Any]) -> None:
         {"num_kv_heads": 32},
         {"num_heads": 192 * 8},  # rounded up more than a tile
         {"q_len": 129},
-        {"q_len": 97},  # four heads a group: four tiles either way
+        {"q_len": 65},  # four heads a group: three tiles instead of four
         {"q_len": 0},
         {"alibi_slopes": (1, 32)},
         {"dropout": Dropout((4, 32))},
@@ -164,6 +164,7 @@ def test_rows_of_a_query(num_heads: int, rows: int) -> None:
         ({"bias": (4, 1, 1, 8192), "bias_dtype": "bfloat16"}, 3),
         ({"num_kv_heads": 32, "mask": (4, 1, 1, 8192)}, 3),  # heads apart
         ({"q_len": 4096, "mask": (4, 1, 1, 8192)}, 2),
+        ({"kv_len": 128, "mask": (4, 1, 1, 128)}, 2),
         ({"head_dim": 256, "head_dim_v": 256, "mask": (4, 1, 1, 8192)}, 2),
     ],
     ids=str,

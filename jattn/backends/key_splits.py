@@ -8,6 +8,7 @@ its keys that blocks compute beside each other, and a second kernel adds them up
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jattn.masks import UNBOUNDED, UNBOUNDED_BAND
 from jattn.spec import Spec
@@ -20,7 +21,7 @@ MOST_WAVES = 8  # of parts: more only add partial results
 # A model of time, in microseconds; it only has to rank numbers of parts.
 _FLOPS_PER_US = 4.5e6  # of one multiprocessor
 _ITEM_US = 5.0  # start and end of an item: loads before the first product, stores after the last
-_COMBINE_US = 5.0  # the second launch
+COMBINE_US = 5.0  # the second launch
 _PART_US = 0.1  # of the second kernel, which reads a row's parts one after the other
 _BYTES_PER_US = 3.0e6  # partial results, written and read
 _LEAST_GAIN = 0.9  # splitting must take less than this part of the time
@@ -48,25 +49,39 @@ def packs_heads(spec: Spec, tile_q: int) -> bool:
     The keys are then read once for the group. That pays where queries are few beside the rows of a tile. Slopes,
     dropout, masks and biases of single heads, and biases of single queries, keep heads apart.
     """
-    if spec.num_heads == spec.num_kv_heads or not 0 < spec.q_len <= tile_q:
-        return False
     rows = rows_of_query(spec)
     of_heads = spec.alibi_slopes is not None or spec.dropout is not None
     of_heads = of_heads or (spec.mask is not None and spec.mask[1] != 1)
     of_heads = of_heads or (spec.bias is not None and spec.bias[1:3] != (1, 1))
     if of_heads or tile_q % rows != 0:
         return False
-    alone = spec.num_heads // spec.num_kv_heads
-    return -(-spec.q_len * rows // tile_q) <= _MOST_PACKED_TILES * alone
+    return is_worth_packing(spec, rows, tile_q)
 
 
-def choose_splits(spec: Spec, tile_q: int, tile_kv: int, *, packed_heads: bool = False) -> int:
+def is_worth_packing(spec: Spec, rows: int, tile_q: int) -> bool:
+    """Whether the heads of a group take few tiles of tile_q rows together, with so many rows for a query."""
+    if spec.num_heads == spec.num_kv_heads or not 0 < spec.q_len <= tile_q:
+        return False
+    return -(-spec.q_len * rows // tile_q) <= _MOST_PACKED_TILES * spec.group_size
+
+
+def choose_splits(
+    spec: Spec,
+    tile_q: int,
+    tile_kv: int,
+    *,
+    packed_heads: bool = False,
+    candidates: Sequence[int] = range(1, MOST_SPLITS + 1),
+    combine_us: float = COMBINE_US,
+) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
     Args:
       spec: extents, band, whether the band is of positions.
       tile_q, tile_kv: rows and columns of the kernel's tiles.
       packed_heads: whether the rows are queries of all heads of a group (``packs_heads``).
+      candidates: numbers that parts may have, 1 among them.
+      combine_us: what it costs to add parts up, besides reading and writing them.
     """
     queries = tile_q // rows_of_query(spec) if packed_heads else tile_q
     heads = spec.batch * (spec.num_kv_heads if packed_heads else spec.num_heads)
@@ -79,8 +94,9 @@ def choose_splits(spec: Spec, tile_q: int, tile_kv: int, *, packed_heads: bool =
     in_band = _tiles_in_band(spec, queries, tile_kv)
     tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
     times = {
-        splits: _time_us(spec, heads, cut, splits, in_band, tile_us)
-        for splits in range(1, most + 1)
+        splits: _time_us(spec, heads, cut, splits, in_band, tile_us, combine_us)
+        for splits in candidates
+        if splits <= most
     }
     best = min(times, key=lambda splits: times[splits], default=1)
     return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
@@ -108,7 +124,13 @@ def _tiles_in_band(spec: Spec, queries: int, tile_kv: int) -> int:
 
 
 def _time_us(
-    spec: Spec, heads: int, cut: list[int], splits: int, in_band: int, tile_us: float
+    spec: Spec,
+    heads: int,
+    cut: list[int],
+    splits: int,
+    in_band: int,
+    tile_us: float,
+    combine_us: float,
 ) -> float:
     pieces = [min(-(-tiles // splits), in_band) * tile_us + _ITEM_US for tiles in cut]
     mean = sum(pieces) / len(pieces)
@@ -117,7 +139,7 @@ def _time_us(
     if splits > 1:
         row_bytes = 8 * spec.head_dim_v
         time_us += (
-            _COMBINE_US
+            combine_us
             + splits * _PART_US
             + splits * spec.batch * spec.num_heads * spec.q_len * row_bytes / _BYTES_PER_US
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jattn import ffi
-from jattn.backends import cuda_tiles
+from jattn.backends import cuda_tiles, few_queries
 from jattn.backends.base import (
     Backend,
     Residuals,
@@ -84,9 +84,15 @@ class MemEfficientBackend:
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
-        assert device.arch is not None
-        plan = cuda_tiles.plan_forward(spec, device.arch)
-        return ffi.forward(spec, operands, plan.attributes(self.name), (plan.scratch_bytes,))
+        arch = device.arch
+        assert arch is not None
+
+        def run(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            plan = cuda_tiles.plan_forward(spec, arch)
+            return ffi.forward(spec, operands, plan.attributes(self.name), (plan.scratch_bytes,))
+
+        tile = cuda_tiles.forward_tile(spec, arch)
+        return few_queries.forward(spec, operands, run, tile_q=tile.tile_q, tile_kv=tile.tile_kv)
 
     def backward(
         self,

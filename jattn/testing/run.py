@@ -53,9 +53,8 @@ def serves(case: Case, backend: str, device: jattn.Device) -> bool:
         found.append(dispatch.choose(call.spec, device, call.options, needs_grad=True))
 
     with jax.enable_x64(case.dtype == "float64"):
-        jax.eval_shape(
-            decide
-        )  # not run but traced, or each conversion of an array would be compiled
+        # Not run but traced, or each conversion of an array would be compiled.
+        jax.eval_shape(decide)
     (decision,) = found
     return decision.backend is not None and decision.backend.name == backend
 

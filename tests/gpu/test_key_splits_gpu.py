@@ -1,11 +1,13 @@
-"""Few queries of many keys: the Hopper forward pass computes parts of the keys side by side and adds them up."""
+"""Few queries of many keys: parts of the keys are computed side by side and added up, heads of a group share tiles."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import jattn
+from jattn.backends import few_queries
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.run import run, serves, verify
@@ -156,6 +158,30 @@ APART = (
     FEW_QUERIES.but("bias", bias_form="b1ts"),
     FEW_QUERIES.but("many-queries", q_len=150),
 )
+# Of mem_efficient: the same by programs around its kernels (jattn/backends/few_queries.py), whether heads are packed.
+AROUND = (
+    (ONE_QUERY.but("around", kv_len=4096, kv_lengths=(4096, 1300)), True),
+    (ONE_QUERY.but("around-f32", kv_len=4096, kv_lengths=None, dtype="float32"), True),
+    (ONE_QUERY.but("around-heads", kv_len=4096, kv_lengths=None, num_kv_heads=14), False),
+    (ONE_QUERY.but("around-alibi", kv_len=4096, kv_lengths=None, alibi_form="n"), False),
+    (
+        FEW_QUERIES.but(
+            "around-everything",
+            kv_len=2048,
+            is_causal=True,
+            lower_right=True,
+            window=(1800, None),
+            q_lengths=(7, 3, 0),
+            kv_lengths=(2048, 1100, 300),
+            mask_form="b1ts",
+            bias_form="bnts",
+            segments="random",
+            softcap=20.0,
+            sinks_form="bn",
+        ),
+        True,
+    ),
+)
 SM90 = jattn.Device("cuda", arch=(9, 0))
 
 
@@ -193,6 +219,16 @@ def test_heads_of_groups_stay_apart(backend: str, case: Case) -> None:
     verify(case, backend, backward=False)
     outcome = run(case, inputs.make(case), backend, backward=False)
     assert "packed_heads" not in outcome.lowered
+
+
+@pytest.mark.parametrize(("case", "packs"), AROUND, ids=str)
+@pytest.mark.parametrize("backend", ["mem_efficient"])
+def test_programs_around_the_kernels(backend: str, case: Case, packs: bool) -> None:
+    with mock.patch.object(few_queries, "rewritten", wraps=few_queries.rewritten) as spy:
+        verify(case, backend, backward=False)
+    asked = spy.call_args.kwargs
+    assert asked["packs"] == packs
+    assert asked["parts"] > 1
 
 
 @pytest.mark.parametrize("backend", ["flash"])

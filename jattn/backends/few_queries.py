@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jattn.backends.kernel_plan import is_number
-from jattn.backends.key_splits import choose_splits, is_worth_packing, without_idle_band
+from jattn.backends.key_splits import (
+    choose_splits,
+    is_worth_packing,
+    tiles_to_cut,
+    without_idle_band,
+)
 from jattn.spec import Operands, Spec, clamped_lengths
 
 Run = Callable[[Spec, Operands[jax.Array]], tuple[jax.Array, jax.Array]]  # -> out, lse
@@ -47,18 +52,22 @@ def forward(
 def choose(spec: Spec, tile_q: int, tile_kv: int) -> tuple[bool, int]:
     """Says whether to pack the heads of groups, and into how many parts to split the keys."""
     known = is_number(spec.batch) and spec.dropout is None
-    if not known or spec.kv_len < LEAST_KEYS:
+    if not known or spec.kv_len < LEAST_KEYS or spec.q_len > tile_q:
         return False, 1
     packs = spec.alibi_slopes is None and is_worth_packing(spec, spec.group_size, tile_q)
     items = dataclasses.replace(
         spec,
         q_len=spec.q_len * spec.group_size if packs else spec.q_len,
         num_heads=spec.num_kv_heads if packs else spec.num_heads,
-        positions=spec.positions or not without_idle_band(spec).band.unbounded,
+        positions=True,  # parts are cut from all keys, whatever the band hides
     )
-    candidates = part_counts(spec.kv_len)
     return packs, choose_splits(
-        items, tile_q, tile_kv, candidates=candidates, combine_us=_COMBINE_US
+        items,
+        tile_q,
+        tile_kv,
+        candidates=part_counts(spec.kv_len),
+        combine_us=_COMBINE_US,
+        in_band=None if spec.positions else tiles_to_cut(spec, 0, spec.q_len, tile_kv),
     )
 
 

@@ -73,6 +73,7 @@ def choose_splits(
     packed_heads: bool = False,
     candidates: Sequence[int] = range(1, MOST_SPLITS + 1),
     combine_us: float = COMBINE_US,
+    in_band: int | None = None,
 ) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
@@ -82,6 +83,7 @@ def choose_splits(
       packed_heads: whether the rows are queries of all heads of a group (``packs_heads``).
       candidates: numbers that parts may have, 1 among them.
       combine_us: what it costs to add parts up, besides reading and writing them.
+      in_band: tiles of keys that the band leaves to a tile of queries, where that is known.
     """
     queries = tile_q // rows_of_query(spec) if packed_heads else tile_q
     heads = spec.batch * (spec.num_kv_heads if packed_heads else spec.num_heads)
@@ -89,9 +91,10 @@ def choose_splits(
     items = heads * q_tiles
     if not 0 < items < MULTIPROCESSORS:
         return 1
-    cut = [_tiles_to_cut(spec, tile * queries, queries, tile_kv) for tile in range(q_tiles)]
+    cut = [tiles_to_cut(spec, tile * queries, queries, tile_kv) for tile in range(q_tiles)]
     most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(cut))
-    in_band = _tiles_in_band(spec, queries, tile_kv)
+    if in_band is None:
+        in_band = _tiles_in_band(spec, queries, tile_kv)
     tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
     times = {
         splits: _time_us(spec, heads, cut, splits, in_band, tile_us, combine_us)
@@ -102,7 +105,7 @@ def choose_splits(
     return best if best > 1 and times[best] < _LEAST_GAIN * times[1] else 1
 
 
-def _tiles_to_cut(spec: Spec, first: int, queries: int, tile_kv: int) -> int:
+def tiles_to_cut(spec: Spec, first: int, queries: int, tile_kv: int) -> int:
     """Counts the key tiles among which queries first, first + 1, ... of one tile look for keys.
 
     By index those are the tiles they may see. Positions are known on the device alone: with them, of all keys.

@@ -170,9 +170,13 @@ DECODE = Spec(1, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, kv_lengths=True)
         ({"mask": (1, 32, 1, 8192)}, True, True),
         # A window that one part would hold; keys that are no whole tiles; few keys.
         ({"band": Band(left=500, right=0, lower_right=True)}, True, False),
+        ({"band": Band(right=0)}, True, False),  # the first keys alone
+        ({"band": Band(left=500, right=0), "positions": True}, True, False),
+        ({"band": Band(right=0), "positions": True}, True, True),
         ({"kv_len": 8191}, True, False),
         ({"kv_len": 512}, False, False),
         ({"q_len": 4096}, False, False),
+        ({"q_len": 256, "num_heads": 8}, False, False),
         ({"dropout": Dropout((1, 32))}, False, False),
     ],
     ids=str,

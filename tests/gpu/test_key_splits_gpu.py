@@ -167,12 +167,12 @@ AROUND = (
     (
         FEW_QUERIES.but(
             "around-everything",
-            kv_len=2048,
+            kv_len=8192,
             is_causal=True,
             lower_right=True,
-            window=(1800, None),
+            window=(7000, None),
             q_lengths=(7, 3, 0),
-            kv_lengths=(2048, 1100, 300),
+            kv_lengths=(8192, 5000, 300),
             mask_form="b1ts",
             bias_form="bnts",
             segments="random",

@@ -77,10 +77,7 @@ PackedMask launch_mask_tiles(const Problem& problem, const Plan& plan, const Mas
   params.column_tiles = static_cast<int32_t>(shape.column_tiles);
   params.keys_are_rows = tiling.orientation == MaskOrientation::kKeysAsRows;
   params.wide = mask.stride_key == 1 && strides_wide && reinterpret_cast<uintptr_t>(mask.data) % 16 == 0;
-  params.tiles = shape.tiles();
-  params.single_rows = shape.tile_rows == 1 && !params.keys_are_rows;
-  const int64_t blocks = mask_tiles_blocks(kernel.config(), params.tiles, params.single_rows);
-  launch(kernel, {.grid = {.x = blocks}, .num_threads = mask_tiles_threads(kernel.config())}, &params, stream);
+  launch(kernel, {.grid = {.x = shape.tiles()}, .num_threads = mask_tiles_threads(kernel.config())}, &params, stream);
 
   PackedMask packed{};
   packed.words = params.words;

@@ -158,8 +158,6 @@ struct MaskTilesParams {
   int32_t rows, columns;            // of the mask; a broadcast axis of columns is one tile wide
   int32_t tile_rows, tile_columns;  // at most 256 and 128; tile_columns a multiple of 16
   int32_t row_tiles, column_tiles;  // of the mask
-  int64_t tiles;                    // of all heads
-  bool single_rows;                 // tiles have one row, of queries
   bool keys_are_rows;               // the axis that is contiguous in memory
   bool wide;                        // rows of memory start on 16-byte boundaries
 };

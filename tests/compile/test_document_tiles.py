@@ -102,7 +102,7 @@ int wrong_pairs(const sm90::ForwardParams& params, int tiles, const std::vector<
     const int64_t first_row = int64_t(record.batch) * problem.q_len;
     const int rows_end = min(record.q_begin + kConfig.tile_q, record.q_length);
     for (int t = record.q_begin; t < rows_end; ++t) ++owners[first_row + t];
-    const TileRange range = item_tiles<kConfig>(record);
+    const TileRange range = item_tiles<kConfig>(params, record);
     for (int tile = range.begin; tile < range.end; ++tile) {
       for (int t = record.q_begin; t < rows_end; ++t) {
         for (int j = tile * kConfig.tile_kv; j < (tile + 1) * kConfig.tile_kv; ++j) {

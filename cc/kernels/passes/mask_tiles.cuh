@@ -1,8 +1,7 @@
 // Turns a dense mask into bits in the order of accumulator fragments (PackedMask) and says which tiles are empty or full,
 // so that attention kernels skip the ones and do not mask the others. Reads every byte of the mask once.
 //
-// Unit of the family mask_tiles: entry mask_tiles<kConfig>, parameters MaskTilesParams. One block per tile; of tiles of a single
-// row 32 a block.
+// Unit of the family mask_tiles: entry mask_tiles<kConfig>, parameters MaskTilesParams. One block per tile.
 #pragma once
 
 #include "base/integers.cuh"
@@ -59,55 +58,48 @@ struct MaskReader {
   }
 };
 
-// A row of queries of one tile, by eight lanes of up to 16 keys each: two blocks of eight, hence four bits of each word. All lanes of
-// the warp take part. row: of the mask; `reads`: the lane has keys; `writes`: the row's words have a place. Finds out
-// whether there is a bit that is set, and whether all are.
-__device__ __forceinline__ void pack_query_row(const MaskReader& reader, int row, int first_column, bool reads,
-                                               bool writes, uint32_t* words_of_row, bool& any, bool& all) {
-  const int part = threadIdx.x % kMaskLanesOfRow;
-  const int inner = first_column + 16 * part;
-  uint32_t nonzero[4] = {0, 0, 0, 0};
-  if (reads) reader.load<4>(nonzero, row, inner);
-  uint32_t bits[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bits[i] = gather_bytes(nonzero[i]);
-  if (reads && row < reader.outer_extent) {
-    const uint32_t found = bits[0] | bits[1] << 4 | bits[2] << 8 | bits[3] << 12;
-    const int there = min(max(reader.inner_extent - inner, 0), 16);
-    any = any || found != 0;
-    all = all && found == (1u << there) - 1;
-  }
-  uint32_t word[4] = {(bits[0] & 3) | (bits[2] & 3) << 2, bits[0] >> 2 | (bits[2] & 12),
-                      (bits[1] & 3) | (bits[3] & 3) << 2, bits[1] >> 2 | (bits[3] & 12)};
-#pragma unroll
-  for (int q = 0; q < 4; ++q) word[q] <<= 4 * part;
-  // Each step halves the words that a lane answers for and doubles the keys that they cover.
-  const bool upper_half = part & 4;
-  const uint32_t kept0 = upper_half ? word[2] : word[0], kept1 = upper_half ? word[3] : word[1];
-  const uint32_t sent0 = upper_half ? word[0] : word[2], sent1 = upper_half ? word[1] : word[3];
-  const uint32_t pair0 = kept0 | __shfl_xor_sync(0xffffffffu, sent0, 4);
-  const uint32_t pair1 = kept1 | __shfl_xor_sync(0xffffffffu, sent1, 4);
-  const bool odd = part & 2;
-  uint32_t whole = odd ? pair1 : pair0;
-  whole |= __shfl_xor_sync(0xffffffffu, odd ? pair0 : pair1, 2);
-  whole |= __shfl_xor_sync(0xffffffffu, whole, 1);
-  const int q = part / 4 * 2 + part / 2 % 2;
-  if (part % 2 == 0 && writes) words_of_row[q] = whole;
-}
-
-// Rows are queries.
+// Rows are queries. Eight lanes share a row of up to 128 keys, 16 keys each: two blocks of eight, hence four bits of each
+// word. Returns the bits that were set, for the state.
 __device__ __forceinline__ void pack_query_rows(const MaskTilesParams& params, const MaskReader& reader,
                                                 uint32_t* words, int first_row, int first_column, bool& any,
                                                 bool& all) {
-  const bool takes_part = 16 * int(threadIdx.x % kMaskLanesOfRow) < params.tile_columns;
+  constexpr int kLanes = 8;
+  const int part = threadIdx.x % kLanes;
+  const bool takes_part = 16 * part < params.tile_columns;
   // All threads take part in the shuffles, so all go round equally often.
-  const int rounds = ceil_div(params.tile_rows, int(blockDim.x) / kMaskLanesOfRow);
+  const int rounds = ceil_div(params.tile_rows, int(blockDim.x) / kLanes);
 #pragma unroll 2
   for (int round = 0; round < rounds; ++round) {
-    const int row = round * (blockDim.x / kMaskLanesOfRow) + threadIdx.x / kMaskLanesOfRow;
-    const bool inside = row < params.tile_rows;
-    pack_query_row(reader, first_row + row, first_column, inside && takes_part,
-                   inside && first_row + row < params.rows_padded, words + row * 4, any, all);
+    const int row = round * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+    const int inner = first_column + 16 * part;
+    const bool inside = row < params.tile_rows && takes_part;
+    uint32_t nonzero[4] = {0, 0, 0, 0};
+    if (inside) reader.load<4>(nonzero, first_row + row, inner);
+    uint32_t bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits[i] = gather_bytes(nonzero[i]);
+    if (inside && first_row + row < reader.outer_extent) {
+      const uint32_t found = bits[0] | bits[1] << 4 | bits[2] << 8 | bits[3] << 12;
+      const int there = min(max(reader.inner_extent - inner, 0), 16);
+      any = any || found != 0;
+      all = all && found == (1u << there) - 1;
+    }
+    uint32_t word[4] = {(bits[0] & 3) | (bits[2] & 3) << 2, bits[0] >> 2 | (bits[2] & 12),
+                        (bits[1] & 3) | (bits[3] & 3) << 2, bits[1] >> 2 | (bits[3] & 12)};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) word[q] <<= 4 * part;
+    // Each step halves the words that a lane answers for and doubles the keys that they cover.
+    const bool upper_half = part & 4;
+    const uint32_t kept0 = upper_half ? word[2] : word[0], kept1 = upper_half ? word[3] : word[1];
+    const uint32_t sent0 = upper_half ? word[0] : word[2], sent1 = upper_half ? word[1] : word[3];
+    const uint32_t pair0 = kept0 | __shfl_xor_sync(0xffffffffu, sent0, 4);
+    const uint32_t pair1 = kept1 | __shfl_xor_sync(0xffffffffu, sent1, 4);
+    const bool odd = part & 2;
+    uint32_t whole = odd ? pair1 : pair0;
+    whole |= __shfl_xor_sync(0xffffffffu, odd ? pair0 : pair1, 2);
+    whole |= __shfl_xor_sync(0xffffffffu, whole, 1);
+    const int q = part / 4 * 2 + part / 2 % 2;
+    if (part % 2 == 0 && row < params.tile_rows && first_row + row < params.rows_padded) words[row * 4 + q] = whole;
   }
 }
 
@@ -145,75 +137,41 @@ __device__ __forceinline__ void pack_key_rows(const MaskTilesParams& params, con
   }
 }
 
-// Where a tile lies, by its number; tiles of neighbouring columns follow each other.
-struct MaskTilePlace {
-  int64_t flat_head;
-  int row_tile, column_tile;
-
-  __device__ __forceinline__ MaskTilePlace(const MaskTilesParams& params, int64_t tile) {
-    column_tile = int(tile % params.column_tiles);
-    tile /= params.column_tiles;
-    row_tile = int(tile % params.row_tiles);
-    flat_head = tile / params.row_tiles;
-  }
-
-  __device__ __forceinline__ int first_row(const MaskTilesParams& params) const { return row_tile * params.tile_rows; }
-  __device__ __forceinline__ int first_column(const MaskTilesParams& params) const {
-    return column_tile * params.tile_columns;
-  }
-  __device__ __forceinline__ uint32_t* words(const MaskTilesParams& params) const {
-    const int64_t rows = (flat_head * params.column_tiles + column_tile) * params.rows_padded + first_row(params);
-    return params.words + rows * 4;
-  }
-  __device__ __forceinline__ MaskReader reader(const MaskTilesParams& params) const {
-    const int64_t entry = flat_head / params.heads, head = flat_head - entry * params.heads;
-    MaskReader reader;
-    reader.base = params.mask + entry * params.stride_batch + head * params.stride_head;
-    reader.wide = params.wide;
-    reader.stride_outer = params.keys_are_rows ? params.stride_column : params.stride_row;
-    reader.stride_inner = params.keys_are_rows ? params.stride_row : params.stride_column;
-    reader.outer_extent = params.keys_are_rows ? params.columns : params.rows;
-    reader.inner_extent = params.keys_are_rows ? params.rows : params.columns;
-    return reader;
-  }
-};
-
-__device__ __forceinline__ uint8_t mask_state(bool any, bool all) {
-  return !any ? kMaskTileEmpty : all ? kMaskTileFull : kMaskTileMixed;
-}
-
-// Tiles of a single row, as of a mask that all queries share: eight lanes have one.
-__device__ __forceinline__ void pack_single_rows(const MaskTilesParams& params) {
-  const int64_t tile = int64_t(blockIdx.x) * (blockDim.x / kMaskLanesOfRow) + threadIdx.x / kMaskLanesOfRow;
-  const bool exists = tile < params.tiles;
-  const MaskTilePlace place(params, exists ? tile : 0);
-  const bool has_keys = 16 * int(threadIdx.x % kMaskLanesOfRow) < params.tile_columns;
-  bool any = false, all = true;
-  pack_query_row(place.reader(params), place.first_row(params), place.first_column(params), exists && has_keys, exists,
-                 place.words(params), any, all);
-  const unsigned lanes = ((1u << kMaskLanesOfRow) - 1) << (threadIdx.x % 32 / kMaskLanesOfRow * kMaskLanesOfRow);
-  const bool some = __ballot_sync(0xffffffffu, any) & lanes;
-  const bool every = (__ballot_sync(0xffffffffu, all) & lanes) == lanes;
-  if (exists && threadIdx.x % kMaskLanesOfRow == 0) params.states[tile] = mask_state(some, every);
-}
-
 template <Config kConfig>
 __device__ __forceinline__ void mask_tiles(const MaskTilesParams& params) {
-  if (params.single_rows) {
-    pack_single_rows(params);
-    return;
-  }
-  const MaskTilePlace place(params, blockIdx.x);
-  const int first_row = place.first_row(params), first_column = place.first_column(params);
+  int64_t block = blockIdx.x;
+  const int column_tile = int(block % params.column_tiles);
+  block /= params.column_tiles;
+  const int row_tile = int(block % params.row_tiles);
+  const int64_t flat_head = block / params.row_tiles;
+  const int64_t entry = flat_head / params.heads;
+  const int64_t head = flat_head - entry * params.heads;
+  const int first_row = row_tile * params.tile_rows, first_column = column_tile * params.tile_columns;
+  uint32_t* words =
+      params.words + ((flat_head * params.column_tiles + column_tile) * params.rows_padded + first_row) * 4;
+  MaskReader reader;
+  reader.base = params.mask + entry * params.stride_batch + head * params.stride_head;
+  reader.wide = params.wide;
   bool any = false, all = true;
   if (params.keys_are_rows) {
-    pack_key_rows(params, place.reader(params), place.words(params), first_row, first_column, any, all);
+    reader.stride_outer = params.stride_column;
+    reader.stride_inner = params.stride_row;
+    reader.outer_extent = params.columns;
+    reader.inner_extent = params.rows;
+    pack_key_rows(params, reader, words, first_row, first_column, any, all);
   } else {
-    pack_query_rows(params, place.reader(params), place.words(params), first_row, first_column, any, all);
+    reader.stride_outer = params.stride_row;
+    reader.stride_inner = params.stride_column;
+    reader.outer_extent = params.rows;
+    reader.inner_extent = params.columns;
+    pack_query_rows(params, reader, words, first_row, first_column, any, all);
   }
   const bool some = __syncthreads_or(any);
   const bool every = __syncthreads_and(all);
-  if (threadIdx.x == 0) params.states[blockIdx.x] = mask_state(some, every);
+  if (threadIdx.x == 0) {
+    const int64_t tile = (flat_head * params.row_tiles + row_tile) * params.column_tiles + column_tile;
+    params.states[tile] = !some ? kMaskTileEmpty : every ? kMaskTileFull : kMaskTileMixed;
+  }
 }
 
 }  // namespace jattn

@@ -1,7 +1,7 @@
 // Launch shapes of the small kernels before and after attention, for host and device.
 #pragma once
 
-#include "base/integers.cuh"
+#include "base/types.cuh"
 #include "config.cuh"
 
 namespace jattn {
@@ -13,11 +13,7 @@ JATTN_HOST_DEVICE constexpr int position_ranges_threads(const Config&) { return 
 JATTN_HOST_DEVICE constexpr int position_ranges_min_blocks(const Config&) { return 1; }
 
 // One block per tile.
-inline constexpr int kMaskLanesOfRow = 8;
 JATTN_HOST_DEVICE constexpr int mask_tiles_threads(const Config&) { return 256; }
-JATTN_HOST_DEVICE constexpr int64_t mask_tiles_blocks(const Config& config, int64_t tiles, bool single_rows) {
-  return single_rows ? ceil_div(tiles, int64_t{mask_tiles_threads(config) / kMaskLanesOfRow}) : tiles;
-}
 JATTN_HOST_DEVICE constexpr int mask_tiles_min_blocks(const Config&) { return 4; }
 
 // One block per kRowPadding rows of a head.

@@ -30,7 +30,8 @@ from jattn.spec import Operands, Spec, clamped_lengths
 
 Run = Callable[[Spec, Operands[jax.Array]], tuple[jax.Array, jax.Array]]  # -> out, lse
 
-LEAST_KEYS = 1024  # with fewer the operations around the kernels cost more than they save
+# Estimates, not measured: with fewer keys the operations around the kernels would cost more than they save.
+LEAST_KEYS = 1024
 _COMBINE_US = 20.0  # of the operations that add parts up
 _PART_MULTIPLE = 128  # keys: whole tiles
 

@@ -229,6 +229,17 @@ def forms(plan: Plan) -> tuple[str, ...]:
     return tuple(form for form in FORMS if f"{form}=1" in words)
 
 
+def assert_compiles_well(key: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing spills, and products stay in flight as far as a disassembler is there to tell."""
+    toolchain.require_nvrtc()
+    code, log = _core.compile_kernel(key)
+    assert resources.read_log(key, log).faults == ()
+    if tool := toolchain.find_tool("cuobjdump"):
+        monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
+        (folder / "kernel.cubin").write_bytes(code)
+        assert sm90_listing.describe(folder / "kernel.cubin")[1] == []
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_picked_and_compiles_well(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,14 +247,8 @@ def test_picked_and_compiles_well(
     head_dims, terms, wanted = VARIANTS[name]
     plan = flash_tiles.plan_forward(spec(*head_dims, **terms))
     assert forms(plan) == wanted
-    toolchain.require_nvrtc()
     key = plan.kernels.split(";")[0]
-    code, log = _core.compile_kernel(key)
-    assert resources.read_log(key, log).faults == ()
-    if tool := toolchain.find_tool("cuobjdump"):
-        monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
-        (tmp_path / "kernel.cubin").write_bytes(code)
-        assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
+    assert_compiles_well(key, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -252,17 +257,11 @@ def test_packed_heads_compile_well(
 ) -> None:
     head_dims, terms = PACKED[name]
     few = {"q_len": 4, "kv_len": 8192, "num_heads": 16} | terms
-    toolchain.require_nvrtc()
     key = flash_tiles.plan_forward(spec(*head_dims, **few), for_few_queries=True).kernels.split(
         ";"
     )[0]
     assert "packed_heads=1" in key.split()
-    code, log = _core.compile_kernel(key)
-    assert resources.read_log(key, log).faults == ()
-    if tool := toolchain.find_tool("cuobjdump"):
-        monkeypatch.setenv("PATH", f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}")
-        (tmp_path / "kernel.cubin").write_bytes(code)
-        assert sm90_listing.describe(tmp_path / "kernel.cubin")[1] == []
+    assert_compiles_well(key, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ORDERS)

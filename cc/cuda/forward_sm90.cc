@@ -94,8 +94,9 @@ QueryTiles query_tiles(const Problem& problem, const Kernel& kernel) {
                   " needs a mask that all heads share");
     JATTN_REQUIRE(!config.row_bias || problem.bias.stride_head == 0, "kernel ", kernel.text,
                   " needs a bias that all heads share");
-    JATTN_REQUIRE((problem.q_len + config.tile_q) * rows <= std::numeric_limits<int32_t>::max(), "q_len ",
-                  problem.q_len, " is too long for kernel ", kernel.text);
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    JATTN_REQUIRE((problem.q_len + config.tile_q) * rows <= kMost && problem.batch * problem.q_len <= kMost, "batch ",
+                  problem.batch, " with q_len ", problem.q_len, " is too much for kernel ", kernel.text);
     tiles = {.heads = problem.num_kv_heads, .rows_per_query = rows, .queries = config.tile_q / rows, .count = 0};
   }
   tiles.count = ceil_div(problem.q_len, tiles.queries);

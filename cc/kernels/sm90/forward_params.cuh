@@ -50,9 +50,9 @@ struct DocumentTilesParams {
 };
 
 struct ForwardParams {
-  TensorMap
-      q;  // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle; Config::packed_heads: axes (D, G, K, B * T), box
-          // (64, 2^group_shift, 1, queries of a tile), G heads in a group
+  // Axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle. Config::packed_heads, with G heads in a group: axes
+  // (D, G, K, B * T), box (64, 2^group_shift, 1, queries of a tile).
+  TensorMap q;
   TensorMap k;    // axes (D, S, K, B), box (64, tile_kv, 1, 1), likewise
   TensorMap v;    // axes (Dv, S, K, B), box (64, tile_kv, 1, 1), likewise
   TensorMap out;  // axes (Dv, T, N, B), box (64, 64, 1, 1), likewise

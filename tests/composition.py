@@ -15,9 +15,18 @@ from jattn.testing.cases import Case
 
 T = TypeVar("T")
 Pick = Callable[[Sequence[Any]], Any]
+Shape = tuple[int, int, int, int, int]
 
 # B, T, S, N, K: tails on both sides, T < S, T = S, T > S, groups of 1, 2 and all heads.
 SHAPES = ((2, 33, 70, 4, 2), (2, 64, 64, 2, 2), (1, 97, 40, 3, 1))
+# Where heads of a group share tiles or keys are split: groups that are a power of two and not, one tile and two.
+FEW_QUERIES = (
+    (2, 1, 2048, 8, 2),
+    (3, 1, 1500, 6, 1),
+    (2, 5, 1152, 12, 4),
+    (1, 7, 4096, 4, 4),
+    (3, 20, 300, 14, 2),
+)
 HEAD_DIMS = ((16, 16), (64, 64), (40, 24))
 FORMS = ("bnts", "1nts", "b1ts", "ts", "b11s", "1n1s", "11t1")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -41,11 +50,19 @@ FEATURES = {
     "scale": 3,
     "dlse": 6,
 }
+# Slopes and dropout keep heads of a group apart.
+FEATURES_OF_FEW = FEATURES | {"alibi": 1, "dropout": 1}
 
 
-def problem(pick: Pick, used: frozenset[str], dtype: str, name: str = "composition") -> Case:
-    """Makes a problem that uses these features; `pick` chooses one of a sequence."""
-    batch, q_len, kv_len, num_heads, num_kv_heads = pick(SHAPES)
+def problem(
+    pick: Pick,
+    used: frozenset[str],
+    dtype: str,
+    name: str = "composition",
+    shapes: Sequence[Shape] = SHAPES,
+) -> Case:
+    """Makes a problem of one of the shapes that uses these features; `pick` chooses one of a sequence."""
+    batch, q_len, kv_len, num_heads, num_kv_heads = pick(shapes)
     head_dim, head_dim_v = pick(HEAD_DIMS)
 
     def optional(feature: str, choices: Sequence[T]) -> T | None:
@@ -98,14 +115,27 @@ def problem(pick: Pick, used: frozenset[str], dtype: str, name: str = "compositi
 @functools.cache
 def listed(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
     """The same `count` problems every time, each named by its number and its features."""
+    return _listed(count, dtypes, SHAPES, FEATURES)
+
+
+@functools.cache
+def listed_few_queries(count: int) -> list[Case]:
+    """The same for few queries of many keys, in 16 bits."""
+    return _listed(count, ("bfloat16", "float16"), FEW_QUERIES, FEATURES_OF_FEW)
+
+
+def _listed(
+    count: int, dtypes: Sequence[str], shapes: Sequence[Shape], features: dict[str, int]
+) -> list[Case]:
     found = []
     for i in range(count):
         rng = np.random.default_rng(i)
-        used = frozenset(name for name, tenths in FEATURES.items() if rng.integers(10) < tenths)
+        used = frozenset(name for name, tenths in features.items() if rng.integers(10) < tenths)
         case = problem(
             lambda choices, rng=rng: choices[rng.integers(len(choices))],
             used,
             dtypes[i % len(dtypes)],
+            shapes=shapes,
         )
         found.append(
             dataclasses.replace(case, name=f"composition-{i}-{case.dtype}-{'-'.join(sorted(used))}")

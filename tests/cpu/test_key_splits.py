@@ -6,8 +6,11 @@ And when heads of a group share tiles.
 import dataclasses
 from typing import Any
 
+import jax
 import pytest
+from composition import listed_few_queries
 
+from jattn.arguments import Call
 from jattn.backends import flash_tiles
 from jattn.backends.key_splits import (
     MOST_SPLITS,
@@ -19,6 +22,8 @@ from jattn.backends.key_splits import (
 )
 from jattn.masks import Band
 from jattn.spec import Dropout, Spec
+from jattn.testing import inputs
+from jattn.testing.cases import Case
 
 CAUSAL = Band(right=0)
 LOWER_RIGHT = Band(right=0, lower_right=True)
@@ -26,6 +31,17 @@ LOWER_RIGHT = Band(right=0, lower_right=True)
 
 def spec(q_len: int, kv_len: int, heads: int, band: Band | None = None, batch: int = 1) -> Spec:
     return Spec(batch, q_len, kv_len, heads, heads, 128, 128, "bfloat16", 0.1, band=band or Band())
+
+
+def spec_of(case: Case) -> Spec:
+    found: list[Spec] = []
+
+    def parse() -> None:
+        (q, k, v), keywords = inputs.call_arguments(case, inputs.make(case))
+        found.append(Call.parse(q, k, v, implementation=None, **keywords).spec)
+
+    jax.eval_shape(parse)  # not run, or each conversion of an array would be compiled
+    return found[0]
 
 
 def splits(problem: Spec) -> int:
@@ -185,3 +201,9 @@ def test_packed_heads_are_items_of_their_group() -> None:
     assert "packed_heads=1" in main
     assert f"key_splits={together}" in combine
     assert "packed_heads" not in flash_tiles.plan_forward(one).kernels
+
+
+def test_random_few_queries_pack() -> None:
+    """Enough of the problems that the GPU tier composes of random features are about packed heads."""
+    packed = [case.name for case in listed_few_queries(30) if packs_heads(spec_of(case), 128)]
+    assert len(packed) >= 10

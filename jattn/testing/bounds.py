@@ -180,7 +180,8 @@ def _dx_error(
     ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
     slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
     kept_slope = np.where(visible, 1 - ratio**2 + slope_error, 0)
-    return np.asarray(ds_error * kept_slope + abs_ds * slope_error)
+    # What is rounded before the second product is dx: where that is a subnormal float16, its error is absolute.
+    return np.asarray(ds_error * kept_slope + abs_ds * slope_error + unit.a_in * visible)
 
 
 def _lse_rounding(lse: Array, lse_dtype: str) -> Array:

@@ -38,6 +38,28 @@ def test_a_correct_implementation_is_well_below_the_limits(case: Case) -> None:
         assert tensor.rms_ratio < WELL_BELOW_RMS, str(report)
 
 
+def test_gradients_beside_a_saturated_softcap_are_subnormal_numbers() -> None:
+    """There float16 rounds by an absolute amount, whatever the slope of the softcap is."""
+    case = Case(
+        name="saturated",
+        batch=2,
+        q_len=1,
+        kv_len=2048,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        head_dim_v=64,
+        dtype="float16",
+        softcap=2.0,
+        scale=0.7,
+        distribution="integers",
+    )
+    operands, solution = compare.solved(case)
+    results = baseline.solve(case, operands, solution)
+    report = compare.assert_close(case, operands, results, solution=solution)
+    assert all(tensor.bound_ratio < WELL_BELOW_BOUND for tensor in report.tensors), str(report)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("distribution", ["normal", "uniform"])
 def test_a_loss_of_precision_fails_in_every_tensor(dtype: str, distribution: str) -> None:

@@ -1,12 +1,14 @@
-"""A program for four virtual CPU devices and one backend, its argument.
+"""A program for four devices, virtual ones of a CPU or GPUs, and one backend, its argument.
 
 Prints one line of JSON: name of a check -> "ok" or what was wrong.
-Run by test_sharding.py in a process of its own, because the number of devices is fixed when JAX starts.
+Run by tests in a process of its own, because the number of devices is fixed when JAX starts.
 """
 
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +24,9 @@ import jattn
 
 CHECKS: dict[str, Callable[[str], None]] = {}
 BACKENDS = ("cpu", "xla")
+GPU_BACKENDS = ("flash", "mem_efficient")
+DEVICES = 4
+DTYPES = {"flash": "bfloat16"}  # of the others: float32
 
 
 def check(function: Callable[[str], None]) -> Callable[[str], None]:
@@ -33,12 +38,25 @@ def mesh(shape: tuple[int, ...], *names: str) -> Mesh:
     return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
+def explicit(shape: tuple[int, ...], *names: str) -> Mesh:
+    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names))
+
+
+def dtype_of(backend: str) -> str:
+    return DTYPES.get(backend, "float32")
+
+
 def drawn(
-    batch: int = 4, length: int = 40, heads: int = 4, kv_heads: int = 4, head_dim: int = 16
+    backend: str,
+    batch: int = 4,
+    length: int = 40,
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 16,
 ) -> list[jax.Array]:
     """q, k, v, dout."""
     return [
-        normal(i, batch, length, n, head_dim)
+        normal(i, batch, length, n, head_dim, dtype=dtype_of(backend))
         for i, n in enumerate((heads, kv_heads, kv_heads, heads))
     ]
 
@@ -53,10 +71,19 @@ def value_and_grads(backend: str, **keywords: Any) -> Callable[..., Any]:
 
 
 def close(got: Any, want: Any, sums: float = 0.0) -> None:
-    """sums: of the magnitudes that are added up in another order on a mesh, four roundings of which are allowed."""
+    """sums: of the magnitudes that are added up in another order on a mesh, four roundings of which are allowed.
+
+    Numbers of 16 bits that are summed over devices are rounded on each of them first: four roundings of the greatest.
+    """
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        atol = 2e-5 + sums * 2.0**-21
-        np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=2e-5, atol=atol)
+        assert g.dtype == w.dtype, (g.dtype, w.dtype)
+        a, b = (np.asarray(x, np.float32) for x in (g, w))
+        if w.dtype == jnp.float32:
+            rtol, atol = 2e-5, 2e-5 + sums * 2.0**-21
+        else:
+            rtol = 2 * float(jnp.finfo(w.dtype).eps)
+            atol = rtol * float(np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
 def collectives(compiled: Any) -> set[str]:
@@ -83,21 +110,24 @@ def sharded(
 
 @check
 def batch_sharding_gathers_nothing(backend: str) -> None:
-    compiled = sharded(backend, PartitionSpec("x"), mesh((4,), "x"), drawn(), is_causal=True)
+    compiled = sharded(backend, PartitionSpec("x"), mesh((4,), "x"), drawn(backend), is_causal=True)
     assert not collectives(compiled), collectives(compiled)
 
 
 @check
 def head_sharding_gathers_nothing(backend: str) -> None:
     compiled = sharded(
-        backend, PartitionSpec(None, None, "x"), mesh((4,), "x"), drawn(heads=8, kv_heads=4)
+        backend,
+        PartitionSpec(None, None, "x"),
+        mesh((4,), "x"),
+        drawn(backend, heads=8, kv_heads=4),
     )
     assert not collectives(compiled), collectives(compiled)
 
 
 @check
 def batch_and_head_sharding_gathers_nothing(backend: str) -> None:
-    arrays = drawn(heads=4, kv_heads=2)
+    arrays = drawn(backend, heads=4, kv_heads=2)
     compiled = sharded(backend, PartitionSpec("x", None, "y"), mesh((2, 2), "x", "y"), arrays)
     assert not collectives(compiled), collectives(compiled)
 
@@ -105,7 +135,7 @@ def batch_and_head_sharding_gathers_nothing(backend: str) -> None:
 @check
 def length_sharding_is_right(backend: str) -> None:
     """Cut along the queries it may communicate, but it must be right."""
-    arrays = drawn()
+    arrays = drawn(backend)
     the_mesh = mesh((4,), "x")
     run = value_and_grads(backend, is_causal=True)
     placed = [jax.device_put(x, NamedSharding(the_mesh, PartitionSpec(None, "x"))) for x in arrays]
@@ -114,7 +144,7 @@ def length_sharding_is_right(backend: str) -> None:
 
 @check
 def masks_and_lengths_are_cut_with_the_batch(backend: str) -> None:
-    arrays = drawn()
+    arrays = drawn(backend)
     rng = np.random.default_rng(0)
     bias = jnp.asarray(rng.standard_normal((4, 1, 40, 40)), jnp.float32)
     lengths = jnp.asarray([40, 3, 0, 17], jnp.int32)
@@ -139,7 +169,7 @@ def masks_and_lengths_are_cut_with_the_batch(backend: str) -> None:
 
 @check
 def shard_map_over_the_batch(backend: str) -> None:
-    arrays = drawn()
+    arrays = drawn(backend)
     run = value_and_grads(backend, is_causal=True)
     spec = PartitionSpec("x")
     mapped = jax.shard_map(run, mesh=mesh((4,), "x"), in_specs=spec, out_specs=spec)
@@ -149,7 +179,7 @@ def shard_map_over_the_batch(backend: str) -> None:
 @check
 def cotangents_of_replicated_operands_are_summed(backend: str) -> None:
     """Keys, values and bias are whole on every device, queries are cut: their gradients are sums over the devices."""
-    q, k, v, dout = drawn()
+    q, k, v, dout = drawn(backend)
     k, v = k[:1], v[:1]
     bias = normal(9, 1, 4, 40, 40)
     batch, whole = PartitionSpec("x"), PartitionSpec()
@@ -176,7 +206,7 @@ def cotangents_of_replicated_operands_are_summed(backend: str) -> None:
 @check
 def cotangents_inside_shard_map(backend: str) -> None:
     """The same with the gradient taken inside of shard_map, where the sum is a psum that the rule must insert."""
-    q, k, v, dout = drawn()
+    q, k, v, dout = drawn(backend)
     k, v = k[:1], v[:1]
     batch, whole = PartitionSpec("x"), PartitionSpec()
 
@@ -198,10 +228,55 @@ def cotangents_inside_shard_map(backend: str) -> None:
 
 
 @check
+def keys_travel_around_a_ring(backend: str) -> None:
+    """A sequence cut over the devices: each attends to the keys of all others in turn; values and gradients."""
+    arrays = drawn(backend, kv_heads=2)
+    spec = PartitionSpec(None, "x")
+
+    def ring(q: Any, k: Any, v: Any) -> Any:
+        mine = jax.lax.axis_index("x")
+        attend = functools.partial(
+            jattn.dot_product_attention,
+            q,
+            is_causal=True,
+            query_positions=positions_of(mine, q),
+            return_lse=True,
+            implementation=backend,
+        )
+        out, lse = attend(k, v, key_value_positions=positions_of(mine, k))
+        out = out.astype(jnp.float32)
+
+        def hop(carry: Any, distance: Any) -> Any:
+            k, v, out, lse = carry
+            pairs = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
+            k, v = (jax.lax.ppermute(x, "x", pairs) for x in (k, v))
+            theirs = (mine - distance) % DEVICES
+            part, part_lse = attend(k, v, key_value_positions=positions_of(theirs, k))
+            joined = jnp.logaddexp(lse, part_lse)
+            out = out * jnp.exp(lse - joined)[..., None]
+            out = out + part * jnp.exp(part_lse - joined)[..., None]
+            return (k, v, out, joined), None
+
+        carry, _ = jax.lax.scan(hop, (k, v, out, lse), jnp.arange(1, DEVICES))
+        return carry[2].astype(q.dtype)
+
+    def positions_of(device: Any, x: Any) -> Any:
+        return jnp.broadcast_to(device * x.shape[1] + jnp.arange(x.shape[1]), x.shape[:2])
+
+    mapped = jax.shard_map(ring, mesh=mesh((DEVICES,), "x"), in_specs=spec, out_specs=spec)
+
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pullback = jax.vjp(mapped, q, k, v)
+        return out, *pullback(dout)
+
+    close(jax.jit(run)(*arrays), jax.jit(value_and_grads(backend, is_causal=True))(*arrays))
+
+
+@check
 def explicit_mesh(backend: str) -> None:
     """Sharding in types: the result says how it is cut."""
-    arrays = drawn()
-    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    arrays = drawn(backend)
+    the_mesh = explicit((4,), "x")
     run = value_and_grads(backend)
     want = jax.jit(run)(*arrays)
     with jax.sharding.set_mesh(the_mesh):
@@ -214,9 +289,9 @@ def explicit_mesh(backend: str) -> None:
 @check
 def one_operand_on_an_explicit_mesh(backend: str) -> None:
     """Only keys and values, or only the bias, are sharded: values, and types of gradients and tangents."""
-    q, k, v, _ = drawn()
+    q, k, v, _ = drawn(backend)
     bias = normal(5, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    the_mesh = explicit((4,), "x")
 
     def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
         def attend(q: Any, k: Any, v: Any) -> Any:
@@ -239,8 +314,8 @@ def one_operand_on_an_explicit_mesh(backend: str) -> None:
 
 @check
 def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
-    the_mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = drawn()[0][:, :, :4]
+    the_mesh = explicit((4,), "x")
+    x = drawn(backend)[0][:, :, :4]
 
     @jax.jit
     def run(x: Any) -> Any:
@@ -286,10 +361,12 @@ def with_new_operands(backend: str, rate: float = 0.3) -> Callable[..., Any]:
     return run
 
 
-def magnitudes(run: Callable[..., Any], shared: Sequence[jax.Array], key: jax.Array) -> float:
+def magnitudes(
+    backend: str, run: Callable[..., Any], shared: Sequence[jax.Array], key: jax.Array
+) -> float:
     """The sum of the magnitudes of what heads and batch entries add to the gradient of a shared sink or slope."""
     of_heads = (jnp.broadcast_to(x, (4, 4)) for x in shared)
-    return max(float(jnp.abs(x).sum()) for x in jax.jit(run)(*drawn(), *of_heads, key)[-2:])
+    return max(float(jnp.abs(x).sum()) for x in jax.jit(run)(*drawn(backend), *of_heads, key)[-2:])
 
 
 @check
@@ -302,11 +379,11 @@ def dropout_sinks_and_slopes_on_a_mesh(backend: str) -> None:
     run = with_new_operands(backend)
     for shared in (False, True):
         *small, key = new_operands(shared)
-        want = jax.jit(run)(*drawn(), *small, key)
-        placed = [jax.device_put(x, tokens) for x in drawn()]
+        want = jax.jit(run)(*drawn(backend), *small, key)
+        placed = [jax.device_put(x, tokens) for x in drawn(backend)]
         placed += [jax.device_put(x, whole if shared else per_head) for x in small]
         compiled = jax.jit(run).lower(*placed, key).compile()
-        close(compiled(*placed, key), want, magnitudes(run, small, key) if shared else 0.0)
+        close(compiled(*placed, key), want, magnitudes(backend, run, small, key) if shared else 0.0)
         allowed = {"all-reduce"} if shared else set()
         assert collectives(compiled) <= allowed, collectives(compiled)
 
@@ -315,8 +392,8 @@ def dropout_sinks_and_slopes_on_a_mesh(backend: str) -> None:
 def the_same_pairs_are_dropped_under_any_sharding(backend: str) -> None:
     """Bit for bit: unit vectors as values show the weights."""
     length = 40
-    q, k, _, _ = drawn()
-    v = jnp.broadcast_to(jnp.eye(length)[None, :, None, :], (4, length, 4, length))
+    q, k, _, _ = drawn(backend)
+    v = jnp.broadcast_to(jnp.eye(length, dtype=q.dtype)[None, :, None, :], (4, length, 4, length))
 
     def run(q: Any, k: Any, v: Any, key: Any) -> Any:
         return jattn.dot_product_attention(
@@ -341,20 +418,20 @@ def the_same_pairs_are_dropped_under_any_sharding(backend: str) -> None:
 
 @check
 def new_operands_on_an_explicit_mesh(backend: str) -> None:
-    the_mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    the_mesh = explicit((2, 2), "x", "y")
     run = with_new_operands(backend)
     *small, key = new_operands(shared=True)
-    want = jax.jit(run)(*drawn(), *small, key)
+    want = jax.jit(run)(*drawn(backend), *small, key)
     with jax.sharding.set_mesh(the_mesh):
-        placed = [jax.device_put(x, PartitionSpec("x", None, "y")) for x in drawn()]
+        placed = [jax.device_put(x, PartitionSpec("x", None, "y")) for x in drawn(backend)]
         got = jax.jit(run)(*placed, *small, key)
-    close(got, want, magnitudes(run, small, key))
+    close(got, want, magnitudes(backend, run, small, key))
 
 
 @check
 def dropout_inside_shard_map(backend: str) -> None:
     """A key per device, as for any random number there: each shard drops as a call of its own with that key."""
-    arrays = drawn()
+    arrays = drawn(backend)
     keys = jax.random.split(jax.random.key(8), 4)
     *small, _ = new_operands(shared=True)
 
@@ -380,7 +457,7 @@ def dropout_inside_shard_map(backend: str) -> None:
 def what_is_cut_counts_once(backend: str) -> None:
     """It is traced for all devices together and for one of them."""
     spec = NamedSharding(mesh((4,), "x"), PartitionSpec("x"))
-    placed = [jax.device_put(x, spec) for x in drawn(length=24)]
+    placed = [jax.device_put(x, spec) for x in drawn(backend, length=24)]
     run = jax.jit(value_and_grads(backend))
     jattn.reset_call_counters()
     jax.block_until_ready(run(*placed))
@@ -392,8 +469,23 @@ def what_is_cut_counts_once(backend: str) -> None:
     assert jattn.call_counters()["xla"] == {"tangent": 1}, jattn.call_counters()
 
 
+def failures(backend: str, **environment: str) -> dict[str, str]:
+    """Runs this program in a process of its own, with these variables; returns the checks that failed, and why."""
+    done = subprocess.run(
+        [sys.executable, __file__, backend],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert set(outcome) == set(CHECKS)
+    return {name: what for name, what in outcome.items() if what != "ok"}
+
+
 def main(backend: str) -> None:
-    assert len(jax.devices()) == 4
+    assert len(jax.devices()) >= DEVICES, jax.devices()
     outcome = {}
     for name, function in CHECKS.items():
         try:

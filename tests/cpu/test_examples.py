@@ -16,6 +16,7 @@ SHORT = {
     "encoder_padding.py": ["--steps", "400", "--longest", "12"],
     "relative_bias.py": ["--steps", "200"],
     "digits_vit.py": ["--epochs", "12"],
+    "long_context.py": ["--length", "512"],
 }
 
 

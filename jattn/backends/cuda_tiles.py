@@ -136,13 +136,32 @@ def _forward_candidates(dtype: str, head_dim_v: int) -> _Candidates:
     return ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 16, 2, 1))
 
 
+MOST_FEW_ROWS = 64  # queries for which a tile has no more rows than they need
+
+
+def _few_rows_candidates(rows: int, dtype: str, head_dim_v: int) -> _Candidates:
+    """Tiles for so few queries that reading keys takes longer than products with them.
+
+    Small ones, of a warp for 16 rows, since blocks beside each other are what keeps copies under way.
+    """
+    if rows > MOST_FEW_ROWS:
+        return ()
+    tile_q = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    long = head_dim_v <= (128 if tile_q == 64 else 64)
+    tile_kv = 64 if dtype != "float32" and long else 32
+    return tuple((tile_q, tile_kv, tile_q // 16, stages) for stages in (2, 1))
+
+
 def forward_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     """Picks the tile of the sm80 forward kernel."""
     head_dim = round_up(spec.head_dim, 32)
     slices = -(-spec.head_dim_v // 256)
     head_dim_v = round_up(-(-spec.head_dim_v // slices), 32)
     limit = shared_limit_bytes(arch)
-    candidates = _forward_candidates(spec.dtype, head_dim_v)
+    candidates = (
+        *_few_rows_candidates(spec.q_len, spec.dtype, head_dim_v),
+        *_forward_candidates(spec.dtype, head_dim_v),
+    )
     for i, (tile_q, tile_kv, num_warps, stages) in enumerate(candidates):
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
         blocks = _blocks(forward_shared_bytes(tile, spec), limit)

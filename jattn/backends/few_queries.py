@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jattn.backends.kernel_plan import is_number
 from jattn.backends.key_splits import (
+    MULTIPROCESSORS,
     choose_splits,
     is_worth_packing,
     tiles_to_cut,
@@ -29,39 +30,48 @@ from jattn.backends.key_splits import (
 from jattn.spec import Operands, Spec, clamped_lengths
 
 Run = Callable[[Spec, Operands[jax.Array]], tuple[jax.Array, jax.Array]]  # -> out, lse
+TileOf = Callable[[int], tuple[int, int]]  # number of queries -> rows and columns of a tile
 
 # Estimates, not measured: with fewer keys the operations around the kernels would cost more than they save.
 LEAST_KEYS = 1024
 _COMBINE_US = 20.0  # of the operations that add parts up
 _PART_MULTIPLE = 128  # keys: whole tiles
+_MANY = 1 << 20  # queries
+
+# Blocks of small tiles wait for copies, not for products. H100, head dim 128, 16 bits: a tile takes a block this long
+# where it is alone on its multiprocessor, and so many there take as much from memory as it has.
+_SMALL_TILE_US = 1.0
+_SMALL_BLOCKS = {"bfloat16": 2, "float16": 2, "float32": 3}
 
 
 def forward(
-    spec: Spec, operands: Operands[jax.Array], run: Run, *, tile_q: int, tile_kv: int
+    spec: Spec, operands: Operands[jax.Array], run: Run, tile_of: TileOf
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a problem, with heads packed and keys split where that is faster.
 
     Args:
       spec, operands: the problem.
       run: the forward pass of the kernels.
-      tile_q, tile_kv: tile of the kernel of this problem.
+      tile_of: rows and columns of the kernel's tiles for so many queries.
     """
-    packs, parts = choose(spec, tile_q, tile_kv)
+    packs, parts = choose(spec, tile_of)
     return rewritten(spec, operands, run, packs=packs, parts=parts)
 
 
-def choose(spec: Spec, tile_q: int, tile_kv: int) -> tuple[bool, int]:
+def choose(spec: Spec, tile_of: TileOf) -> tuple[bool, int]:
     """Says whether to pack the heads of groups, and into how many parts to split the keys."""
     known = is_number(spec.batch) and spec.dropout is None
-    if not known or spec.kv_len < LEAST_KEYS or spec.q_len > tile_q:
+    most_rows, _ = tile_of(_MANY)
+    if not known or spec.kv_len < LEAST_KEYS or spec.q_len > most_rows:
         return False, 1
-    packs = spec.alibi_slopes is None and is_worth_packing(spec, spec.group_size, tile_q)
+    packs = spec.alibi_slopes is None and is_worth_packing(spec, spec.group_size, most_rows)
     items = dataclasses.replace(
         spec,
         q_len=spec.q_len * spec.group_size if packs else spec.q_len,
         num_heads=spec.num_kv_heads if packs else spec.num_heads,
         positions=True,  # parts are cut from all keys, whatever the band hides
     )
+    tile_q, tile_kv = tile_of(items.q_len)
     return packs, choose_splits(
         items,
         tile_q,
@@ -69,6 +79,8 @@ def choose(spec: Spec, tile_q: int, tile_kv: int) -> tuple[bool, int]:
         candidates=part_counts(spec.kv_len),
         combine_us=_COMBINE_US,
         in_band=None if spec.positions else tiles_to_cut(spec, 0, spec.q_len, tile_kv),
+        blocks=MULTIPROCESSORS * (1 if tile_q == most_rows else _SMALL_BLOCKS[spec.dtype]),
+        tile_us=None if tile_q == most_rows else _SMALL_TILE_US,
     )
 
 

@@ -74,6 +74,8 @@ def choose_splits(
     candidates: Sequence[int] = range(1, MOST_SPLITS + 1),
     combine_us: float = COMBINE_US,
     in_band: int | None = None,
+    blocks: int = MULTIPROCESSORS,
+    tile_us: float | None = None,
 ) -> int:
     """Returns the number of parts, 1 if the keys are better left together.
 
@@ -84,20 +86,23 @@ def choose_splits(
       candidates: numbers that parts may have, 1 among them.
       combine_us: what it costs to add parts up, besides reading and writing them.
       in_band: tiles of keys that the band leaves to a tile of queries, where that is known.
+      blocks: how many run beside each other.
+      tile_us: what a tile takes a block, where that is known; else as long as its products.
     """
     queries = tile_q // rows_of_query(spec) if packed_heads else tile_q
     heads = spec.batch * (spec.num_kv_heads if packed_heads else spec.num_heads)
     q_tiles = -(-spec.q_len // queries)
     items = heads * q_tiles
-    if not 0 < items < MULTIPROCESSORS:
+    if not 0 < items < blocks:
         return 1
     cut = [tiles_to_cut(spec, tile * queries, queries, tile_kv) for tile in range(q_tiles)]
-    most = min(MOST_SPLITS, MOST_WAVES * MULTIPROCESSORS // items, max(cut))
+    most = min(MOST_SPLITS, MOST_WAVES * blocks // items, max(cut))
     if in_band is None:
         in_band = _tiles_in_band(spec, queries, tile_kv)
-    tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
+    if tile_us is None:
+        tile_us = 2.0 * tile_q * tile_kv * (spec.head_dim + spec.head_dim_v) / _FLOPS_PER_US
     times = {
-        splits: _time_us(spec, heads, cut, splits, in_band, tile_us, combine_us)
+        splits: _time_us(spec, heads, cut, splits, in_band, tile_us, combine_us, blocks)
         for splits in candidates
         if splits <= most
     }
@@ -134,10 +139,11 @@ def _time_us(
     in_band: int,
     tile_us: float,
     combine_us: float,
+    blocks: int,
 ) -> float:
     pieces = [min(-(-tiles // splits), in_band) * tile_us + _ITEM_US for tiles in cut]
     mean = sum(pieces) / len(pieces)
-    waves = -(-heads * len(cut) * splits // MULTIPROCESSORS)
+    waves = -(-heads * len(cut) * splits // blocks)
     time_us = waves * mean + max(pieces) - mean
     if splits > 1:
         row_bytes = 8 * spec.head_dim_v

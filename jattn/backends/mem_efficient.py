@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
 from jattn import ffi
@@ -91,8 +93,11 @@ class MemEfficientBackend:
             plan = cuda_tiles.plan_forward(spec, arch)
             return ffi.forward(spec, operands, plan.attributes(self.name), (plan.scratch_bytes,))
 
-        tile = cuda_tiles.forward_tile(spec, arch)
-        return few_queries.forward(spec, operands, run, tile_q=tile.tile_q, tile_kv=tile.tile_kv)
+        def tile_of(queries: int) -> tuple[int, int]:
+            tile = cuda_tiles.forward_tile(dataclasses.replace(spec, q_len=queries), arch)
+            return tile.tile_q, tile.tile_kv
+
+        return few_queries.forward(spec, operands, run, tile_of)
 
     def backward(
         self,

@@ -7,6 +7,9 @@ import resources
 import toolchain
 
 from jattn import _core
+from jattn.backends import cuda_tiles
+from jattn.masks import Band
+from jattn.spec import Spec
 
 KEYS = toolchain.one_key_per_family()
 # Options that may be switched on together in every kernel of a folder. The planners of sm90 pick other tiles for
@@ -92,3 +95,15 @@ def test_unknown_architecture() -> None:
         RuntimeError, match=r"(?s)arch=sm_999.*invalid value for --gpu-architecture"
     ):
         _core.prepare_kernel("family=sm80_forward arch=sm_999")
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (9, 0)])
+@pytest.mark.parametrize("queries", [1, 32, 64])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("bfloat16", 64), ("float16", 128), ("float32", 128)]
+)
+def test_tiles_of_few_queries_do_not_spill(
+    dtype: str, head_dim: int, queries: int, arch: tuple[int, int]
+) -> None:
+    few = Spec(2, queries, 8192, 4, 4, head_dim, head_dim, dtype, 0.1, band=Band(right=0))
+    assert compile_key(cuda_tiles.plan_forward(few, arch).kernels).faults == ()

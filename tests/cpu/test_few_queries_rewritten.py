@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import few_queries
+from jattn.backends import cuda_tiles, few_queries
 from jattn.backends.cpu import CpuBackend
 from jattn.masks import Band
 from jattn.spec import Dropout, Operands, Spec
@@ -182,9 +182,35 @@ DECODE = Spec(1, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, kv_lengths=True)
     ids=str,
 )
 def test_where_it_is_faster(changes: dict[str, Any], packs: bool, splits: bool) -> None:
-    found, parts = few_queries.choose(dataclasses.replace(DECODE, **changes), 128, 64)
+    def tile_of(queries: int) -> tuple[int, int]:
+        return (128, 64) if queries > 64 else (64, 32)
+
+    found, parts = few_queries.choose(dataclasses.replace(DECODE, **changes), tile_of)
     assert found == packs
     assert (parts > 1) == splits
+
+
+@pytest.mark.parametrize(
+    ("queries", "dtype", "head_dim", "tile"),
+    [
+        (1, "bfloat16", 128, (16, 32)),
+        (16, "float16", 64, (16, 64)),
+        (17, "bfloat16", 128, (32, 32)),
+        (64, "bfloat16", 128, (64, 64)),
+        (33, "bfloat16", 256, (64, 32)),
+        (8, "float32", 64, (16, 32)),
+        (65, "bfloat16", 128, (128, 64)),
+    ],
+)
+def test_tiles_have_the_rows_that_few_queries_need(
+    queries: int, dtype: str, head_dim: int, tile: tuple[int, int]
+) -> None:
+    spec = dataclasses.replace(
+        DECODE, q_len=queries, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim
+    )
+    found = cuda_tiles.forward_tile(spec, (9, 0))
+    assert (found.tile_q, found.tile_kv) == tile
+    assert found.tile_q == 16 * found.num_warps or queries > cuda_tiles.MOST_FEW_ROWS
 
 
 def test_parts_are_whole_tiles() -> None:

@@ -140,7 +140,7 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T088": Later(CUDNN, ("cpu",)),
     "T089": Later(CUDNN, ("cpu",)),
     "J01": CPU,
-    "J02": CPU,
+    "J02": BOTH,
     "J03": Covered(("cpu",), "works on every backend, no error on fused ones"),
     "J04": Covered(("cpu",), "works on every backend, no error on fused ones"),
     "J05": CPU,

@@ -48,8 +48,7 @@ def ring_attention(
         query_positions=positions,
         return_lse=True,
     )
-    own = (key, value, positions)
-    arriving = jax.lax.ppermute(own, AXIS, onwards)
+    arriving = jax.lax.ppermute((key, value, positions), AXIS, onwards)
     out, lse = attend(key, value, key_value_positions=positions)
 
     def hop(carry: Any, _: None) -> tuple[Any, None]:
@@ -102,8 +101,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, help="default: all GPUs, or four virtual devices")
     parser.add_argument("--calls", type=int, default=2, help="that are timed")
     options = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", options.devices or 4)
-    found = jax.devices()[: options.devices]
+    jax.config.update("jax_num_cpu_devices", max(1, options.devices or 4))
+    found = jax.devices()
+    count = len(found) if options.devices is None else options.devices
+    if not 0 < count <= len(found):
+        parser.error(f"--devices is {count}, must be 1 to {len(found)}, the devices there are")
+    found = found[:count]
     if options.length % (2 * len(found)):
         parser.error(f"--length is {options.length}, must be a multiple of {2 * len(found)}")
 

@@ -5,6 +5,7 @@ Run by tests in a process of its own, because the number of devices is fixed whe
 """
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -229,47 +232,32 @@ def cotangents_inside_shard_map(backend: str) -> None:
 
 @check
 def keys_travel_around_a_ring(backend: str) -> None:
-    """A sequence cut over the devices: each attends to the keys of all others in turn; values and gradients."""
+    """The ring of examples/long_context.py, over a cut sequence: values and gradients."""
+    example = long_context()
     arrays = drawn(backend, kv_heads=2)
-    spec = PartitionSpec(None, "x")
+    length = arrays[0].shape[1]
+    order = example.balanced_order(length, DEVICES)
+    ring = jax.shard_map(
+        example.ring_attention,
+        mesh=mesh((DEVICES,), example.AXIS),
+        in_specs=example.OVER_DEVICES,
+        out_specs=example.OVER_DEVICES,
+    )
+    positions = jnp.broadcast_to(order, (arrays[0].shape[0], length))
+    with jattn.sdpa_kernel(backend):
+        got = jax.jit(example.with_gradients(ring))(*(x[:, order] for x in arrays), positions)
+    want = jax.jit(value_and_grads(backend, is_causal=True))(*arrays)
+    close(got, [x[:, order] for x in want])
 
-    def ring(q: Any, k: Any, v: Any) -> Any:
-        mine = jax.lax.axis_index("x")
-        attend = functools.partial(
-            jattn.dot_product_attention,
-            q,
-            is_causal=True,
-            query_positions=positions_of(mine, q),
-            return_lse=True,
-            implementation=backend,
-        )
-        out, lse = attend(k, v, key_value_positions=positions_of(mine, k))
-        out = out.astype(jnp.float32)
 
-        def hop(carry: Any, distance: Any) -> Any:
-            k, v, out, lse = carry
-            pairs = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
-            k, v = (jax.lax.ppermute(x, "x", pairs) for x in (k, v))
-            theirs = (mine - distance) % DEVICES
-            part, part_lse = attend(k, v, key_value_positions=positions_of(theirs, k))
-            joined = jnp.logaddexp(lse, part_lse)
-            out = out * jnp.exp(lse - joined)[..., None]
-            out = out + part * jnp.exp(part_lse - joined)[..., None]
-            return (k, v, out, joined), None
-
-        carry, _ = jax.lax.scan(hop, (k, v, out, lse), jnp.arange(1, DEVICES))
-        return carry[2].astype(q.dtype)
-
-    def positions_of(device: Any, x: Any) -> Any:
-        return jnp.broadcast_to(device * x.shape[1] + jnp.arange(x.shape[1]), x.shape[:2])
-
-    mapped = jax.shard_map(ring, mesh=mesh((DEVICES,), "x"), in_specs=spec, out_specs=spec)
-
-    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pullback = jax.vjp(mapped, q, k, v)
-        return out, *pullback(dout)
-
-    close(jax.jit(run)(*arrays), jax.jit(value_and_grads(backend, is_causal=True))(*arrays))
+def long_context() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / "long_context.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @check

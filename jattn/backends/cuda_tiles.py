@@ -175,6 +175,12 @@ def forward_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     raise _too_wide(spec, limit)
 
 
+def tile_of_queries(spec: Spec, arch: tuple[int, int], queries: int) -> tuple[int, int]:
+    """Returns rows and columns of the forward tile that a problem with so many queries would have."""
+    tile = forward_tile(dataclasses.replace(spec, q_len=queries), arch)
+    return tile.tile_q, tile.tile_kv
+
+
 def _arch_name(arch: tuple[int, int]) -> str:
     return f"sm_{arch[0]}{arch[1]}"
 

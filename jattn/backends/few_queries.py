@@ -72,6 +72,7 @@ def choose(spec: Spec, tile_of: TileOf) -> tuple[bool, int]:
         positions=True,  # parts are cut from all keys, whatever the band hides
     )
     tile_q, tile_kv = tile_of(items.q_len)
+    small = tile_q < most_rows
     return packs, choose_splits(
         items,
         tile_q,
@@ -79,8 +80,8 @@ def choose(spec: Spec, tile_of: TileOf) -> tuple[bool, int]:
         candidates=part_counts(spec.kv_len),
         combine_us=_COMBINE_US,
         in_band=None if spec.positions else tiles_to_cut(spec, 0, spec.q_len, tile_kv),
-        blocks=MULTIPROCESSORS * (1 if tile_q == most_rows else _SMALL_BLOCKS[spec.dtype]),
-        tile_us=None if tile_q == most_rows else _SMALL_TILE_US,
+        blocks=MULTIPROCESSORS * (_SMALL_BLOCKS[spec.dtype] if small else 1),
+        tile_us=_SMALL_TILE_US if small else None,
     )
 
 

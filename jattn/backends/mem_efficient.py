@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import jax
 
@@ -93,10 +93,7 @@ class MemEfficientBackend:
             plan = cuda_tiles.plan_forward(spec, arch)
             return ffi.forward(spec, operands, plan.attributes(self.name), (plan.scratch_bytes,))
 
-        def tile_of(queries: int) -> tuple[int, int]:
-            tile = cuda_tiles.forward_tile(dataclasses.replace(spec, q_len=queries), arch)
-            return tile.tile_q, tile.tile_kv
-
+        tile_of = functools.partial(cuda_tiles.tile_of_queries, spec, arch)
         return few_queries.forward(spec, operands, run, tile_of)
 
     def backward(

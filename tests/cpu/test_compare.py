@@ -60,6 +60,27 @@ def test_gradients_beside_a_saturated_softcap_are_subnormal_numbers() -> None:
     assert all(tensor.bound_ratio < WELL_BELOW_BOUND for tensor in report.tensors), str(report)
 
 
+@pytest.mark.parametrize(("head_dim_v", "judged"), [(31, False), (32, True)])
+def test_root_mean_squares_judge_tensors_of_enough_elements(head_dim_v: int, judged: bool) -> None:
+    case = Case(
+        name="few-elements",
+        batch=1,
+        q_len=1,
+        kv_len=100,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        head_dim_v=head_dim_v,
+    )
+    operands, solution = compare.solved(case)
+    report = compare.check(
+        case, operands, baseline.solve(case, operands, solution), solution=solution
+    )
+    ratios = {tensor.name: tensor.rms_ratio for tensor in report.tensors}
+    assert (ratios["out"] > 0) == judged
+    assert ratios["dk"] > 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("distribution", ["normal", "uniform"])
 def test_a_loss_of_precision_fails_in_every_tensor(dtype: str, distribution: str) -> None:

@@ -4,6 +4,7 @@ The programs are those that go around the kernels of ``mem_efficient``; here the
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -182,10 +183,9 @@ DECODE = Spec(1, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, kv_lengths=True)
     ids=str,
 )
 def test_where_it_is_faster(changes: dict[str, Any], packs: bool, splits: bool) -> None:
-    def tile_of(queries: int) -> tuple[int, int]:
-        return (128, 64) if queries > 64 else (64, 32)
-
-    found, parts = few_queries.choose(dataclasses.replace(DECODE, **changes), tile_of)
+    spec = dataclasses.replace(DECODE, **changes)
+    tile_of = functools.partial(cuda_tiles.tile_of_queries, spec, (9, 0))
+    found, parts = few_queries.choose(spec, tile_of)
     assert found == packs
     assert (parts > 1) == splits
 

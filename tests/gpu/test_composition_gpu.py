@@ -1,5 +1,7 @@
 """Features compose on the GPU: random problems of tests/composition.py, against the float64 oracle."""
 
+from typing import Any
+
 import pytest
 from composition import listed, listed_few_queries
 
@@ -8,18 +10,18 @@ from jattn.testing.cases import Case
 from jattn.testing.run import serves, verify
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
-SHORT = 60
-SHORT_FEW = 30
+
+
+def shortened(cases: list[Case], short: int) -> list[Any]:
+    """The first ones as they are, the others for --full alone."""
+    return [
+        pytest.param(case, marks=() if i < short else pytest.mark.full, id=case.name)
+        for i, case in enumerate(cases)
+    ]
 
 
 @pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if i < SHORT else pytest.mark.full, id=case.name)
-        for i, case in enumerate(listed(300))
-    ],
-)
+@pytest.mark.parametrize("case", shortened(listed(300), 60))
 def test_features_compose(backend: str, case: Case) -> None:
     """300 problems under --full: float32 goes to mem_efficient alone, the rest to both."""
     if case.dtype == "float32" and backend == "flash":
@@ -29,13 +31,7 @@ def test_features_compose(backend: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if i < SHORT_FEW else pytest.mark.full, id=case.name)
-        for i, case in enumerate(listed_few_queries(300))
-    ],
-)
+@pytest.mark.parametrize("case", shortened(listed_few_queries(300), 30))
 def test_few_queries_compose(backend: str, case: Case) -> None:
     """Heads of a group share tiles and keys are split, where the features of the problem let them."""
     verify(case, backend)

@@ -26,7 +26,7 @@ def devices(least: int) -> list[jax.Device]:
 @pytest.mark.parametrize("backend", on_four_devices.GPU_BACKENDS)
 def test_J02_four_gpus(backend: str) -> None:
     devices(on_four_devices.DEVICES)
-    assert on_four_devices.failures(backend, XLA_PYTHON_CLIENT_PREALLOCATE="false") == {}
+    assert on_four_devices.failures(backend) == {}
 
 
 def problems(backend: str) -> list[tuple[dict[str, Any], list[jax.Array]]]:

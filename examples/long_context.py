@@ -48,21 +48,18 @@ def ring_attention(
         query_positions=positions,
         return_lse=True,
     )
+    # Keys go on before the attention to those that are here, so that XLA can do both at once.
     arriving = jax.lax.ppermute((key, value, positions), AXIS, onwards)
     out, lse = attend(key, value, key_value_positions=positions)
-
-    def hop(carry: Any, _: None) -> tuple[Any, None]:
-        arrived, out, lse = carry
-        # Passed on before the attention to them, so that XLA can do both at once. The last hop sends for nothing.
-        arriving = jax.lax.ppermute(arrived, AXIS, onwards)
-        *key_and_value, their_positions = arrived
+    out = out.astype(jnp.float32)
+    for hops_left in reversed(range(devices - 1)):
+        *key_and_value, their_positions = arriving
+        if hops_left:
+            arriving = jax.lax.ppermute(arriving, AXIS, onwards)
         part, part_lse = attend(*key_and_value, key_value_positions=their_positions)
         joined = jnp.logaddexp(lse, part_lse)
         out = out * jnp.exp(lse - joined)[..., None] + part * jnp.exp(part_lse - joined)[..., None]
-        return (arriving, out, joined), None
-
-    begin = (arriving, out.astype(jnp.float32), lse)
-    (_, out, _), _ = jax.lax.scan(hop, begin, length=devices - 1)
+        lse = joined
     return out.astype(query.dtype)
 
 

@@ -632,11 +632,11 @@ def _softcap(softcap: Any, dtype: Any) -> float:
     if softcap is None:
         return 0.0
     value = _number("logits_soft_cap", softcap, "make it a static argument")
-    number = _as_scores_are(value, dtype)
-    if not (math.isfinite(number) and number > 0):
+    in_base_2 = _as_scores_are(value * math.log2(math.e), dtype)
+    if not (math.isfinite(in_base_2) and _as_scores_are(value, dtype) > 0):
         raise ValueError(
             f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number, in the type of the"
-            f" scores, {_score_dtype(dtype)}, too; None is no cap"
+            f" scores, {_score_dtype(dtype)}, and in base 2 too; None is no cap"
         )
     return value
 

@@ -71,7 +71,10 @@ int64_t key_splits(const Plan& plan) {
   const bool partial = require_family(plan, kFamily).config().partial_results;
   JATTN_REQUIRE(partial == (combine != nullptr), "kernels that see parts of the keys and ", kCombineFamily,
                 " go together");
-  return combine == nullptr ? 1 : combine->config().key_splits;
+  if (combine == nullptr) return 1;
+  const int64_t splits = combine->config().key_splits;
+  JATTN_REQUIRE(splits > 1, "kernel ", combine->text, " adds up ", splits, " parts, must be more than 1");
+  return splits;
 }
 
 // How the queries of a problem are cut into tiles (sm90/rows.cuh).

@@ -223,3 +223,16 @@ def symbolic_extents(
         for name in symbolic
         if name in needed
     )
+
+
+def without_terms_of_no_keys(
+    spec: Spec, operands: Operands[jax.Array]
+) -> tuple[Spec, Operands[jax.Array]]:
+    """Drops the bias and the mask of a problem without keys.
+
+    XLA gives arrays without elements no address, which is how the CUDA code tells that there is none.
+    """
+    if spec.kv_len != 0:
+        return spec, operands
+    bare = operands._replace(bias=None, mask=None)
+    return spec.for_operands(bare), bare

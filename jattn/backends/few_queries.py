@@ -130,6 +130,7 @@ def pack_heads(spec: Spec, operands: Operands[jax.Array], run: Run) -> tuple[jax
     Query t of the group's head g becomes query t * G + g. Not for slopes, dropout, sinks and bands of indices.
     """
     batch, q_len, heads, group = spec.batch, spec.q_len, spec.num_kv_heads, spec.group_size
+    q_lengths, _ = clamped_lengths(spec, operands)
 
     def pack(x: jax.Array | None) -> jax.Array | None:
         """A bias or mask, (B, N, T, S) with any axis 1."""
@@ -150,7 +151,7 @@ def pack_heads(spec: Spec, operands: Operands[jax.Array], run: Run) -> tuple[jax
         q=jnp.swapaxes(q, 2, 3).reshape(batch, q_len * group, heads, spec.head_dim),
         bias=pack(operands.bias),
         mask=pack(operands.mask),
-        q_lengths=None if operands.q_lengths is None else operands.q_lengths * group,
+        q_lengths=None if operands.q_lengths is None else q_lengths[:, 0, 0, 0] * group,
         q_segments=repeat(operands.q_segments),
         q_positions=repeat(operands.q_positions),
     )
@@ -196,7 +197,8 @@ def split_keys(
 
     kv_lengths = None
     if operands.kv_lengths is not None:
-        left = operands.kv_lengths[:, None] - jnp.arange(parts, dtype=jnp.int32) * length
+        _, whole = clamped_lengths(spec, operands)
+        left = whole[:, :, 0, 0] - jnp.arange(parts, dtype=jnp.int32) * length
         kv_lengths = jnp.clip(left, 0, length).reshape(batch * parts)
     split = operands._replace(
         q=jnp.repeat(operands.q, parts, axis=0),

@@ -15,6 +15,7 @@ from jattn.backends.base import (
     Wants,
     symbolic_extents,
     wide_heads,
+    without_terms_of_no_keys,
     wrong_dtype,
 )
 from jattn.backends.kernel_plan import round_up
@@ -59,6 +60,7 @@ class FlashBackend:
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
+        spec, operands = without_terms_of_no_keys(spec, operands)
         padded_spec, padded = _pad(key_splits.without_idle_band(spec), operands)
         plan = flash_tiles.plan_forward(padded_spec, for_few_queries=True)
         attributes = plan.attributes(self.name)

@@ -40,7 +40,7 @@ def without_idle_band(spec: Spec) -> Spec:
 
 def rows_of_query(spec: Spec) -> int:
     """Returns the rows of a query where the heads of a group share tiles: a power of two (cc/kernels/sm90/rows.cuh)."""
-    return 1 << (spec.num_heads // spec.num_kv_heads - 1).bit_length()
+    return 1 << (spec.group_size - 1).bit_length()
 
 
 def packs_heads(spec: Spec, tile_q: int) -> bool:

@@ -14,6 +14,7 @@ from jattn.backends.base import (
     Wants,
     symbolic_extents,
     wide_heads,
+    without_terms_of_no_keys,
     wrong_dtype,
     wrong_platform,
 )
@@ -88,6 +89,7 @@ class MemEfficientBackend:
         """Returns out and lse."""
         arch = device.arch
         assert arch is not None
+        spec, operands = without_terms_of_no_keys(spec, operands)
 
         def run(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
             plan = cuda_tiles.plan_forward(spec, arch)

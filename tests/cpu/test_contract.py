@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import zero_sizes
 from drawn import normal
 
 import jattn
@@ -92,48 +93,9 @@ def test_a_visible_nan_in_a_value_reaches_its_channel(backend: str) -> None:
     compare.assert_close(case, operands, outcome.results)
 
 
-@pytest.mark.parametrize(
-    ("batch", "q_len", "kv_len", "heads", "kv_heads"),
-    [
-        (0, 4, 5, 2, 2),
-        (2, 0, 5, 2, 1),
-        (2, 4, 0, 2, 2),
-        # Several blocks of queries, or of heads of a group, that share keys.
-        (1, 200, 0, 2, 2),
-        (1, 1, 0, 300, 1),
-        (2, 0, 0, 2, 2),
-        (2, 4, 5, 0, 2),
-        (2, 4, 5, 0, 0),
-    ],
-    ids=str,
-)
-def test_sizes_of_zero(
-    batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, backend: str
-) -> None:
-    """Empty arrays, or zeros with lse -inf; gradients in the shapes of their primals."""
-    q, k, v = (
-        jnp.ones((batch, q_len, heads, 8)),
-        jnp.ones((batch, kv_len, kv_heads, 8)),
-        jnp.ones((batch, kv_len, kv_heads, 6)),
-    )
-    bias = jnp.ones((1, 1, q_len, kv_len))
-    attend = functools.partial(jattn.dot_product_attention, implementation=backend, return_lse=True)
-
-    @jax.jit
-    def both(*x: jax.Array) -> Any:
-        results, pullback = jax.vjp(attend, *x)
-        return results, pullback(jax.tree.map(jnp.ones_like, results))
-
-    (out, lse), grads = both(q, k, v, bias)
-    assert out.shape == (batch, q_len, heads, 6)
-    assert lse.shape == (batch, q_len, heads)
-    if kv_len == 0:
-        assert not np.asarray(out).any()
-        assert np.isneginf(np.asarray(lse)).all()
-    for grad, primal in zip(grads, (q, k, v, bias), strict=True):
-        assert grad.shape == primal.shape
-        if 0 in (batch, q_len, kv_len, heads):
-            assert not np.asarray(grad).any()
+@pytest.mark.parametrize("sizes", zero_sizes.SIZES, ids=str)
+def test_sizes_of_zero(sizes: zero_sizes.Sizes, backend: str) -> None:
+    zero_sizes.check(backend, "float32", sizes)
 
 
 def test_more_heads_than_a_grid_axis_holds(backend: str) -> None:
@@ -230,6 +192,7 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"scale": float("nan")}, "scale is nan, must be finite"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, must be a positive"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
+        ({"logits_soft_cap": 3e38}, "logits_soft_cap is 3e.38, must be a positive finite.*base 2"),
         ({"return_lse": True, "return_residual": True}, "ask for one of them"),
         ({"is_causal": 1}, "is_causal is 1, must be True or False"),
         ({"mask": jattn.causal_upper_left(4, 5)}, r"made for 4 queries and 5 keys.*causal_upper_left\(4, 4\)"),

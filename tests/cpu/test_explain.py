@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import zero_sizes
 
 import jattn
 from jattn import call_timing
@@ -45,6 +46,21 @@ def test_a_call_says_kernels_work_and_scratch() -> None:
     assert not forward.data_dependent
     for text in ("chosen: flash", "sm90_forward", "tile_q=", "mem_efficient: would run"):
         assert text in str(found)
+
+
+@pytest.mark.parametrize("sizes", zero_sizes.SIZES, ids=str)
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+def test_a_gpu_has_plans_for_sizes_of_zero(backend: str, sizes: zero_sizes.Sizes) -> None:
+    """A bias or mask of no elements has no address, so no kernel may be made for one."""
+    batch, q_len, kv_len, heads, kv_heads = sizes
+    q = jax.ShapeDtypeStruct((batch, q_len, heads, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, kv_len, kv_heads, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 1, 1, kv_len), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 1, q_len, kv_len), jnp.bool_)
+    found = jattn.explain(q, k, k, bias, mask, device=SM90, needs_grad=True, implementation=backend)
+    assert found.chosen == backend
+    choices = found.passes[0].kernels[0].choices
+    assert (kv_len == 0) != bool({"bias", "mask"} & set(choices))
 
 
 @pytest.mark.parametrize(

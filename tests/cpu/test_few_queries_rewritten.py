@@ -52,6 +52,11 @@ CASES = (
         is_causal=True,
         lower_right=True,
     ),
+    FEW.but(
+        "lengths-out-of-range",
+        q_lengths=(2**31 - 1, 2**30, -(2**31)),
+        kv_lengths=(100 - 2**31, 2**31 - 1, -(2**31)),
+    ),
     FEW.but("lengths-window", q_lengths=(5, 2, 4), kv_lengths=(384, 250, 130), window=(60, 0)),
     FEW.but("segments", segments="random"),
     FEW.but("interleaved", segments="interleaved", is_causal=True),

@@ -23,6 +23,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(!C.mask || C.tile_kv <= 128);                          // a word holds the bits of 32 pairs
   static_assert(C.tile_kv % 32 == 0 || !(C.positions || C.row_bias));  // lanes of the producer carry whole columns
   static_assert(!C.bias || !C.staged_bias || C.bias_element == C.element);
+  static_assert(C.bias || !(C.row_bias || C.staged_bias));
   static_assert(!C.dropout_rows || (C.dropout && C.segments && C.positions));
   static_assert(!C.drops_beside || (C.dropout && !C.dropout_rows));
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it

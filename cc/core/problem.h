@@ -20,7 +20,7 @@
 //   q_segments[b,t] == kv_segments[b,j], and that id is not negative (a negative id marks padding)
 //   mask[b,n,t,j] != 0
 //
-// Dropout: z is 0 for a dropped pair and 1 / (1 - r) for a kept one, else 1. With r = threshold / 32768,
+// Dropout: z is 0 for a dropped pair and 32768 / (32768 - threshold) for a kept one, else 1. With
 // threshold = min(round(32768 * dropout_rate), 32640):
 //   words = Philox4x32-10(counter = (0, row group, 0, column group), key = dropout_keys[...])
 //   row group = t / 32 * 4 + t % 8 / 2    column group = j / 32 * 4 + j % 8 / 2

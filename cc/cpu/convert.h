@@ -187,7 +187,8 @@ inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumula
   memcpy(to + i, tail, static_cast<size_t>(count - i) * sizeof(Element));
 }
 
-// to[i] = from[i] / divisor, or times its reciprocal where that is the same but for a negligible part of the rounding.
+// to[i] = from[i] / divisor. 16-bit outputs multiply by 1 / divisor: the extra float32 rounding is negligible beside the final
+// one.
 template <typename Element>
 inline void divide_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> divisor, Element* to) {
   using Acc = Accumulator<Element>;

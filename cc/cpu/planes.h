@@ -29,13 +29,14 @@ template <>
 constexpr int64_t kPlanesOf<float> = 3;
 
 // The pairs of planes (of the left, of the right operand) that make a product, each sharing a plane with the one before
-// it. Of float16 all pairs. Of float32 those that reach into the 24 bits of a product: the three others are below 2^-24
+// it. The largest comes last: the passes exchange left and right, and what they add up before it differs by nothing that the
+// rounding of the sum lets through, so the probability of a key far above all others is 1 in both. Of float16 all pairs. Of float32 those that reach into the 24 bits of a product: the three others are below 2^-24
 // of it and changed no measured error.
 struct PlanePair {
   int64_t left, right;
 };
 template <int64_t kPlanes>
-constexpr PlanePair kPlanePairs[] = {{1, 1}, {1, 0}, {0, 0}, {0, 1}};
+constexpr PlanePair kPlanePairs[] = {{1, 0}, {1, 1}, {0, 1}, {0, 0}};
 template <>
 constexpr PlanePair kPlanePairs<3>[] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 2}, {0, 0}};
 

@@ -122,17 +122,20 @@ class Places {
   }
 
   // There are as many places as heads, so there is always one.
-  int64_t take() {
-    for (int64_t place = 0;; ++place) {
+  int64_t take(int64_t first = 0) {
+    for (int64_t place = first;; ++place) {
       if (__atomic_exchange_n(taken_ + place, 1, __ATOMIC_ACQUIRE) == 0) return place;
     }
   }
   void give_back(int64_t place) { __atomic_store_n(taken_ + place, 0, __ATOMIC_RELEASE); }
 
-  // The place of a head that several tasks work on, to its end: that with the first ticket of them takes it.
+  // The place of a head that several tasks work on, to its end: that with the first ticket of them takes it. Such heads keep
+  // their places, so the next one looks behind the last. What it passes over is held by threads with heads of their own, who
+  // come back to it first: there are still enough.
   int64_t of_shared_head(int64_t head, bool is_first) {
     if (is_first) {
-      const int64_t place = take();
+      const int64_t place = take(__atomic_load_n(&behind_shared_, __ATOMIC_RELAXED));
+      __atomic_store_n(&behind_shared_, place + 1, __ATOMIC_RELAXED);
       __atomic_store_n(of_head_ + head, place + 1, __ATOMIC_RELEASE);
       return place;
     }
@@ -143,11 +146,12 @@ class Places {
 
  private:
   int64_t *taken_, *of_head_;  // 1; place + 1
+  int64_t behind_shared_ = 0;
 };
 
-// How many heads are worked on by one thread each, from packing to the end, before threads share those that are left:
-// what another core has written is slow to come, and such a head needs a place no longer than it is worked on. Those
-// left even out the threads' times, which short heads, of at most `kShort` pairs of tiles, need not.
+// How many heads are given whole to one thread: packing stays in that core's cache and scratch is reused. Remaining heads
+// are shared to balance the load; heads of at most `kShort` pairs of tiles need no balancing where each thread has
+// `kManyHeads` of them.
 inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head) {
   constexpr int64_t kShort = 16 * 16, kManyHeads = 4;
   const int64_t per_thread = num_heads / num_threads;

@@ -68,18 +68,23 @@ def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[in
     """Bytes of scratch; with a symbolic batch (while exporting) one batch entry's worth for each entry."""
     from jattn import _core
 
+    def size(batch: int) -> int:
+        return _core.cpu_scratch_bytes(
+            backward=backward,
+            wants_dbias=wants_dbias,
+            batch=batch,
+            q_len=spec.q_len,
+            kv_len=spec.kv_len,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            dtype=spec.dtype,
+            bias_shape=tuple(x if isinstance(x, int) else batch for x in spec.bias or (0,) * 4),
+        )
+
     known = isinstance(spec.batch, int)
-    size = _core.cpu_scratch_bytes(
-        backward=backward,
-        wants_dbias=wants_dbias,
-        batch=spec.batch if known else 1,
-        q_len=spec.q_len,
-        kv_len=spec.kv_len,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        head_dim_v=spec.head_dim_v,
-        dtype=spec.dtype,
-        bias_shape=tuple(x if isinstance(x, int) else 1 for x in spec.bias or (0, 0, 0, 0)),
-    )
-    return (size,) if known else (spec.batch, size)
+    if known:
+        return (size(spec.batch),)
+    # Two entries that share a bias need sums of its gradient, which one does not.
+    return (spec.batch, max(size(1), -(-size(2) // 2)))

@@ -132,3 +132,38 @@ def innermost_loops(listing: str) -> list[tuple[str, list[str]]]:
                 if body and not any(JUMP.fullmatch(instruction) for instruction in body[:-1]):
                     loops.append((function, body))
     return loops
+
+
+MANY_HEADS = """
+#include <cstdio>
+#include <vector>
+
+#include "cpu/vec.h"
+#include "cpu/tasks.h"
+
+namespace jattn::cpu {
+void* thread_memory(int64_t) { return nullptr; }
+void yield_thread() {}
+}  // namespace jattn::cpu
+
+int main() {
+  using jattn::cpu::Places;
+  constexpr int64_t kHeads = 1000000;
+  std::vector<int64_t> numbers(2 * kHeads);
+  Places places(numbers.data(), kHeads);
+  int64_t sum = 0;
+  for (int64_t head = 0; head < kHeads; ++head) {
+    const int64_t own = head % 3 == 0 && head + 1 < kHeads ? places.take() : -1;
+    sum += places.of_shared_head(head, true);
+    if (own >= 0) places.give_back(own);
+  }
+  std::printf("%d", sum >= kHeads * (kHeads - 1) / 2);  // all have places of their own
+}
+"""
+
+
+def test_places_of_many_heads_are_found_at_once(tmp_path: Path) -> None:
+    """Searched from the first one, those of a million heads took hours."""
+    program = toolchain.build_host_program(MANY_HEADS, tmp_path, f"-I{cpu_build.ROOT}/cc")
+    done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "1"

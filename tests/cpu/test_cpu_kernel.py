@@ -103,6 +103,28 @@ def test_runs_of_tiles_agree_with_the_oracle(case: Case, growth: float) -> None:
     compare.assert_close(case, operands, run.run(case, operands, "cpu").results)
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("head_dim", [16, 32, 64])
+def test_both_passes_round_large_scores_alike(
+    head_dim: int, instruction_set: str, best_set_afterwards: None
+) -> None:
+    """Scores of 1e5: the probability of a key far above all others is 1 in the backward pass, too."""
+    assert _core.cpu_force_instruction_set(instruction_set)
+    case = Case(
+        f"large-{head_dim}",
+        batch=1,
+        q_len=70,
+        kv_len=200,
+        head_dim=head_dim,
+        dtype="float16",
+        with_dlse=False,
+    )
+    operands = inputs.make(case)
+    q, k = ((x.astype(np.float32) * 300).astype(np.float16) for x in (operands.q, operands.k))
+    operands = dataclasses.replace(operands, q=q, k=k)
+    compare.assert_close(case, operands, run.run(case, operands, "cpu").results)
+
+
 # Many tiles of keys for each thread of a small machine: a backward task then owns several.
 SEVERAL_TILES = Case("several-tiles", batch=1, q_len=200, kv_len=300, num_heads=8, num_kv_heads=8)
 SEVERAL_TILES_CASES = tuple(

@@ -265,6 +265,24 @@ def test_J01_export_with_a_symbolic_batch_and_its_bias(backend: str) -> None:
         close(read_back.call(*some), jax.jit(function)(*some))
 
 
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_export_with_a_symbolic_batch_that_shares_a_bias(dtype: str, backend: str) -> None:
+    """Entries add up the gradient of their bias in scratch memory, which one entry alone does without."""
+    x, bias = jnp.ones((3, 512, 2, 16), dtype), jnp.zeros((1, 2, 512, 512), dtype)
+    [batch] = jax.export.symbolic_shape("batch")
+
+    def total(x: jax.Array, bias: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(x, x, x, bias, implementation=backend)
+        return (out * x).astype(jnp.float32).sum()
+
+    gradients = jax.grad(total, argnums=(0, 1))
+    shape = jax.ShapeDtypeStruct((batch, *x.shape[1:]), dtype)
+    program = exported(gradients, shape, jax.ShapeDtypeStruct(bias.shape, dtype))
+    for count in (1, 2, 3):
+        close(program.call(x[:count], bias), jax.jit(gradients)(x[:count], bias))
+
+
 @pytest.mark.backends("reference", "xla")
 def test_export_with_a_symbolic_number_of_heads(backend: str) -> None:
     [kv_heads] = jax.export.symbolic_shape("k")

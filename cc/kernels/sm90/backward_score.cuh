@@ -66,8 +66,7 @@ struct BackwardScoreStage {
   }
 
  private:
-  // Whether the short series of the softcap holds for all of the warp. Beside a warpgroup for dq 12 bytes of registers would
-  // spill.
+  // Whether the short series of the softcap holds for all of the warp. Not with a warpgroup for dq: it spills 12 bytes there.
   template <int kCount>
   __device__ __forceinline__ static bool caps_by_series(const float (&s)[kCount], const ProblemParams& problem) {
     if constexpr (has_dq_warpgroup(C)) return false;
@@ -184,7 +183,7 @@ __device__ __forceinline__ void mask_empty_columns(float (&exponents)[kCount], u
   }
 }
 
-// A weight is not negative: its sign bit marks a dropped pair, for which dv takes 0 and ds knows no dp.
+// A weight is >= 0, so a set sign bit marks a dropped pair: its p for dv is 0 and its ds is -|weight| delta.
 template <Config C>
 __device__ __forceinline__ float marked(float weight, bool dropped) {
   if constexpr (!C.dropout) return weight;

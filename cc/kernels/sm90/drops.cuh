@@ -5,11 +5,10 @@
 // otherwise idle lanes of the producer, once for a tile.
 //
 // Protocol. The producer writes a record of each tile, and these parts, before it waits for the place of its k (records_full),
-// drop warps make its words (words_full), consumers read these beside the product with k. All of that lies in a ring of two
-// places more than k has, which nobody says is free: when the producer tells of tile n it has found room for k of n - 1, so
-// the product with k of n - 1 - stages has ended. A warp starts it when it has read the words of the tile before,
-// n - 2 - stages, whose place they take. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends
-// their work.
+// drop warps make its words (words_full), consumers read these beside the product with k. The ring has stages + 2 slots and
+// no "empty" barrier. Writing record n is safe because the producer first waited for k slot n - 1: every consumer has then
+// finished q k of tile n - 1 - stages, which it starts only after reading the words of tile n - 2 - stages, whose slot record
+// n reuses. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends their work.
 #pragma once
 
 #include "attn/dropout.cuh"

@@ -10,6 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 
 # Two cores are a small machine: one build job a core, unless the caller says otherwise.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
+export JATTN_WERROR ?= ON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 NATIVE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cc cmake -type f 2>/dev/null)

@@ -479,8 +479,8 @@ def table(config: Config, runs: list[Run], held_out: dict[str, float]) -> str:
         "bytes/s",
         "first loss",
         "last loss",
-        "held out",
-        "ran",
+        "held out, jattn's model",
+        "compiled in",
     )
     lines = [head]
     for run in runs:

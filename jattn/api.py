@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jattn import autodiff
-from jattn.arguments import Call, Window, as_flag
+from jattn.arguments import Call, Window, result_flags
 from jattn.config import Options
 from jattn.jax_interface import unify
 from jattn.masks import Alignment, CausalBias
@@ -120,11 +120,11 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes scaled dot product attention, exactly, with memory linear in the lengths.
 
-    A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, with four exceptions. A query
-    that sees no key gives 0 (``jax.nn`` averages the values); -1 in ``local_window_size`` is no limit (there a number
-    of keys); a traced ``scale`` and an integer ``bias`` are refused. Every mask argument may be combined with every
-    other; a key must pass all of them. B batch, T query length, S key length, N query heads, K key/value heads, D
-    head dim, Dv head dim of values.
+    A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, with a few exceptions, all in
+    docs/conventions.md. A query that sees no key gives 0 (``jax.nn`` averages the values); -1 in ``local_window_size``
+    is no limit (there a number of keys); some arguments are refused, a traced ``scale`` and an integer ``bias`` among
+    them. Every mask argument may be combined with every other; a key must pass all of them. B batch, T query length, S
+    key length, N query heads, K key/value heads, D head dim, Dv head dim of values.
 
     Args:
       query: (B, T, N, D), or (T, N, D), or with further leading batch axes; float16, bfloat16, float32 or float64.
@@ -210,14 +210,7 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         compute_dtype=compute_dtype,
     )
-    return_lse, return_residual = (
-        as_flag("return_lse", return_lse),
-        as_flag("return_residual", return_residual),
-    )
-    if return_lse and return_residual:
-        raise ValueError(
-            f"{_NAME}: return_lse and return_residual are both True; ask for one of them"
-        )
+    return_lse, return_residual = result_flags(return_lse, return_residual)
     out, lse = attention_of(call)
     if not (return_lse or return_residual):
         return out
@@ -260,7 +253,7 @@ def _on_explicit_mesh(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs each shard of the batch and the heads where it lies."""
     specs = cut.operands(spec).flat()
-    flat = tuple(jax.sharding.reshard(x, p) for x, p in zip(operands.flat(), specs, strict=True))
+    flat = partition.placed(mesh, specs, *operands.flat())
 
     def shard(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         local = Operands.unflatten(spec, unify(arrays))

@@ -13,9 +13,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import config, dispatch, dropout
+from jattn.arrays import as_array, as_integers, shown
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
-from jattn.spec import FLOAT_DTYPES, Operands, Spec, as_int32, is_wide, saturated
+from jattn.sharding import partition
+from jattn.spec import FLOAT_DTYPES, Operands, Spec, as_int32, is_wide
 
 _NAME = "jattn.dot_product_attention"
 
@@ -158,29 +160,9 @@ class _Extents(NamedTuple):
         # Outside of jit even a reshape that changes nothing takes 8 us.
         if len(self.lead) == 1:
             return x
+        # On an explicit mesh JAX folds only axes of which the first alone is sharded.
+        x = partition.gathered_along(x, range(1, len(self.lead)))
         return x.reshape(self.batch, *x.shape[len(self.lead) :])
-
-
-def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
-    """Returns an argument as an array; what cannot be one is refused by name."""
-    try:
-        return jnp.asarray(x)
-    except jax.errors.JAXTypeError:
-        raise  # a tracer that has left its function: JAX says it best
-    except (TypeError, ValueError) as error:
-        if isinstance(x, CausalBias):
-            hint = "pass it as mask="
-        elif isinstance(x, jax.ShapeDtypeStruct):
-            hint = "jattn.explain and jax.eval_shape take shapes"
-        else:
-            hint = "pass an array, or nested lists of numbers of one shape"
-        raise ValueError(f"{function}: {name} is {_shown(x)}, must be an array: {hint}") from error
-
-
-def _shown(x: Any) -> str:
-    """The value of an argument, short enough for a message."""
-    text = repr(x)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_dtype(name: str, dtype: Any) -> Any:
@@ -189,7 +171,7 @@ def as_dtype(name: str, dtype: Any) -> Any:
         return jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(
-            f"{_NAME}: {name} is {_shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
+            f"{_NAME}: {name} is {shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
         ) from error
 
 
@@ -197,18 +179,30 @@ def as_flag(name: str, value: Any) -> bool:
     """Returns an argument that must be True or False while tracing."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(
-            f"{_NAME}: {name} is {_shown(value)}, must be True or False, known while tracing: make it a static argument"
+            f"{_NAME}: {name} is {shown(value)}, must be True or False, known while tracing: make it a static argument"
         )
     return bool(value)
+
+
+def result_flags(return_lse: Any, return_residual: Any) -> tuple[bool, bool]:
+    """Returns which results a call asks for beside the output, at most one of two."""
+    flags = as_flag("return_lse", return_lse), as_flag("return_residual", return_residual)
+    if all(flags):
+        raise ValueError(
+            f"{_NAME}: return_lse and return_residual are both True; ask for one of them"
+        )
+    return flags
 
 
 def _number(name: str, value: Any, way_out: str) -> float:
     """Returns a static argument as a float."""
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a text")
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{_NAME}: {name} is {_shown(value)}, must be a number known while tracing: {way_out}"
+            f"{_NAME}: {name} is {shown(value)}, must be a number known while tracing: {way_out}"
         ) from error
 
 
@@ -218,8 +212,18 @@ def _float_arrays(
     """Returns query, key, value and bias as arrays, cast where ``compute_dtype`` says so."""
     q, k, v = as_array("query", query), as_array("key", key), as_array("value", value)
     bias = None if bias is None else as_array("bias", bias)
+    _check_bias_dtype(bias)
     if compute_dtype is not None:
         dtype = as_dtype("compute_dtype", compute_dtype)
+        if str(dtype) not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{_NAME}: compute_dtype is {dtype}, must be one of {', '.join(FLOAT_DTYPES)}"
+            )
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(
+                    f"{_NAME}: {name} has dtype {x.dtype}, must be a float type for compute_dtype={dtype}: cast it"
+                )
         q, k, v = (x.astype(dtype) for x in (q, k, v))
         bias = None if bias is None else bias.astype(dtype)
     return q, k, v, bias
@@ -272,9 +276,9 @@ def _fold_scores(name: str, x: jax.Array, extents: _Extents) -> jax.Array:
     """Brings a bias or mask to rank 4, its leading batch axes folded into one."""
     scores, lead = extents.scores, extents.lead
     rank = len(lead) + 3
-    if x.ndim > max(rank, 4) or x.ndim == 0:
+    if x.ndim > max(rank, 4):
         raise ValueError(
-            f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must have rank 1 to {max(rank, 4)} and broadcast to"
+            f"{_NAME}: {name} has rank {x.ndim} (shape {x.shape}), must have rank 0 to {max(rank, 4)} and broadcast to"
             f" (batch, heads, queries, keys) = {scores}"
         )
     if not lead and x.ndim == 4 and x.shape[0] == 1:
@@ -303,12 +307,15 @@ def _axes_to_add(shape: tuple[int, ...], scores: tuple[int, ...], lead: tuple[in
     return ""
 
 
+def _check_bias_dtype(bias: jax.Array | None) -> None:
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        hint = "pass a bool array as mask=" if bias.dtype == bool else "cast it to that of query"
+        raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
+
+
 def _check_bias(bias: jax.Array | None, dtype: Any, extents: _Extents) -> jax.Array | None:
     if bias is None:
         return None
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        hint = "pass a bool array as mask=" if bias.dtype == bool else f"cast it to {dtype}"
-        raise ValueError(f"{_NAME}: bias has dtype {bias.dtype}, must be a float type: {hint}")
     # Backends read two types; a third one is cast, as adding it to the scores would.
     wide = jnp.dtype(_score_dtype(dtype))
     if bias.dtype not in (dtype, wide):
@@ -331,9 +338,7 @@ def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax
     """Checks an integer operand of shape (*lead, *length) and folds its leading axes."""
     if values is None:
         return None
-    if isinstance(values, np.ndarray) and values.dtype in ("int64", "uint64"):
-        values = saturated(values)  # without jax_enable_x64 JAX would cut the upper bits off
-    x = as_array(name, values)
+    x = as_integers(name, values)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"{_NAME}: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
@@ -347,7 +352,7 @@ def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax
         if not length and x.ndim == 1 and lead == (x.shape[0] - 1,):
             what += "; cumulative lengths belong to jattn.flash_mha_varlen"
         raise ValueError(f"{_NAME}: {name} has shape {x.shape}, must be {expected}: pass {what}")
-    return extents.fold(as_int32(x))
+    return extents.fold(jnp.asarray(as_int32(x)))
 
 
 def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
@@ -358,7 +363,7 @@ def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
     """
     arrays = []
     for name, ids in given.items():
-        x = ids if isinstance(ids, np.ndarray) else as_array(name, ids)
+        x = as_integers(name, ids)
         known = not isinstance(x, jax.core.Tracer)
         if known and jnp.issubdtype(x.dtype, jnp.integer) and is_wide(x.dtype) and x.size:
             largest = int(np.asarray(x).max())  # by numpy: under jit this must not be traced
@@ -367,7 +372,7 @@ def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
                     f"{_NAME}: {name} holds {largest}, must be at most 2^31 - 1: number the documents of a batch entry"
                     " from 0"
                 )
-        arrays.append(x)
+        arrays.append(x if isinstance(x, jax.Array) else as_int32(x))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
     shapes = [(*extents.lead, n) for n in (extents.q_len, extents.kv_len)]
     fits = all(
@@ -377,15 +382,18 @@ def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
     if not (is_traced and fits and any(is_wide(x.dtype) for x in arrays)):
         return arrays
     # Ids that nobody can look at yet: where some are too large, all are numbered in their order.
-    together = jnp.concatenate([x.astype(jnp.result_type(*arrays)) for x in arrays], axis=-1)
+    # As unsigned ones: no signed type holds those of uint64, or of uint32 where 64 bits are off.
+    bits = max(32, *(jnp.iinfo(x.dtype).bits for x in arrays))
+    together = jnp.concatenate([jnp.maximum(x, 0).astype(f"uint{bits}") for x in arrays], axis=-1)
+    is_padding = jnp.concatenate([x < 0 for x in arrays], axis=-1)
     flat = together.reshape(-1, together.shape[-1])
 
     def numbered(x: jax.Array) -> jax.Array:
-        numbers = jax.vmap(jnp.searchsorted)(jnp.sort(x, axis=-1), x)
-        return jnp.where(x < 0, -1, numbers.astype(jnp.int32))
+        return jax.vmap(jnp.searchsorted)(jnp.sort(x, axis=-1), x).astype(jnp.int32)
 
     is_large = jnp.max(flat, initial=0) > 2**31 - 1
     numbers = jax.lax.cond(is_large, numbered, as_int32, flat).reshape(together.shape)
+    numbers = jnp.where(is_padding, -1, numbers)
     return jnp.split(numbers, [arrays[0].shape[-1]], axis=-1)[: len(arrays)]
 
 
@@ -471,7 +479,9 @@ def _per_head(name: str, values: Any, extents: _Extents) -> jax.Array | None:
     x = x.reshape(shape).astype(jnp.float32)
     if all(size == 1 for size in shape[:-1]):
         return x.reshape(1, shape[-1], 1)
-    return jnp.broadcast_to(x, (*lead, shape[-1])).reshape(extents.batch, shape[-1], 1)
+    # Two steps: on an explicit mesh JAX does not fold and add an axis at once.
+    x = extents.fold(jnp.broadcast_to(x, (*lead, shape[-1])))
+    return x.reshape(*x.shape, 1)
 
 
 def dropout_operands(
@@ -595,15 +605,18 @@ def _window(window: Window) -> tuple[int, int]:
     def is_number(side: Any) -> bool:
         return isinstance(side, int | np.integer) and not isinstance(side, bool)
 
+    given: Any = window
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        given = given[()]
     sides: tuple[Any, ...] = ()
-    if is_number(window):
-        sides = (window, window)
-    elif isinstance(window, tuple | list | np.ndarray):
-        sides = tuple(window)
+    if is_number(given):
+        sides = (given, given)
+    elif isinstance(given, tuple | list | np.ndarray):
+        sides = tuple(given)
     valid = len(sides) == 2 and all(s is None or (is_number(s) and s >= -1) for s in sides)
     if not valid:
         raise ValueError(
-            f"{_NAME}: local_window_size is {_shown(window)}, must be a number of keys or a pair (left, right) of them,"
+            f"{_NAME}: local_window_size is {shown(window)}, must be a number of keys or a pair (left, right) of them,"
             " known while tracing; None or -1 is no limit"
         )
     left, right = (UNBOUNDED if s is None or s == -1 else int(s) for s in sides)
@@ -632,11 +645,12 @@ def _softcap(softcap: Any, dtype: Any) -> float:
     if softcap is None:
         return 0.0
     value = _number("logits_soft_cap", softcap, "make it a static argument")
-    in_base_2 = _as_scores_are(value * math.log2(math.e), dtype)
-    if not (math.isfinite(in_base_2) and _as_scores_are(value, dtype) > 0):
+    # Beyond these limits score / cap would be a subnormal number, or the cap itself.
+    exponent = np.finfo(_score_dtype(dtype)).maxexp - 28
+    if not 2.0**-exponent <= value <= 2.0**exponent:
         raise ValueError(
-            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number, in the type of the"
-            f" scores, {_score_dtype(dtype)}, and in base 2 too; None is no cap"
+            f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number from 2^{-exponent} to 2^{exponent}"
+            f" for scores in {_score_dtype(dtype)}; None is no cap"
         )
     return value
 
@@ -668,7 +682,7 @@ def _implementation(names: str | Sequence[str] | None) -> tuple[str, ...] | None
     wanted = (names,) if isinstance(names, str) else names
     if not isinstance(wanted, tuple | list):
         raise ValueError(
-            f"{_NAME}: implementation is {_shown(names)}, must be the name of a backend or a tuple of names; None"
+            f"{_NAME}: implementation is {shown(names)}, must be the name of a backend or a tuple of names; None"
             " leaves the choice to jattn"
         )
     for name in wanted:

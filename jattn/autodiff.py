@@ -252,7 +252,8 @@ def _tangent_transpose(
 ) -> list[Any]:
     operands, rest = _split(arrays, spec)
     out, lse = rest[0], rest[1]
-    dout, dlse = cotangents
+    # Outside of jit they come sharded over an explicit mesh, on which the results have no type.
+    dout, dlse = (x if isinstance(x, ad.Zero) else partition.gathered(x) for x in cotangents)
     unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
     asked = iter(unknown)
     still_wanted = Wants(*(wanted and next(asked) for wanted in wants.all_flags()))

@@ -222,13 +222,16 @@ def words_of(name: str, value: ArrayLike) -> jax.Array:
         return jnp.asarray([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
     try:
         words = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name} is {value!r}, must be uint32 of shape (2,) or an int: use jattn.seed_from_key"
         ) from error
-    if words.shape != (2,) or words.dtype != jnp.uint32:
+    # Without jax_enable_x64 JAX has cut what numpy holds in 64 bits.
+    given = (x.dtype for x in jax.tree.leaves(value) if isinstance(x, np.ndarray | np.generic))
+    dtype = next((dtype for dtype in given if dtype.itemsize > 4), words.dtype)
+    if words.shape != (2,) or dtype != jnp.uint32:
         raise ValueError(
-            f"{name} has shape {words.shape} and dtype {words.dtype}, must be uint32 of shape (2,), the lower word"
+            f"{name} has shape {words.shape} and dtype {dtype}, must be uint32 of shape (2,), the lower word"
             " first: use jattn.seed_from_key, or a Python int"
         )
     return words

@@ -19,7 +19,7 @@ import numpy as np
 
 from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
-from jattn.arguments import Call
+from jattn.arguments import Call, result_flags
 from jattn.backends import Wants
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
@@ -261,7 +261,7 @@ def explain(
                 f"{_NAME}: needs_grad is True with a function, must be left out: explain jax.grad(function) instead"
             )
         return _explain_function(arguments[0], arguments[1:], options, device, timed)
-    return _explain_call(_parse(_NAME, arguments, options), needs_grad, device, timed)
+    return _explain_call(*_parse(_NAME, arguments, options), needs_grad, device, timed)
 
 
 def select_backend(
@@ -275,14 +275,14 @@ def select_backend(
     Raises:
       NoBackendError: none would.
     """
-    call = _parse("jattn.select_backend", arguments, options)
+    spec, in_force = _parse("jattn.select_backend", arguments, options)
     where = _device_of(
-        call.options, None if device is None else checked("jattn.select_backend", device)
+        in_force, None if device is None else checked("jattn.select_backend", device)
     )
     # Asked directly, so that a mere question warns of no fallback; the exception is that of the call itself.
-    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
+    decision = dispatch.choose(spec, where, in_force, needs_grad)
     backend = decision.backend or dispatch.choose_or_raise(
-        call.spec, where, call.options, needs_grad=needs_grad
+        spec, where, in_force, needs_grad=needs_grad
     )
     return backend.name
 
@@ -302,16 +302,15 @@ _STATIC = {
 }
 
 
-def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Call:
-    """Checks a call whose arrays may be mere shapes; the arrays of the result are tracers, and of no use."""
+def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Spec, Options]:
+    """Checks a call whose arrays may be mere shapes."""
     try:
         named = inspect.signature(dot_product_attention).bind(*arguments, **options).arguments
     except TypeError as error:
         raise TypeError(
             f"{asked}: {error}; the arguments are those of jattn.dot_product_attention"
         ) from None
-    for name in ("return_lse", "return_residual"):
-        named.pop(name, None)
+    result_flags(named.pop("return_lse", False), named.pop("return_residual", False))
     # Numbers of numpy have a shape, too.
     arrays = {
         name: _shape_of(x)
@@ -322,10 +321,13 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> C
     for name in ("query", "key", "value"):
         if name in static:
             arrays[name] = _shape_of(jnp.asarray(static.pop(name)))
-    found: list[Call] = []
+    found: list[tuple[Spec, Options]] = []
 
     def parse(traced: dict[str, Any]) -> None:
-        found.append(Call.parse(**traced, **static))
+        call = Call.parse(**traced, **static)
+        found.append(
+            (call.spec, call.options)
+        )  # its arrays are tracers, which must not outlive this
 
     jax.eval_shape(parse, arrays)
     return found[0]
@@ -333,7 +335,7 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> C
 
 def _shape_of(x: Any) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)  # a key has one
-    if x.dtype == "float64" and dtype != x.dtype:
+    if x.dtype == "float64" and dtype != x.dtype and not isinstance(x, np.ndarray):
         raise ValueError(
             f"{_NAME}: an argument has dtype float64, which JAX would make float32: set jax_enable_x64, or cast it"
         )
@@ -344,29 +346,31 @@ def _device_of(options: Options, named: Device | None) -> Device:
     return named if named is not None else device.expected(options.device)
 
 
-def _explain_call(call: Call, needs_grad: bool, named: Device | None, timed: bool) -> Explanation:
-    where = _device_of(call.options, named)
-    decision = dispatch.choose(call.spec, where, call.options, needs_grad)
+def _explain_call(
+    spec: Spec, options: Options, needs_grad: bool, named: Device | None, timed: bool
+) -> Explanation:
+    where = _device_of(options, named)
+    decision = dispatch.choose(spec, where, options, needs_grad)
 
     def plan() -> tuple[Pass, ...]:
         if decision.backend is None:
             return ()
         names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
-        determinism = call.options.determinism
+        determinism = options.determinism
         return tuple(
-            plan_pass(name, decision.backend, call.spec, where, _WANTS_QKV, determinism)
+            plan_pass(name, decision.backend, spec, where, _WANTS_QKV, determinism)
             for name in names
         )
 
     found = Explanation(
         chosen=decision.backend.name if decision.backend else None,
         reasons=dict(decision.refusals),
-        spec=call.spec,
+        spec=spec,
         device=where,
         needs_grad=needs_grad,
         planner=plan,
     )
-    return _with_timings(found, call.options, _WANTS_QKV, has_dlse=False) if timed else found
+    return _with_timings(found, options, _WANTS_QKV, has_dlse=False) if timed else found
 
 
 def _with_timings(

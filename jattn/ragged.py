@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.spec import as_int32, saturated
+from jattn.arrays import as_array, as_integers
+from jattn.spec import as_int32
 
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 
@@ -119,10 +120,7 @@ class RaggedArray:
             raise ValueError(
                 "jattn.RaggedArray: arrays are numbers, must have an axis of rows: pass x[None] for one of a row"
             )
-        if alignment < 1:
-            raise ValueError(
-                f"jattn.RaggedArray: alignment is {alignment}, must be 1 or more: 1 leaves no holes"
-            )
+        _check_count("jattn.RaggedArray: alignment", alignment, "1 leaves no holes", least=1)
         lengths = [int(x.shape[0]) for x in parts]
         padded = [-(-length // alignment) * alignment for length in lengths]
         pieces: list[jax.Array] = []
@@ -178,16 +176,20 @@ class RaggedArray:
           total: how many rows to make, static; None: B * T, which always suffices. Rows that do not fit are lost.
 
         Raises:
-          ValueError: lengths that are not (B,) integers.
+          ValueError: lengths that are not (B,) integers, x without two axes, or a total that is no number of rows.
         """
-        x, lengths = jnp.asarray(x), jnp.asarray(lengths)
+        name = "jattn.RaggedArray.from_padded"
+        x, lengths = as_array("x", x, name), as_integers("lengths", lengths, name)
+        _check_padded(name, x)
         batch, longest = x.shape[:2]
         if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(
-                f"jattn.RaggedArray.from_padded: lengths are {lengths.dtype} {lengths.shape}, must be integers of shape"
-                f" ({batch},): one for each batch entry"
+                f"{name}: lengths are {lengths.dtype} {lengths.shape}, must be integers of shape ({batch},): one for"
+                " each batch entry"
             )
-        counts = jnp.clip(as_int32(lengths), 0, longest)
+        if total is not None:
+            _check_count(f"{name}: total", total, "None is B * T, which always suffices")
+        counts = jnp.clip(jnp.asarray(as_int32(lengths)), 0, longest)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         if total is not None:
             offsets = jnp.minimum(offsets, total)
@@ -202,8 +204,12 @@ class RaggedArray:
 
         Args:
           length: static; None: ``longest``. Longer sequences are cut.
+
+        Raises:
+          ValueError: a length that is no number of rows.
         """
         length = self.longest if length is None else length
+        _check_count("jattn.RaggedArray.to_padded: length", length, "None is the bound of them all")
         starts, stops = self.bounds()
         counts = jnp.minimum(stops - starts, length)
         position = jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -226,12 +232,30 @@ class RaggedArray:
           max_length: static bound of the lengths; None: total.
 
         Raises:
-          ValueError: a sequence is in pieces, or the ids do not rise.
+          ValueError: a sequence is in pieces, the ids do not rise, or an argument is of a wrong type or shape.
         """
-        values, ids = jnp.asarray(values), jnp.asarray(ids)
+        name = "jattn.RaggedArray.from_segment_ids"
+        values, ids = as_array("values", values, name), as_integers("ids", ids, name)
+        if values.ndim == 0:
+            raise ValueError(
+                f"{name}: values has shape (), must have an axis of rows: pass x[None] for one row"
+            )
         total = values.shape[0]
+        if ids.shape != (total,):
+            raise ValueError(
+                f"{name}: ids have shape {ids.shape}, must be ({total},), one for each row"
+            )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"{name}: ids have dtype {ids.dtype}, must be integers: cast them")
+        _check_count(f"{name}: num_sequences", num_sequences, "it counts empty sequences too")
+        if max_length is not None:
+            _check_count(f"{name}: max_length", max_length, "None is the number of rows")
         if not isinstance(ids, jax.core.Tracer):
-            _check_ids(np.asarray(ids), total, num_sequences, max_length)
+            # What numpy makes of it is known even where the call is traced.
+            known: Any = np.asarray(ids)
+            ids = as_int32(known)
+            _check_ids(name, np.asarray(ids), num_sequences, max_length)
+        ids = as_int32(jnp.asarray(ids))
         row = jnp.arange(total, dtype=jnp.int32)
         bucket = jnp.where((ids >= 0) & (ids < num_sequences), ids, num_sequences)
         size = num_sequences + 1
@@ -259,6 +283,7 @@ class RaggedArray:
           ValueError: the mask is not bool or not left-aligned, or it is traced and ``check`` is True.
         """
         x, mask = jnp.asarray(x), jnp.asarray(mask)
+        _check_padded("jattn.RaggedArray.from_mask", x)
         if mask.shape != x.shape[:2]:
             raise ValueError(
                 f"jattn.RaggedArray.from_mask: mask has shape {mask.shape}, must be {x.shape[:2]}: one for each row"
@@ -292,8 +317,22 @@ class RaggedArray:
           name: what errors call it.
 
         Raises:
-          ValueError: offsets or lengths have the wrong dtype or shape.
+          ValueError: values are no array of rows, a bound is no number of them, or offsets or lengths have the wrong
+            dtype or shape.
         """
+        if not hasattr(self.values, "dtype"):
+            kind = type(self.values).__name__
+            raise ValueError(f"{name}.values is a {kind}, must be an array: jnp.asarray(...)")
+        if self.values.ndim == 0:
+            raise ValueError(
+                f"{name}.values has shape (), must have an axis of rows: pass x[None] for one row"
+            )
+        for bound, value, unbounded in (
+            ("max_length", self.max_length, "None is the number of rows"),
+            ("min_length", self.min_length, "None is no bound"),
+        ):
+            if value is not None:
+                _check_count(f"{name}.{bound}", value, unbounded)
         for field, x in (("offsets", self.offsets), ("lengths", self.lengths)):
             if x is None:
                 continue
@@ -394,17 +433,25 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
     return ~jnp.any(~kept[..., :-1] & kept[..., 1:])
 
 
-def _check_ids(
-    ids: npt.NDArray[Any], total: int, num_sequences: int, max_length: int | None
-) -> None:
-    name = "jattn.RaggedArray.from_segment_ids"
-    if ids.shape != (total,):
+def _check_count(name: str, value: Any, way_out: str, *, least: int = 0) -> None:
+    """Checks a static number, of rows or sequences."""
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or value < least:
         raise ValueError(
-            f"{name}: ids have shape {ids.shape}, must be ({total},), one for each row"
+            f"{name} is {value!r}, must be {least} or more, an integer known while tracing: {way_out}"
         )
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{name}: ids have dtype {ids.dtype}, must be integers: cast them")
-    ids = saturated(ids).astype(np.int64)  # differences of unsigned numbers are never negative
+
+
+def _check_padded(name: str, x: jax.Array) -> None:
+    if x.ndim < 2:
+        raise ValueError(
+            f"{name}: x has shape {x.shape}, must be (B, T, ...): pass x[None] for a batch of one"
+        )
+
+
+def _check_ids(
+    name: str, ids: npt.NDArray[np.int32], num_sequences: int, max_length: int | None
+) -> None:
     real = np.flatnonzero((ids >= 0) & (ids < num_sequences))
     if (np.diff(ids[real]) < 0).any():
         raise ValueError(f"{name}: ids must not decrease; sort the rows by sequence")

@@ -18,10 +18,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jattn import api, backends, device, dispatch
-from jattn.arguments import Call, Window, as_array, as_dtype, as_flag, dropout_operands
+from jattn.arguments import Call, Window, as_dtype, as_flag, dropout_operands
+from jattn.arrays import as_array, as_integers
 from jattn.errors import NoBackendError, Reason, describe_refusals
 from jattn.masks import Alignment
 from jattn.ragged import RaggedArray, take_rows
+from jattn.spec import as_int32
 
 Form = Literal["packed", "padded"]
 
@@ -96,6 +98,9 @@ def ragged_dot_product_attention(
         name: x if isinstance(x, RaggedArray) else as_array(name, x, _NAME)
         for name, x in (("query", query), ("key", key), ("value", value))
     }
+    for name, x in arguments.items():
+        if isinstance(x, RaggedArray):
+            x.check_static(f"{_NAME}: {name}")
     if compute_dtype is not None:
         dtype = as_dtype("compute_dtype", compute_dtype)
         arguments = {name: _cast(x, dtype) for name, x in arguments.items()}
@@ -216,18 +221,26 @@ def _packed_rows(name: str, x: Any) -> jax.Array:
     return rows
 
 
-def _integers(name: str, values: Any) -> jax.Array:
-    x = as_array(name, values, "jattn.flash_mha_varlen")
+def _integers(name: str, values: Any) -> Any:
+    x = as_integers(name, values, "jattn.flash_mha_varlen")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"jattn.flash_mha_varlen: {name} has dtype {x.dtype}, must be an integer type: cast it to int32"
         )
-    return x.astype(jnp.int32)
+    if x.dtype == jnp.int32:
+        return x
+    if not isinstance(x, jax.core.Tracer):
+        # By numpy: what jax.numpy makes of a known array is traced where the call is.
+        x = np.asarray(x)
+        if x.size and (largest := int(x.max())) > 2**31 - 1:
+            raise ValueError(
+                f"jattn.flash_mha_varlen: {name} holds {largest}, must be at most 2^31 - 1: it counts rows"
+            )
+    return as_int32(x)
 
 
-def _borders(name: str, values: Any) -> jax.Array:
+def _borders(name: str, values: Any) -> Any:
     borders = _integers(name, values)
-    # By numpy: what jax.numpy makes of a known array is traced where the call is.
     if not isinstance(borders, jax.core.Tracer) and np.asarray(borders).ravel()[:1].any():
         found = np.asarray(borders).tolist()
         raise ValueError(
@@ -313,6 +326,15 @@ def _differ(k: RaggedArray, v: RaggedArray) -> bool:
     if k.values.shape[0] != v.values.shape[0] or (k.lengths is None) != (v.lengths is None):
         return True
     return _known_to_differ(k.offsets, v.offsets) or _known_to_differ(k.lengths, v.lengths)
+
+
+def _may_share(k: RaggedArray, v: RaggedArray) -> bool:
+    """Whether values may be read where the keys lie: those of one static length need not lie there."""
+    if k.constant_length is None or k.constant_length != v.constant_length:
+        return not _differ(k, v)
+    borders = (k.offsets, v.offsets, k.lengths, v.lengths)
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in borders)
+    return _same_rows(k, v) or (is_known and not _differ(k, v))
 
 
 def _known_to_differ(a: jax.Array | None, b: jax.Array | None) -> bool:
@@ -414,7 +436,7 @@ def _expanded(query: Any, key: Any, value: Any) -> tuple[RaggedArray, RaggedArra
         isinstance(key, RaggedArray)
         and isinstance(value, RaggedArray)
         and key.num_sequences == value.num_sequences
-        and not _differ(key, value)
+        and _may_share(key, value)
     )
     if shared:
         k = _repeated(key, count)
@@ -552,6 +574,8 @@ class _Problem:
                 q_positions = q_positions + shift[jnp.maximum(q_ids, 0)]
         # Rows of one sequence are neighbours, so in self-attention distances of rows are those of positions.
         table = self.dropout_table
+        if self.q.num_sequences == 0:
+            table = None  # it has no keys, and there is no pair to drop
         if table is not None or (by_position and not self.self_attention):
             options |= {
                 "query_positions": q_positions[None],

@@ -301,6 +301,63 @@ def one_operand_on_an_explicit_mesh(backend: str) -> None:
 
 
 @check
+def explicit_mesh_that_is_not_set(backend: str) -> None:
+    """The kind that `jax.make_mesh` makes by default, known from the arrays alone; what is not on it is brought to it.
+
+    Outside of jit a pullback is called: `jax.grad` begins with a number of one device, which JAX itself refuses.
+    """
+    q, k, v, _ = drawn(backend, heads=8, kv_heads=4)
+    bias, sinks = normal(5, 1, 8, 40, 40), normal(6, 8)
+    the_mesh = jax.make_mesh((4,), ("x",))
+
+    def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        return jattn.dot_product_attention(q, k, v, bias, sinks=sinks, implementation=backend)
+
+    def run(*arrays: Any) -> Any:
+        out, pullback = jax.vjp(attend, *arrays)
+        return out, pullback(2 * out)
+
+    gradient = jax.jit(jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    one_device = (q, k, v, bias, sinks)
+    for spec in (PartitionSpec("x"), PartitionSpec(None, None, "x")):
+        placed = jax.device_put((q, k, v), NamedSharding(the_mesh, spec))
+        arrays = (*placed, bias, sinks)
+        close(run(*arrays), run(*one_device), float(jnp.abs(bias).sum()))
+        got = jax.jit(run)(*arrays)
+        assert jax.typeof(got[0]).sharding.spec[:3] == (*spec, None, None)[:3], jax.typeof(got[0])
+        close(got, jax.jit(run)(*one_device), float(jnp.abs(bias).sum()))
+        close(gradient(*arrays), gradient(*one_device))
+
+
+@check
+def several_batch_axes_on_an_explicit_mesh(backend: str) -> None:
+    """The first of them stays where it is, the others are gathered; sinks and slopes that have them too."""
+    x = normal(1, 2, 4, 8, 4, 16, dtype=dtype_of(backend))
+    sinks, slopes = normal(2, 2, 4, 4), jnp.abs(normal(3, 1, 4, 4))
+    bias = normal(4, 2, 4, 1, 8, 8)
+    the_mesh = explicit((2, 2), "x", "y")
+
+    def run(x: Any, bias: Any, sinks: Any, slopes: Any) -> Any:
+        def attend(x: Any, bias: Any, sinks: Any, slopes: Any) -> Any:
+            return jattn.dot_product_attention(
+                x, x, x, bias, sinks=sinks, alibi_slopes=slopes, implementation=backend
+            )
+
+        out, pullback = jax.vjp(attend, x, bias, sinks, slopes)
+        return out, pullback(2 * out)
+
+    arrays = (x, bias, sinks, slopes)
+    for spec in (PartitionSpec("x"), PartitionSpec(None, "y"), PartitionSpec("x", "y")):
+        of_slopes = PartitionSpec(None, *spec[1:])
+        shardings = [NamedSharding(the_mesh, p) for p in (spec, spec, spec, of_slopes)]
+        placed = jax.device_put(arrays, tuple(shardings))
+        for wrapped in (run, jax.jit(run)):
+            got = wrapped(*placed)
+            assert jax.typeof(got[0]).sharding.spec[0] == spec[0], jax.typeof(got[0])
+            close(got, wrapped(*arrays), float(jnp.abs(slopes).sum()))
+
+
+@check
 def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
     the_mesh = explicit((4,), "x")
     x = drawn(backend)[0][:, :, :4]
@@ -318,6 +375,45 @@ def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
         got = run(jax.device_put(x, PartitionSpec("x")))
         assert all(jax.typeof(y).sharding.spec[0] == "x" for y in got)
     close(got, want)
+
+
+@check
+def mapped_axis_of_an_explicit_mesh_outside_of_jit(backend: str) -> None:
+    """Here the cotangents come sharded: those of the output and the log-sum-exp, once and twice."""
+    x = normal(1, 4, 2, 8, 4, 16, dtype=dtype_of(backend))
+
+    def loss(x: Any) -> Any:
+        def attend(x: Any) -> Any:
+            return jattn.dot_product_attention(x, x, x, return_lse=True, implementation=backend)
+
+        return sum((y.astype(jnp.float32) ** 2).sum() for y in jax.vmap(attend)(x))
+
+    gradient = jax.grad(loss)
+    want = gradient(x), jax.jvp(gradient, (x,), (x,))[1]
+    with jax.sharding.set_mesh(explicit((4,), "x")):
+        placed = jax.device_put(x, PartitionSpec("x"))
+        got = gradient(placed), jax.jvp(gradient, (placed,), (placed,))[1]
+        assert all(jax.typeof(y).sharding.spec[0] == "x" for y in got)
+    close(got, want)
+
+
+@check
+def mapped_axis_and_another_of_an_explicit_mesh_that_is_not_set(backend: str) -> None:
+    """Then shard_map is partly manual, over a mesh of which the compiler knows no devices."""
+    x = normal(1, 2, 2, 8, 4, 16, dtype=dtype_of(backend))
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        def attend(x: Any) -> Any:
+            return jattn.dot_product_attention(x, x, x, implementation=backend)
+
+        out, pullback = jax.vjp(jax.vmap(attend), x)
+        return out, pullback(2 * out)[0]
+
+    sharding = NamedSharding(explicit((2, 2), "x", "y"), PartitionSpec("x", None, None, "y"))
+    got = run(jax.device_put(x, sharding))
+    assert all(jax.typeof(y).sharding.spec[0] == "x" for y in got)
+    close(got, run(x))
 
 
 def new_operands(shared: bool) -> tuple[jax.Array, ...]:

@@ -157,6 +157,7 @@ class AttentionFunction:
                 "jattn.flax.attention_fn: query, key and value must have one rank, 3 or more: (batch..., length, heads,"
                 f" head_dim); got {query.shape}, {key.shape}, {value.shape}"
             )
+        is_decoding_step = _is_decoding_step(query, key, mask)
         structure = mask if isinstance(mask, StructuralMask) else StructuralMask()
         if isinstance(mask, StructuralMask):
             mask = structure.dense
@@ -165,15 +166,21 @@ class AttentionFunction:
         if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
             bias = jnp.asarray(bias, jnp.float32)
 
-        is_causal = is_causal or self.is_causal
-        if _is_decoding_step(query, key, mask) and self.causal_alignment == "upper_left":
-            if self.local_window_size is not None:
+        causal_alignment = self.causal_alignment
+        if not is_decoding_step:
+            is_causal = is_causal or self.is_causal
+        else:  # the module's mask has the keys up to the query: self.is_causal is met
+            if _is_bounded(self.local_window_size):
                 raise ValueError(
                     f"jattn.flax.attention_fn: local_window_size is {self.local_window_size}, but a query alone beside"
                     f" {key.shape[-3]} keys is a step of decoding, whose place in the cache only the module's mask"
-                    " knows: have the mask hide the keys outside of the window"
+                    " knows: have the mask hide the keys outside of the window; outside of such a module, pass the"
+                    " mask as StructuralMask(dense=mask)"
                 )
-            is_causal = False  # the module's mask has the keys up to the query
+            # A causality of this call counts from the first key, and one visible key needs no slopes.
+            if self.alibi_slopes is not None and not is_causal:
+                structure = _decoding_positions(query, key, mask)
+                causal_alignment = "upper_left"
 
         return dot_product_attention(
             query,
@@ -185,7 +192,7 @@ class AttentionFunction:
             is_causal=is_causal,
             local_window_size=self.local_window_size,
             implementation=self.implementation,
-            causal_alignment=self.causal_alignment,
+            causal_alignment=causal_alignment,
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=(
                 None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
@@ -216,9 +223,11 @@ def make_attention_fn(
     """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
 
     A causal or windowed layer built this way needs no (T, S) mask, and the tiles outside the band are skipped. What
-    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`. In a module
-    with ``decode=True`` the mask that the module makes has the keys up to the query: `is_causal` is then left to it,
-    and a `local_window_size` refused.
+    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`.
+
+    One query beside several keys and a mask array is taken for a step of a module with ``decode=True``. The mask that
+    the module makes has the keys up to the query: `is_causal` is then left to it, `alibi_slopes` count from the last
+    key that it shows, and a `local_window_size` is refused. A `StructuralMask` is never taken for such a step.
 
     Args:
       is_causal: query t sees keys up to t (or up to t + S - T, see `causal_alignment`).
@@ -261,9 +270,33 @@ attention_fn = AttentionFunction()
 
 
 def _is_decoding_step(query: Array, key: Array, mask: object) -> bool:
-    """Whether a module with ``decode=True`` calls: one query, all places of the cache, and a mask of those in use."""
-    is_array = mask is not None and not isinstance(mask, CausalBias)
+    """Whether a module with ``decode=True`` calls: one query, all places of the cache, and an array of those in use.
+
+    A module combines its own mask with the caller's as arrays, so a `StructuralMask` never comes from such a step.
+    """
+    is_array = mask is not None and not isinstance(mask, StructuralMask | CausalBias)
     return query.shape[-3] == 1 and key.shape[-3] > 1 and is_array
+
+
+def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
+    """Puts the lone query at the last key that the mask, an array, shows to anyone, for the distances of ALiBi.
+
+    Softmax does not see what all distances have in common, so any place from the last visible key on would do, but one
+    at the end of a long and still empty cache makes scores so large that float32 rounds their differences away.
+    """
+    batch, kv_len = query.shape[:-3], key.shape[-3]
+    is_seen = jnp.any(jnp.atleast_1d(mask), axis=tuple(range(mask.ndim - 1)))
+    last = kv_len - 1 - jnp.argmax(is_seen[::-1])
+    return StructuralMask(
+        query_positions=jnp.full((*batch, 1), last, jnp.int32),
+        key_value_positions=jnp.broadcast_to(jnp.arange(kv_len), (*batch, kv_len)),
+    )
+
+
+def _is_bounded(window: Window) -> bool:
+    """Whether a window hides anything: None or -1 on a side does not."""
+    sides = window if isinstance(window, tuple | list | np.ndarray) else (window,)
+    return any(side is not None and side != -1 for side in sides)
 
 
 def _refuse_products(*, precision: object, **products: Einsum | None) -> None:

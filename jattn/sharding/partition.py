@@ -155,6 +155,9 @@ def is_automatic(ctx: mlir.LoweringRuleContext) -> bool:
     if isinstance(axis_context, mlir.ShardingContext):
         return bool(axis_context.num_devices > 1)
     if isinstance(axis_context, mlir.SPMDAxisContext):
+        mesh: object = axis_context.mesh
+        if isinstance(mesh, jax.sharding.AbstractMesh):
+            return False  # no mesh is set, and JAX partitions only over devices that it knows
         return bool(axis_context.manual_axes != frozenset(axis_context.mesh.axis_names))
     return False
 
@@ -297,9 +300,36 @@ def explicit_cut(spec: Spec, operands: Operands[jax.Array]) -> tuple[Any, Cut] |
     return None
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def placed(
+    mesh: Any, specs: tuple[PartitionSpec, ...], *arrays: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The arrays, at least one of which is on the explicit mesh, sharded over it.
+
+    Compiled also outside of ``jit``: without a mesh that is set, nothing else brings an array of one device to it.
+    """
+    return tuple(
+        jax.sharding.reshard(x, NamedSharding(mesh, p)) for x, p in zip(arrays, specs, strict=True)
+    )
+
+
 def gathered(x: jax.Array) -> jax.Array:
     """An array that is not sharded over an explicit mesh: what `vmap` maps it has no axis for."""
-    return jax.sharding.reshard(x, PartitionSpec()) if _explicit_axes(x) else x
+    return _resharded(x) if _explicit_axes(x) else x
+
+
+def gathered_along(x: jax.Array, axes: range) -> jax.Array:
+    """An array that is not sharded over an explicit mesh along these axes."""
+    spec = jax.typeof(x).sharding.spec
+    if not _explicit_axes(x) or all(spec[axis] is None for axis in axes):
+        return x
+    return _resharded(x, *(None if axis in axes else entry for axis, entry in enumerate(spec)))
+
+
+def _resharded(x: jax.Array, *entries: Any) -> jax.Array:
+    """Reshards over the mesh that the array is on, which need not be set."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def sharder_of_mapped_axis(
@@ -308,8 +338,9 @@ def sharder_of_mapped_axis(
     """What shards an array's first axis over an explicit mesh as the mapped axis of these arrays is."""
     for x, dim in zip(arrays, dims, strict=True):
         if dim is not None and _explicit_axes(x):
-            entry = jax.typeof(x).sharding.spec[dim]
-            return lambda result: jax.sharding.reshard(result, PartitionSpec(entry))
+            sharding = jax.typeof(x).sharding
+            over = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[dim]))
+            return lambda result: jax.sharding.reshard(result, over)
     return lambda result: result
 
 

@@ -192,7 +192,7 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"scale": float("nan")}, "scale is nan, must be finite"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, must be a positive"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
-        ({"logits_soft_cap": 3e38}, "logits_soft_cap is 3e.38, must be a positive finite.*base 2"),
+        ({"logits_soft_cap": 3e38}, "logits_soft_cap is 3e.38, must be a positive finite number from 2.-100 to 2.100"),
         ({"return_lse": True, "return_residual": True}, "ask for one of them"),
         ({"is_causal": 1}, "is_causal is 1, must be True or False"),
         ({"mask": jattn.causal_upper_left(4, 5)}, r"made for 4 queries and 5 keys.*causal_upper_left\(4, 4\)"),
@@ -209,7 +209,16 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"scale": "1/8"}, "scale is '1/8', must be a number"),
         ({"logits_soft_cap": jnp.ones(3)}, "logits_soft_cap is .*must be a number"),
         ({"implementation": 5}, "implementation is 5, must be the name"),
+        ({"logits_soft_cap": 1e-40}, "logits_soft_cap is 1e-40, must be a positive"),
+        ({"logits_soft_cap": "5"}, "logits_soft_cap is '5', must be a number"),
+        ({"scale": 10**400}, "scale is .*must be a number"),
+        ({"local_window_size": np.float32(3)}, "local_window_size is .*must be a number"),
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16'.*bfloat16"),
+        ({"compute_dtype": "int32"}, "compute_dtype is int32, must be one of"),
+        (
+            {"compute_dtype": "float32", "bias": np.zeros((4, 4), bool)},
+            "bias has dtype bool, must be a float type: pass a bool array as mask=",
+        ),
         ({"dropout_rate": None}, "dropout_rate is None"),
         ({"dropout_rate": 0.1, "dropout_seed": "7"}, "dropout_seed is '7'"),
     ],
@@ -220,6 +229,16 @@ def test_wrong_calls_say_what_is_wrong(keywords: dict[str, Any], words: str) -> 
     x = jax.ShapeDtypeStruct((2, 4, 2, 8), "float32")
     with pytest.raises(ValueError, match=f"jattn.dot_product_attention: .*{words}"):
         jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x, **keywords), x)
+
+
+def test_bias_and_mask_may_be_numbers() -> None:
+    """As jax.nn takes them."""
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    plain, plain_lse = jattn.dot_product_attention(x, x, x, return_lse=True)
+    out, lse = jattn.dot_product_attention(x, x, x, 0.5, np.True_, return_lse=True)
+    np.testing.assert_allclose(out, plain, atol=1e-6)
+    np.testing.assert_allclose(lse, plain_lse + 0.5, atol=1e-6)
+    assert not np.asarray(jattn.dot_product_attention(x, x, x, mask=False)).any()
 
 
 def test_arrays_that_are_none() -> None:
@@ -470,3 +489,55 @@ def test_no_rank_is_promoted(keywords: dict[str, Any], backend: str) -> None:
 
     with jax.numpy_rank_promotion("raise"):
         jax.jit(passes).lower(q)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, list, tuple], ids=["numpy", "list", "tuple"])
+def test_integers_that_int32_cannot_hold(convert: Any) -> None:
+    """Lengths and positions count as the nearest that it can; ids are refused."""
+    x = normal(0, 2, 6, 2, 8)
+    attend = jattn.dot_product_attention
+    lengths = convert(np.array([2, 2**40]))
+    np.testing.assert_array_equal(
+        attend(x, x, x, key_value_seq_lengths=lengths),
+        attend(x, x, x, key_value_seq_lengths=jnp.array([2, 6])),
+    )
+    positions = convert(np.array([[-(2**40), 0, 1, 2, 3, 2**32 + 1]] * 2))
+    near = jnp.clip(jnp.asarray([[-(2**30), 0, 1, 2, 3, 2**30]] * 2), -(2**29), 2**29)
+    np.testing.assert_array_equal(
+        attend(x, x, x, is_causal=True, query_positions=positions, key_value_positions=positions),
+        attend(x, x, x, is_causal=True, query_positions=near, key_value_positions=near),
+    )
+    ids = convert(np.full((2, 6), 2**32))
+    with pytest.raises(ValueError, match="query_segment_ids holds 4294967296, must be at most"):
+        attend(x, x, x, query_segment_ids=ids, key_value_segment_ids=ids)
+    for length in (np.int64(2**40), 2**40, 2**80):
+        np.testing.assert_array_equal(
+            attend(x[0], x[0], x[0], key_value_seq_lengths=length), attend(x[0], x[0], x[0])
+        )
+
+
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys"),
+    [("uint32", "int32"), ("uint64", "int32"), ("uint64", "int64"), ("int8", "uint64")],
+)
+def test_traced_segment_ids_of_unlike_types(of_queries: str, of_keys: str) -> None:
+    """Their common type may be a float, or one that the largest ids do not fit."""
+    with jax.enable_x64("64" in of_queries + of_keys):
+        x = jnp.asarray(normal(0, 1, 4, 2, 8))
+        attend = jax.jit(
+            lambda of_queries, of_keys: jattn.dot_product_attention(
+                x, x, x, query_segment_ids=of_queries, key_value_segment_ids=of_keys
+            )
+        )
+        q_ids, k_ids = np.array([[3, 4, 1, -1]], "int64"), np.array([[-1, 3, 4, 1]], "int64")
+        q_ids, k_ids = (
+            np.where(ids < 0, 5 + side if dtype[0] == "u" else -1, ids).astype(dtype)
+            for side, (ids, dtype) in enumerate(((q_ids, of_queries), (k_ids, of_keys)))
+        )
+        want = x[:, jnp.array([1, 2, 3, 0])].at[:, 3].set(0)
+        np.testing.assert_allclose(attend(q_ids, k_ids), want, rtol=1e-6)
+        # The largest ids of an unsigned type, which nothing on the other side equals.
+        for ids, one in ((q_ids, 1), (k_ids, 2)):
+            if ids.dtype.kind == "u":
+                ids[0, one] = np.iinfo(ids.dtype).max
+        np.testing.assert_allclose(attend(q_ids, k_ids), want.at[:, 1].set(0), rtol=1e-6)

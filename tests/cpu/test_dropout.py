@@ -384,7 +384,19 @@ def test_several_rates_are_mapped() -> None:
         assert (mask == jattn.dropout_mask(SEED, 0, shape, rate)).all()
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 64, np.zeros(3, np.uint32), np.zeros(2, np.int32)])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        -1,
+        1 << 64,
+        np.zeros(3, np.uint32),
+        np.zeros(2, np.int32),
+        np.array([2**32 + 7, 0], np.uint64),
+        [np.uint64(2**32 + 7), np.uint64(0)],
+        [2**40, 0],
+    ],
+    ids=str,
+)
 def test_a_mask_needs_a_seed(seed: object) -> None:
     with pytest.raises(ValueError, match="seed"):
         jattn.dropout_mask(seed, 0, (1, 1, 2, 2), 0.5)  # type: ignore[arg-type]

@@ -327,3 +327,23 @@ def test_a_type_that_jax_would_not_keep_is_refused() -> None:
     else:
         with pytest.raises(ValueError, match="float64, which JAX would make float32"):
             jattn.explain(x, x, x)
+
+
+def test_a_call_that_raises_is_not_explained() -> None:
+    for words in ({"return_lse": "yes"}, {"return_lse": True, "return_residual": True}):
+        with pytest.raises(ValueError, match="return_lse"):
+            jattn.explain(Q, Q, Q, **words)
+        with pytest.raises(ValueError, match="return_lse"):
+            jattn.select_backend(Q, Q, Q, **words)
+
+
+def test_arrays_of_numpy_are_explained_as_they_are_called() -> None:
+    x = np.ones((1, 4, 2, 8))
+    assert jattn.dot_product_attention(x, x, x).dtype == jnp.float32
+    assert jattn.explain(x, x, x).spec.dtype == "float32"
+
+
+def test_nothing_outlives_the_trace() -> None:
+    with jax.check_tracer_leaks():
+        found = jattn.explain(Q, Q, Q, dropout_rate=0.1, dropout_key=jax.random.key(0))
+    assert found.chosen == "cpu"

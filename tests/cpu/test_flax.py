@@ -82,6 +82,17 @@ MASKS: dict[str, Callable[[int, int], Array | None]] = {
 MASKS_IN_MODULES = ("none", "causal-and-padding", "full")
 
 
+# What a layer that decodes may have; the results are those of a causal pass over all tokens.
+DECODING_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "local_window_size": (-1, None)},
+    {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+    {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0)},
+    {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0), "causal_alignment": "lower_right"},
+]
+
+
 # --- Linen ------------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +133,7 @@ def test_linen_module_agrees_with_flax(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", DECODING_OPTIONS, ids=str)
 def test_linen_decoding_equals_the_causal_pass(options: dict[str, Any]) -> None:
     x = normal(1, BATCH, Q_LEN, FEATURES)
     function = jattn.flax.make_attention_fn(**options)
@@ -195,7 +206,7 @@ def test_nnx_is_causal_and_grouped_heads(num_kv_heads: int, masked: bool) -> Non
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", DECODING_OPTIONS, ids=str)
 def test_nnx_decoding_equals_the_causal_pass(options: dict[str, Any]) -> None:
     x = normal(1, BATCH, Q_LEN, FEATURES)
     function = jattn.flax.make_attention_fn(**options)
@@ -206,12 +217,59 @@ def test_nnx_decoding_equals_the_causal_pass(options: dict[str, Any]) -> None:
     close(jnp.concatenate(steps, axis=1), expected)
 
 
-def test_decoding_with_a_window_is_refused() -> None:
-    window = jattn.flax.make_attention_fn(local_window_size=(3, 0))
+def test_slopes_of_a_short_start_in_a_long_cache_lose_nothing() -> None:
+    """Distances to the end of the cache would differ by a constant only, but one of 8192, rounded to 2**-10."""
+    used, cache = 4, 16384
+    q = normal(1, 1, 1, HEADS, 8)
+    k, v = normal(2, 1, cache, HEADS, 8), normal(3, 1, cache, HEADS, 8)
+    function = make_attention_fn(is_causal=True, alibi_slopes=(0.5, -0.5, 0.25, -0.125))
+    got = function(q, k, v, mask=jnp.arange(cache) < used)
+    structure = StructuralMask(
+        query_positions=jnp.array([[used - 1]]), key_value_positions=jnp.arange(used)[None]
+    )
+    close(got, function(q, k[:, :used], v[:, :used], mask=structure))
+
+
+@pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
+def test_decoding_with_a_window_is_refused(alignment: Any) -> None:
+    window = make_attention_fn(local_window_size=(3, 0), causal_alignment=alignment)
     module = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=window, rngs=nnx.Rngs(7))
     module.init_cache((BATCH, Q_LEN, FEATURES))
     with pytest.raises(ValueError, match=r"local_window_size is \(3, 0\), but a query alone"):
         module(normal(1, BATCH, 1, FEATURES), decode=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "local_window_size": (1, 0)},
+        {"is_causal": True, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+    ],
+    ids=str,
+)
+def test_a_dense_part_leaves_one_query_its_place(options: dict[str, Any]) -> None:
+    q, k, v = qkv()
+    function = make_attention_fn(**options)
+    positions = StructuralMask(
+        query_positions=jnp.array([[3], [1]]),
+        key_value_positions=jnp.arange(KV_LEN)[None].repeat(BATCH, 0),
+    )
+    with_dense = dataclasses.replace(positions, dense=jnp.ones((1, 1, 1, KV_LEN), bool))
+    got = function(q[:, :1], k, v, mask=with_dense)
+    close(got, function(q[:, :1], k, v, mask=positions))
+    assert not np.allclose(got, make_attention_fn()(q[:, :1], k, v), atol=1e-2)
+
+
+@pytest.mark.parametrize("options", DECODING_OPTIONS[:5], ids=str)
+def test_causality_of_the_call_holds_for_one_query(options: dict[str, Any]) -> None:
+    """As in Flax, where it counts from the first key, with a cache too; slopes cannot matter then."""
+    q, k, v = qkv()
+    mask = MASKS["keys"](1, KV_LEN)
+    close(
+        make_attention_fn(**options)(q[:, :1], k, v, mask=mask, is_causal=True),
+        nnx.dot_product_attention(q[:, :1], k, v, mask=mask, is_causal=True),
+    )
 
 
 def test_functions_of_arrays_and_lists_are_hashable_and_equal() -> None:
@@ -700,7 +758,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         ValueError, match=r"mask has shape \(3, 1, 5, 7\), which does not broadcast"
     ):
         attention_fn(q, k, v, mask=jnp.ones((3, 1, Q_LEN, KV_LEN), bool))
-    with pytest.raises(ValueError, match=r"bias has rank 5 .*must have rank 1 to 4"):
+    with pytest.raises(ValueError, match=r"bias has rank 5 .*must have rank 0 to 4"):
         attention_fn(q, k, v, bias=jnp.ones((1, 1, 1, Q_LEN, KV_LEN)))
     with pytest.raises(ValueError, match="one rank, 3 or more"):
         attention_fn(q, k[0], v[0])

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "device", "config", "counters", "jax_interface"),  # words
     (
         "masks",
+        "arrays",
         "spec",
         "ragged",
         "dropout",

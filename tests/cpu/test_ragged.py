@@ -989,8 +989,9 @@ def test_known_borders_and_masks_in_traced_calls() -> None:
     np.testing.assert_allclose(
         traced, jattn.flash_mha_varlen(x, x, x, borders), rtol=1e-6, atol=1e-6
     )
-    with pytest.raises(ValueError, match="must be cumulative lengths from 0"):
-        jax.jit(lambda x: jattn.flash_mha_varlen(x, x, x, bad))(x)
+    for wrong in (bad, bad.tolist(), np.asarray(bad, "int64")):
+        with pytest.raises(ValueError, match="must be cumulative lengths from 0"):
+            jax.jit(lambda x, wrong=wrong: jattn.flash_mha_varlen(x, x, x, wrong))(x)
     mask = jnp.asarray([[True, True, False], [True, False, False]])
     holes = ~mask
     padded = normal(2, 2, 3, 8)
@@ -1087,3 +1088,107 @@ def test_strict_counts_for_batches_of_problems_too() -> None:
     assert attend(rows, rows, rows).values.shape == (3, 2, 1, 4)
     with pytest.raises(jattn.NoBackendError, match="RAGGED_ZERO_LEN"):
         attend(rows, rows, rows, strict=True)
+
+
+@pytest.mark.parametrize("form", [None, "packed", "padded"])
+def test_values_of_one_length_are_read_in_their_own_rows(form: str | None) -> None:
+    """Whether they lie where the keys do is known outside of jit alone; the result is the same."""
+    x = normal(0, 8, 2, 4)
+    of_keys, of_values = (jnp.array(offsets, jnp.int32) for offsets in ([0, 2, 4], [1, 3, 5]))
+
+    def call(k_offsets: jax.Array, v_offsets: jax.Array) -> Any:
+        k, v = (RaggedArray(x, offsets, None, 2, 2) for offsets in (k_offsets, v_offsets))
+        return attend(RaggedArray(x, of_keys), k, v, form=form).values
+
+    q, v = (jnp.reshape(rows, (2, 2, 2, 4)) for rows in (x[:4], x[1:5]))
+    want = jattn.dot_product_attention(q, q, v).reshape(4, 2, 4)
+    for found in (call(of_keys, of_values), jax.jit(call)(of_keys, of_values)):
+        np.testing.assert_allclose(found[:4], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [None, "packed", "padded"])
+def test_dropout_without_a_sequence(form: str | None, backend: str) -> None:
+    rows = RaggedArray(jnp.ones((5, 2, 8)), jnp.array([0], jnp.int32))
+    options = {"dropout_rate": 0.3, "dropout_seed": 7, "form": form, "implementation": backend}
+    for broadcast in (False, True):
+        found = attend(rows, rows, rows, broadcast_dropout=broadcast, **options)
+        np.testing.assert_array_equal(found.values, jnp.zeros((5, 2, 8)))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, list, jnp.asarray], ids=["numpy", "list", "jax"])
+def test_conversions_keep_integers_that_int32_cannot_hold(convert: Callable[..., Any]) -> None:
+    large = 2**32 - 1 if convert is jnp.asarray else 2**32
+    ids = convert(np.array([0, 0, large, large], "uint32" if large < 2**32 else "int64"))
+    found = RaggedArray.from_segment_ids(jnp.ones((4, 1)), ids, 2)
+    assert found.segment_ids().tolist() == [0, 0, -1, -1]
+    lengths = convert(np.array([3, large], ids[0].dtype))
+    assert RaggedArray.from_padded(jnp.ones((2, 3, 4)), lengths).offsets.tolist() == [0, 3, 6]
+
+
+def test_conversions_take_python_integers_of_any_size() -> None:
+    for large in (2**32 + 1, 2**63, 2**80):
+        packed = RaggedArray.from_padded(jnp.ones((2, 3, 4)), [3, large])  # type: ignore[arg-type]
+        assert packed.offsets.tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_narrow_ids_of_many_sequences(dtype: str) -> None:
+    found = RaggedArray.from_segment_ids(jnp.ones((3, 1)), jnp.array([0, 1, 1], dtype), 300)
+    assert found.segment_ids().tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("convert", [np.asarray, list], ids=["numpy", "list"])
+def test_lengths_that_int32_cannot_hold_are_refused(convert: Callable[..., Any]) -> None:
+    x = normal(0, 12, 1, 8)
+    with pytest.raises(ValueError, match="seqlens_q holds 4294967308, must be at most"):
+        jattn.flash_mha_varlen(x, x, x, convert(np.array([0, 5, 2**32 + 12])))
+    with pytest.raises(ValueError, match="seqused_k holds 4294967297, must be at most"):
+        jattn.flash_mha_varlen(x, x, x, [0, 12], seqused_k=convert(np.array([2**32 + 1])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_length": -1}, "max_length is -1, must be 0 or more, an integer"),
+        ({"max_length": 4.0}, "max_length is 4.0, must be 0 or more, an integer"),
+        ({"max_length": "7"}, "max_length is '7', must be 0 or more, an integer"),
+        ({"max_length": True}, "max_length is True, must be 0 or more, an integer"),
+        ({"min_length": -1}, "min_length is -1, must be 0 or more, an integer"),
+        ({"values": [[[1.0]]]}, "values is a list, must be an array"),
+        ({"values": jnp.ones(())}, r"values has shape \(\), must have an axis of rows"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bounds_and_values_are_checked(fields: dict[str, Any], words: str) -> None:
+    offsets = jnp.array([0, 1], jnp.int32)
+
+    def call(offsets: jax.Array) -> Any:
+        x = RaggedArray(**({"values": jnp.ones((1, 1, 4)), "offsets": offsets} | fields))
+        return attend(x, x, x).values
+
+    for function in (call, jax.jit(call)):
+        with pytest.raises(ValueError, match=f"ragged_dot_product_attention: query.{words}"):
+            function(offsets)
+
+
+def test_sizes_of_conversions_are_checked() -> None:
+    x, lengths, ids = jnp.ones((2, 3, 4)), jnp.array([1, 2]), jnp.array([0, 0])
+    make = RaggedArray
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: make.from_padded(x[0, 0], lengths), r"x has shape \(4,\), must be \(B, T"),
+        (lambda: make.from_mask(x[0, 0], x[0, 0] > 0), r"x has shape \(4,\), must be \(B, T"),
+        (lambda: make.from_padded(x, lengths, total=-1), "total is -1, must be 0 or more"),
+        (lambda: make.from_padded(x, lengths, total=2.0), "total is 2.0, must be 0 or more"),  # type: ignore[arg-type]
+        (lambda: make.from_padded(x, lengths).to_padded(-3), "length is -3, must be 0 or more"),
+        (lambda: make.from_padded(x, lengths).to_padded(2.0), "length is 2.0"),  # type: ignore[arg-type]
+        (lambda: make.from_list([x], alignment=1.5), "alignment is 1.5, must be 1 or more"),  # type: ignore[arg-type]
+        (lambda: make.from_list([x], max_length="3"), "max_length is '3', must be 0 or more"),  # type: ignore[arg-type]
+        (lambda: make.from_segment_ids(x, ids, -1), "num_sequences is -1, must be 0 or more"),
+        (lambda: make.from_segment_ids(x, ids, 1, max_length=2.0), "max_length is 2.0"),  # type: ignore[arg-type]
+        (lambda: make.from_segment_ids(jnp.ones(()), ids, 1), r"values has shape \(\)"),
+    ]
+    for call, words in calls:
+        with pytest.raises(ValueError, match=rf"jattn\.RaggedArray.*{words}"):
+            call()
+    with pytest.raises(ValueError, match="ids have dtype float32, must be integers"):
+        jax.jit(lambda ids: make.from_segment_ids(x, ids, 1).values)(jnp.zeros(2))

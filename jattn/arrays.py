@@ -1,0 +1,56 @@
+"""Arguments as arrays; what cannot be one is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.masks import CausalBias
+
+_NAME = "jattn.dot_product_attention"
+
+
+def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
+    """Returns an argument as an array; what cannot be one is refused by name."""
+    try:
+        return jnp.asarray(x)
+    except jax.errors.JAXTypeError:
+        raise  # a tracer that has left its function: JAX says it best
+    except (TypeError, ValueError, OverflowError) as error:
+        if isinstance(x, CausalBias):
+            hint = "pass it as mask="
+        elif isinstance(x, jax.ShapeDtypeStruct):
+            hint = "jattn.explain and jax.eval_shape take shapes"
+        elif isinstance(error, OverflowError):
+            hint = "it holds integers that int32 cannot, write them as floats or clamp them"
+        else:
+            hint = "pass an array, or nested lists of numbers of one shape"
+        raise ValueError(f"{function}: {name} is {shown(x)}, must be an array: {hint}") from error
+
+
+def as_integers(name: str, x: Any, function: str = _NAME) -> Any:
+    """Returns an argument that should hold integers as an array: JAX's as it is, numpy's of anything else known.
+
+    Without jax_enable_x64 JAX would cut the upper bits off: ``as_int32`` or a check comes before ``jnp.asarray``.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        known = np.asarray(x)
+    except (TypeError, ValueError):  # a list that holds tracers, or no array
+        return as_array(name, x, function)
+    if known.dtype.kind in "fO" and known.size and not hasattr(x, "dtype"):
+        # Integers that no type of numpy holds together become floats or objects.
+        numbers = np.asarray(x, object)
+        if all(isinstance(number, int | np.integer) for number in numbers.flat):
+            known = np.asarray(numbers.clip(-(2**63), 2**63 - 1), np.int64)
+    return known if jnp.issubdtype(known.dtype, jnp.integer) else as_array(name, x, function)
+
+
+def shown(x: Any) -> str:
+    """The value of an argument, short enough for a message."""
+    text = repr(x)
+    return text if len(text) <= 80 else text[:77] + "..."

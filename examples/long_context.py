@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         got, want = (jax.device_get(program(*operands)) for program, operands in programs)
         agree &= all(close(x, y[:, order]) for x, y in zip(got, want, strict=True))
         times[name] = [milliseconds(*program, options.calls) for program in programs]
-    print(f"backends that ran: {jattn.call_counters()}")
+    print(f"backends compiled in: {jattn.call_counters()}")
     print(f"{len(found)} x {found[0].device_kind}, {options.length} keys, {dtype.__name__}")
     for name, (of_ring, of_one) in times.items():
         print(f"{name}: ring {of_ring:.1f} ms, one device {of_one:.1f} ms, {of_one / of_ring:.2f}x")

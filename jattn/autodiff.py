@@ -86,6 +86,7 @@ def _residuals(rest: Sequence[Any], has_dlse: bool) -> Residuals:
     return Residuals(rest[0], rest[1], rest[2], rest[3] if has_dlse else None)
 
 
+@partition.on_mesh_of_arrays
 def _run_forward(
     where: device.Device, *arrays: jax.Array, spec: Spec, options: Options, needs_grad: bool
 ) -> Any:
@@ -95,6 +96,7 @@ def _run_forward(
     return list(backend.forward(spec, operands, where))
 
 
+@partition.on_mesh_of_arrays
 def _run_backward(
     where: device.Device,
     *arrays: jax.Array,
@@ -144,6 +146,7 @@ def _wanted_gradients(
     ]
 
 
+@partition.on_mesh_of_arrays
 def _blocked_backward(
     *arrays: jax.Array, spec: Spec, options: Options, wants: Wants, has_dlse: bool
 ) -> list[jax.Array]:
@@ -158,6 +161,7 @@ def _blocked_backward(
     return _wanted_gradients(grads, spec, operands, r, wants)
 
 
+@partition.on_mesh_of_arrays
 def _blocked_tangent(
     *arrays: jax.Array, spec: Spec, options: Options, wants: Wants
 ) -> list[jax.Array]:

@@ -313,6 +313,30 @@ def placed(
     )
 
 
+def on_mesh_of_arrays(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``run``, with the explicit mesh of its arrays set where none is: its constants must be on it too.
+
+    Compiled, because outside of ``jit`` a mesh of which only the axes are known runs nothing.
+    """
+
+    @functools.wraps(run)
+    def on_mesh(*arguments: Any, **params: Any) -> Any:
+        arrays = [x for x in arguments if isinstance(x, jax.Array)]
+        others = arguments[: len(arguments) - len(arrays)]  # they come first
+        meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+        mesh = next((m for m in meshes if not m.empty), None)
+        if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+            return run(*arguments, **params)
+
+        def with_mesh(*arrays: jax.Array) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh):
+                return run(*others, *arrays, **params)
+
+        return jax.jit(with_mesh)(*arrays)
+
+    return on_mesh
+
+
 def gathered(x: jax.Array) -> jax.Array:
     """An array that is not sharded over an explicit mesh: what `vmap` maps it has no axis for."""
     return _resharded(x) if _explicit_axes(x) else x

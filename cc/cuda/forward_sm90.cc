@@ -223,8 +223,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   // another head's. Measured on H200 with one query: head dim 64 7 %, 128 4 % (with a mask 8 %).
   const auto keys_map = [&](const void* address, int64_t columns) {
     return tile_map(has_keys ? address : problem.q, problem.dtype, problem.batch, kv_rows, problem.num_kv_heads,
-                    columns, config.tile_kv,
-                    tiles.count == 1 ? L2Promotion::k128Bytes : L2Promotion::k256Bytes);
+                    columns, config.tile_kv, tiles.count == 1 ? L2Promotion::k128Bytes : L2Promotion::k256Bytes);
   };
   params.k = keys_map(problem.k, problem.head_dim);
   params.v = keys_map(problem.v, problem.head_dim_v);

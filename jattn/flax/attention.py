@@ -295,7 +295,7 @@ def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
 
 def _is_bounded(window: Window) -> bool:
     """Whether a window hides anything: None or -1 on a side does not."""
-    sides = window if isinstance(window, tuple | list | np.ndarray) else (window,)
+    sides = window if isinstance(window, tuple | list) else np.ravel(np.asarray(window))
     return any(side is not None and side != -1 for side in sides)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import hidden_garbage
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,32 +32,14 @@ def test_padding_changes_no_bit(name: str, backend: str) -> None:
         np.testing.assert_array_equal(values, poisoned[tensor], err_msg=tensor)
 
 
-def test_finite_garbage_under_a_mask_is_harmless(backend: str) -> None:
-    """Keys that a boolean mask hides from everybody, and rows it empties: their finite values change no bit."""
-    case = Case(
-        name="garbage",
-        q_len=40,
-        kv_len=70,
-        head_dim=16,
-        head_dim_v=16,
-        mask_form="b1ts",
-        mask_density=0.8,
-    )
-    operands = inputs.make(case)
-    assert operands.mask is not None
-    mask = operands.mask.copy()
-    hidden = np.zeros((case.batch, case.kv_len), bool)
-    hidden[0, 5:30] = hidden[1, 64:] = True
-    mask &= ~hidden[:, None, None]
-    operands = dataclasses.replace(operands, mask=mask)
-    changed = {
-        name: np.where(hidden[..., None, None], np.float32(1e30), getattr(operands, name))
-        for name in ("k", "v")
-    }
-    first = run(case, operands, backend, poisoned=False).results
-    second = run(case, dataclasses.replace(operands, **changed), backend, poisoned=False).results
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("cpu", case) for case in hidden_garbage.CASES]
+    + [(name, case) for name in ("xla", "reference") for case in hidden_garbage.PLAINEST],
+    ids=str,
+)
+def test_the_largest_numbers_are_harmless_where_they_are_hidden(backend: str, case: Case) -> None:
+    hidden_garbage.check_bits(backend, case)
 
 
 @pytest.mark.parametrize("tensor", ["q", "k"])

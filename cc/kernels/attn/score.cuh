@@ -129,7 +129,7 @@ struct SoftcapDerivative {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const float t = s[m][n][e] * inverse;
-            value[m][n][e] = fmaf(-t, t, 1.0f);
+            value[m][n][e] = __saturatef(fmaf(-t, t, 1.0f));  // of a hidden pair t may be NaN
           }
         }
       }
@@ -149,6 +149,21 @@ struct SoftcapDerivative {
     }
   }
 };
+
+// The gradient of a score, p (dp - delta). kHides: 0 where p is 0, since a pair may be hidden. What stands behind a mask may be
+// any finite numbers, of which dp may overflow, and 0 * infinity is NaN.
+template <bool kHides>
+__device__ __forceinline__ float pair_gradient(float p, float dp, float delta) {
+  return kHides && p == 0.0f ? 0.0f : p * (dp - delta);
+}
+
+// The same where the sign marks a dropped pair, whose dp is 0; that of others is multiplied by `factor`.
+template <bool kHides>
+__device__ __forceinline__ float marked_gradient(float marked, float dp, float factor, float delta) {
+  const bool dropped = int32_t(__float_as_uint(marked)) < 0;
+  if (kHides && marked == 0.0f) return 0.0f;
+  return fabsf(marked) * (dropped ? -delta : fmaf(dp, factor, -delta));
+}
 
 // s += log2(e) * bias, or s = s * scale + bias if kNatural
 template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>

@@ -82,9 +82,12 @@ __device__ __forceinline__ void mma_m16n8k8_tf32_first(float (&c)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// x rounded to TF32, halves away from 0: two instructions and the bits of cvt.rna.tf32.f32, which the compiler expands to
-// four because it keeps NaN. A NaN may become any number here; the rest that is split off it is NaN.
-__device__ __forceinline__ uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
+// x as a TF32 number at most 0.72 of a unit of its last place away, without bias over a binade: truncation of x + 0.36 to 0.72
+// units. Finite numbers stay finite, which the sum rounded towards 0 sees to: rounding to nearest takes the largest to
+// infinity, and what stands behind a mask may be large. Two instructions; cvt.rna.tf32.f32 is four.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+  return __float_as_uint(__fmaf_rz(x, 0.36f / 1024, x)) & 0xffffe000u;
+}
 
 // Adds four floats to 16-byte aligned memory. One instruction from sm_90 on; no order between blocks.
 __device__ __forceinline__ void reduce_add(float* address, const float* x) {

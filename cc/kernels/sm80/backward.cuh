@@ -41,12 +41,6 @@ __device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_ro
   }
 }
 
-// ds = p (dp - delta) of a pair whose probability is marked by its sign if the pair is dropped: dp then is 0.
-__device__ __forceinline__ float dropped_gradient(float marked, float dp, float factor, float delta) {
-  const bool dropped = int32_t(__float_as_uint(marked)) < 0;
-  return fabsf(marked) * (dropped ? -delta : fmaf(dp, factor, -delta));
-}
-
 template <Config kConfig, bool kFused>
 __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr Element kElement = kConfig.element;
@@ -269,19 +263,24 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       add_slopes<kConfig, true>(s, problem, item.batch, head_of(step), band.offset, row0, column0);
     }
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
-    if (step.tile < int(full.x) || step.tile >= int(full.y)) {
+    bool hides = step.tile < int(full.x) || step.tile >= int(full.y);  // some pairs
+    if (hides) {
       const int mask_row = ptx::load_shared_u32(saved + 3 * kSavedBytes) + warp_row;
       mask_limits<kConfig, true>(s, band, sequence.kv_length, sequence.q_length, mask_row, column0);
     }
     if constexpr (kConfig.segments) {
       if (!walk.filter.same_segment(step.tile)) {
+        hides = true;
         mask_segments(s, kv_segments, q_segments, problem.kv_len, problem.q_len, row0, column0);
       }
     }
     if constexpr (has_position_band(kConfig)) {
-      if (!walk.filter.inside_band(step.tile)) mask_positions<true>(s, problem, item.batch, band, row0, column0);
+      if (!walk.filter.inside_band(step.tile)) {
+        hides = true;
+        mask_positions<true>(s, problem, item.batch, band, row0, column0);
+      }
     }
-    mask_words.apply(s);
+    hides |= mask_words.apply(s);
 
     // lse is +inf in rows that see no key: their probabilities are 0.
     const uint32_t lse_address = statistics + (warp_column + (lane & 3) * 2) * 4;
@@ -328,24 +327,31 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       clear(dp);
       multiply_rows<kConfig.tf32_chain>(dp, RowOperand<kElement, kDv>::a(v_tile, warp_row),
                                         RowOperand<kElement, kDv>::b(dout_tile, warp_column + first * 8));
+      const auto make_gradients = [&]<bool kHides>() {
 #pragma unroll
-      for (int n = 0; n < kPartN; ++n) {
-        const float2 delta = ptx::load_shared_f32x2(delta_address + (first + n) * 32);
+        for (int n = 0; n < kPartN; ++n) {
+          const float2 delta = ptx::load_shared_f32x2(delta_address + (first + n) * 32);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
+          for (int m = 0; m < kM; ++m) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            float& left = s[m][first + n][2 * h];
-            float& right = s[m][first + n][2 * h + 1];
-            if constexpr (kConfig.dropout) {
-              left = dropped_gradient(left, dp[m][n][2 * h], drop_factor, delta.x);
-              right = dropped_gradient(right, dp[m][n][2 * h + 1], drop_factor, delta.y);
-            } else {
-              left *= dp[m][n][2 * h] - delta.x;
-              right *= dp[m][n][2 * h + 1] - delta.y;
+            for (int h = 0; h < 2; ++h) {
+              float& left = s[m][first + n][2 * h];
+              float& right = s[m][first + n][2 * h + 1];
+              if constexpr (kConfig.dropout) {
+                left = marked_gradient<kHides>(left, dp[m][n][2 * h], drop_factor, delta.x);
+                right = marked_gradient<kHides>(right, dp[m][n][2 * h + 1], drop_factor, delta.y);
+              } else {
+                left = pair_gradient<kHides>(left, dp[m][n][2 * h], delta.x);
+                right = pair_gradient<kHides>(right, dp[m][n][2 * h + 1], delta.y);
+              }
             }
           }
         }
+      };
+      if (hides) {
+        make_gradients.template operator()<true>();
+      } else {
+        make_gradients.template operator()<false>();
       }
     }
     derivative.apply(s);

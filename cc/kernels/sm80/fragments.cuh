@@ -2,7 +2,7 @@
 // type.
 //
 // 16-bit types use m16n8k16. float32 uses three m16n8k8 TF32 products per step: each number is split into a part
-// rounded to TF32 and the rest, and all but rest * rest is summed, which leaves an error of about 2^-22 per product. A
+// rounded to TF32 and the rest, and all but rest * rest is summed, which leaves an error of about 2^-21 per product. A
 // step covers kStep elements along the summed axis, 32 bytes in either case, so both types share the address
 // arithmetic.
 //

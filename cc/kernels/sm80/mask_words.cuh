@@ -55,16 +55,18 @@ struct MaskWords {
     }
   }
 
-  // s = -inf where the mask is 0.
+  // s = -inf where the mask is 0. Returns whether there is such a pair in the warp's part.
   template <int kN>
-  __device__ __forceinline__ void apply(float (&s)[kM][kN][4]) const {
+  __device__ __forceinline__ bool apply(float (&s)[kM][kN][4]) const {
     static_assert(kN <= 16);
-    if constexpr (kMask) {
+    if constexpr (!kMask) {
+      return false;
+    } else {
       constexpr uint32_t kAll = kN == 16 ? 0xffffffffu : (1u << (2 * kN % 32)) - 1;
       bool hides = false;
 #pragma unroll
       for (int m = 0; m < kM; ++m) hides |= (word[m][0] & word[m][1] & kAll) != kAll;
-      if (!__any_sync(0xffffffffu, hides)) return;
+      if (!__any_sync(0xffffffffu, hides)) return false;
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -75,6 +77,7 @@ struct MaskWords {
           }
         }
       }
+      return true;
     }
   }
 };

@@ -98,8 +98,10 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   if constexpr (kConfig.alibi) {
     add_slopes<kConfig, false>(s, problem, batch, head, sequence.band.offset, row0, column0);
   }
+  bool hides = !full;  // some pairs
   if (!full) mask_limits<kConfig, true>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
   if constexpr (kConfig.segments) {
+    hides |= !same_segment;
     if (!same_segment) {
       mask_segments(s, problem.q_segments + int64_t(batch) * problem.q_len,
                     problem.kv_segments + int64_t(batch) * problem.kv_len, problem.q_len, problem.kv_len, row0,
@@ -107,9 +109,10 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
     }
   }
   if constexpr (has_position_band(kConfig)) {
+    hides |= !inside_band;
     if (!inside_band) mask_positions<false>(s, problem, batch, sequence.band, row0, column0);
   }
-  mask_words.apply(s);
+  hides |= mask_words.apply(s);
   const float factor = score_factor<kConfig>(problem);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -130,13 +133,22 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
                                         x = dropped ? 0.0f : x * dropout.factor;
                                       });
   }
+  const auto make_gradients = [&]<bool kHides>() {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] *= dp[m][n][e] - rows.delta[m][e / 2];
+        for (int e = 0; e < 4; ++e) {
+          s[m][n][e] = pair_gradient<kHides>(s[m][n][e], dp[m][n][e], rows.delta[m][e / 2]);
+        }
+      }
     }
+  };
+  if (hides) {
+    make_gradients.template operator()<true>();
+  } else {
+    make_gradients.template operator()<false>();
   }
   if (to_products) derivative.apply(s);
 }

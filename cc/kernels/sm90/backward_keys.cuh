@@ -152,11 +152,16 @@ struct KeyConsumer {
   }
 
   // ds of this warpgroup's keys: packed, and for dq written to shared memory, as a tile [keys][queries].
-  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, const Scores& dp) {
+  __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, Scores& dp, const Fragments& p,
+                                                   bool hides) {
+    constexpr bool kClearsProducts =
+        C.dropout || C.sums_bias;  // p has zeros where pairs are dropped; sums are not packed
+    if constexpr (kClearsProducts) clear_hidden(dp, weights, hides);
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     KeySums<C> sums;
     sums.clear();
     transposed_gradients<C, kScores>(ds, sums, weights, dp, delta, dropout_factor());
+    if constexpr (!kClearsProducts) clear_hidden<C>(ds, p, hides);
     add_key_sums(sums);
     if constexpr (kFused) {
       wait(ds_empty(step), ~step >> 1 & 1);
@@ -295,6 +300,7 @@ struct KeyConsumer {
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
+      const bool hides = flags & kHidingFlags<C>;
       Scores s, dp;
       Fragments p, ds;
       Dq dq;
@@ -310,7 +316,7 @@ struct KeyConsumer {
       finish_scores(s, p, flags, drops, fetched);
       wait_products<0>();
       pin_registers(dp);
-      finish_gradients(ds, s, dp);
+      finish_gradients(ds, s, dp, p, hides);
       turns().begin();
       start_dv(dv, p);
       give_gradients();

@@ -272,6 +272,7 @@ struct QueryConsumer {
       finish_scores(s, header, drops);
       wait_products<0>();
       pin_registers(dp);
+      clear_hidden(dp, s, header.flags & kHidingFlags<C>);
       release_by_warpgroup(&control.second_empty[v_ring.index]);
       float factor = 1.0f;
       if constexpr (C.dropout) factor = control.terms[0].factor;

@@ -249,6 +249,31 @@ __device__ __forceinline__ float score_gradient(float weight, float dp, float de
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
+// The flags of tiles with hidden pairs whose dout . v may be anything: lengths hide rows of zeros.
+template <Config C>
+inline constexpr int kHidingFlags =
+    (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) | (C.segments ? kComparesSegments : 0) |
+    (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
+
+// What stands behind a mask may be any finite numbers, of which a dp may overflow, and 0 * infinity is NaN: where the weight is
+// 0, dp becomes 0, before a gradient is made of it.
+template <int kCount>
+__device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&weights)[kCount], bool hides) {
+  if (!hides) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (weights[i] == 0.0f) dp[i] = 0.0f;
+  }
+}
+
+// The same of the gradients themselves, packed as their weights are: a quarter of the instructions.
+template <Config C, int kWords>
+__device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsigned (&weights)[kWords], bool hides) {
+  if (!hides) return;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) ds[i] &= ElementTraits<C.element>::unequal_zero(weights[i]);
+}
+
 // Weights rounded to the element type, with their marks.
 template <Config C, int kCount>
 __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], const float (&weights)[kCount]) {

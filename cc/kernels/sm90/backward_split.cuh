@@ -117,7 +117,9 @@ struct SplitConsumer {
       Scores dp;
       start_row_product<C.element, C.tile_kv, C.tile_q, C.head_dim_v>(dp, tiles + kLayout.v, dout_address());
       wait(&control.first_full[ring.index], ring.parity);
-      last = control.headers[ring.index].flags & kLastStep;
+      const int flags = control.headers[ring.index].flags;
+      last = flags & kLastStep;
+      const bool hides = flags & kHidingFlags<C>;
       wait_products<0>();
       pin_registers(dp);
       Fragments weights, ds;
@@ -126,6 +128,7 @@ struct SplitConsumer {
       if constexpr (C.dropout) factor = control.terms[ring.index].factor;
       transposed_gradients<C, C.tile_q / 2>(ds, weights, dp, shared_address(control.delta[ring.index]) + lane() % 4 * 8,
                                             factor);
+      clear_hidden<C>(ds, weights, hides);
       release_by_warp(&control.second_empty[ring.index]);
       give_ds(ds, last);
       start_fragment_product<C.element, C.tile_q, C.head_dim>(dk, ds, q_address());

@@ -218,7 +218,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
           }
           if constexpr (C.softcap) {
             const float t = tanh_accurate<C.large_cap>(x * problem.softcap_in);
-            kept[c] = fmaf(-t, t, 1.0f);
+            kept[c] = __saturatef(fmaf(-t, t, 1.0f));  // of a hidden pair t may be NaN
             x = fmaf(t, problem.softcap_log2, rest);
           } else {
             x = fmaf(x, problem.scale_log2, rest);

@@ -1,0 +1,114 @@
+"""The largest finite numbers where no query sees them, and no key: no bit of a result changes.
+
+Shared by the tiers of CPU and GPU. Their products overflow, and 0 * infinity is NaN.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import jattn
+from jattn.testing import compare, inputs
+from jattn.testing.cases import Case
+from jattn.testing.inputs import Operands
+from jattn.testing.run import run
+
+Marks = NDArray[np.bool_]
+
+BASE = Case(
+    name="garbage",
+    q_len=140,
+    kv_len=210,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    head_dim_v=64,
+)
+MASK = BASE.but("mask", mask_form="b1ts", mask_density=0.8)
+CASES = (
+    MASK,
+    MASK.but("softcap", softcap=5.0),
+    MASK.but("bias", bias_form="1nts"),
+    MASK.but("softcap-bias", softcap=5.0, bias_form="b11s"),
+    MASK.but("dropout", dropout_rate=0.3),
+    MASK.but("causal-sinks", is_causal=True, sinks_form="n"),
+    BASE.but("causal", is_causal=True),
+    BASE.but("window", window=(30, 20), softcap=5.0),
+    BASE.but("positions", is_causal=True, positions="shuffled", alibi_form="n"),
+    BASE.but("segments", segments="random"),
+    BASE.but("segments-dropout", segments="random", dropout_rate=0.3, softcap=5.0),
+    MASK.but("128", head_dim=128, head_dim_v=128),
+    BASE.but("causal-256", head_dim=256, head_dim_v=256, is_causal=True),
+    MASK.but("192-128", head_dim=192, head_dim_v=128),
+)
+PLAINEST = (MASK, BASE.but("causal", is_causal=True), BASE.but("segments", segments="random"))
+
+
+def _made(case: Case) -> tuple[Operands, Marks, Marks]:
+    """Operands, queries that see no key, and keys that no query sees, with others beside them."""
+    operands = inputs.make(case)
+    queries = np.zeros((case.batch, case.q_len), bool)
+    keys = np.zeros((case.batch, case.kv_len), bool)
+    if operands.mask is not None:
+        queries[0, 50:53] = queries[1, 120:] = True
+        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
+        hidden = queries[:, None, :, None] | keys[:, None, None, :]
+        return dataclasses.replace(operands, mask=operands.mask & ~hidden), queries, keys
+    if case.segments is not None:
+        # An id of a query is one more than any key has, and the other way round.
+        queries[0, 50:53] = queries[1, 120:] = True
+        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
+        assert operands.q_segments is not None
+        assert operands.kv_segments is not None
+        operands = dataclasses.replace(
+            operands,
+            q_segments=np.where(queries, 1000, operands.q_segments).astype(np.int32),
+            kv_segments=np.where(keys, 1001, operands.kv_segments).astype(np.int32),
+        )
+        return operands, queries, keys
+    right = case.band[1]
+    assert right is not None
+    if operands.q_positions is not None:
+        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
+        beyond = operands.q_positions.max() + right + 1
+        positions = np.where(keys, beyond, operands.kv_positions).astype(np.int32)
+        return dataclasses.replace(operands, kv_positions=positions), queries, keys
+    keys[:, case.q_len + right :] = (
+        True  # beyond the last query's band, from the upper left corner on
+    )
+    return operands, queries, keys
+
+
+def _garbage(array: NDArray[np.generic], where: Marks, name: str) -> NDArray[np.generic]:
+    """`array` with the largest numbers of its type in some rows, their signs at random."""
+    largest = float(jnp.finfo(array.dtype).max)
+    signs = inputs.generator(name).choice([-largest, largest], array.shape)
+    return np.where(where[..., None, None], signs.astype(array.dtype), array)
+
+
+def with_garbage(case: Case) -> tuple[Operands, Operands]:
+    """The operands of a case without and with other numbers where they are hidden."""
+    operands, queries, keys = _made(case)
+    assert keys.any()
+    changed = {name: _garbage(getattr(operands, name), queries, name) for name in ("q", "dout")}
+    changed |= {name: _garbage(getattr(operands, name), keys, name) for name in ("k", "v")}
+    return operands, dataclasses.replace(operands, **changed)
+
+
+def check_bits(backend: str, case: Case) -> None:
+    """In the deterministic form no bit changes."""
+    with jattn.deterministic("strict"):
+        clean, found = (run(case, x, backend, poisoned=False).results for x in with_garbage(case))
+    assert {"out", "lse", "dq", "dk", "dv"} <= set(clean)
+    for name, values in clean.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        visible = np.asarray(values, np.float64)
+        assert np.isfinite(visible[~np.isneginf(visible)]).all(), name
+
+
+def check_close(backend: str, case: Case) -> None:
+    """Where dq may be added up in any order, results are as close to the oracle's as they have to be."""
+    clean, garbage = with_garbage(case)
+    compare.assert_close(case, clean, run(case, garbage, backend, poisoned=False).results)

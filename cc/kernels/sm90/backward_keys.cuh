@@ -154,8 +154,8 @@ struct KeyConsumer {
   // ds of this warpgroup's keys: packed, and for dq written to shared memory, as a tile [keys][queries].
   __device__ __forceinline__ void finish_gradients(Fragments& ds, const Scores& weights, Scores& dp, const Fragments& p,
                                                    bool hides) {
-    constexpr bool kClearsProducts =
-        C.dropout || C.sums_bias;  // p has zeros where pairs are dropped; sums are not packed
+    // p has zeros where pairs are dropped, and sums are made before anything is packed.
+    constexpr bool kClearsProducts = C.dropout || C.sums_bias;
     if constexpr (kClearsProducts) clear_hidden(dp, weights, hides);
     const unsigned delta = shared_address(control.delta[ring.index]) + lane() % 4 * 8;
     KeySums<C> sums;

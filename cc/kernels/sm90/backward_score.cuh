@@ -266,7 +266,7 @@ __device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&
   }
 }
 
-// The same of the gradients themselves, packed as their weights are: a quarter of the instructions.
+// The same of the gradients themselves, packed as their weights are: half the instructions.
 template <Config C, int kWords>
 __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsigned (&weights)[kWords], bool hides) {
   if (!hides) return;

@@ -271,7 +271,7 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   const BackwardPlan backward_plan = plan_backward(problem, false);
   void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
   const TaskRunner runner{1, nullptr,
-                          [](void*, int64_t tasks, void (*body)(const void*, int64_t), const void* argument) {
+                          [](void*, int64_t tasks, int64_t, void (*body)(const void*, int64_t), const void* argument) {
                             for (int64_t i = 0; i < tasks; ++i) body(argument, i);
                           }};
   const double visible = static_cast<double>(length * length) / (is_causal ? 2 : 1);

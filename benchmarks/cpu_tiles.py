@@ -99,13 +99,17 @@ def parse(instruction_set: str, line: str) -> Row:
     )
 
 
+def compiler_command(instruction_set: str) -> list[str]:
+    """Compiles the program for one set, but for the name of the output."""
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "-std=c++20", "-O3", f"-I{ROOT / 'cc'}", *flags_of(instruction_set)]
+    return command + ["-Wno-unused-function", *(str(ROOT / source) for source in SOURCES)]
+
+
 def measure(instruction_set: str, folder: Path) -> Iterator[Row]:
     """Compiles and runs the program for one set."""
     program = folder / instruction_set
-    compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-O3", f"-I{ROOT / 'cc'}", *flags_of(instruction_set)]
-    command += ["-Wno-unused-function", *(str(ROOT / source) for source in SOURCES)]
-    subprocess.run([*command, "-o", str(program)], check=True)
+    subprocess.run([*compiler_command(instruction_set), "-o", str(program)], check=True)
     with subprocess.Popen([str(program)], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:

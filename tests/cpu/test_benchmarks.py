@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,12 @@ def test_flags_of_a_set_are_those_of_the_build(name: str) -> None:
         "baseline": "",
     }
     assert needed[name] in [*flags, ""]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")
+@pytest.mark.parametrize("name", ["amx", "avx512_bf16", "avx512", "avx2"])
+def test_the_program_of_the_tiles_compiles(name: str) -> None:
+    subprocess.run([*cpu_tiles.compiler_command(name), "-fsyntax-only"], check=True)
 
 
 def test_a_line_of_the_tiles_reads_back() -> None:

@@ -4,7 +4,8 @@
 // the thread's CPU clock; the least time counts, so that a busy machine disturbs it little.
 //
 // Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak in
-// FLOP/s (of the type), products of bfloat16 that make one of the type (0: multiply-adds of the type itself).
+// FLOP/s (of the type), products of bfloat16 that make one of the type (0: multiply-adds of the type itself). An argument
+// limits how often each part is timed.
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@
 #include <ctime>
 #include <type_traits>
 
+#include "cpu/attention.h"
 #include "cpu/backward.inl"
 #include "cpu/forward.inl"
 #if defined(__AMX_BF16__)
@@ -36,11 +38,13 @@ double thread_seconds() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
+int most_repeats = 1 << 30;
+
 // The least time of one of `calls` calls.
 template <typename Body>
 double least_seconds(int repeats, int calls, const Body& body) {
   double least = 1e30;
-  for (int i = 0; i < repeats; ++i) {
+  for (int i = 0; i < repeats && i < most_repeats; ++i) {
     const double begin = thread_seconds();
     for (int call = 0; call < calls; ++call) body();
     const double seconds = (thread_seconds() - begin) / calls;
@@ -270,10 +274,12 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   const ForwardPlan forward_plan = plan_forward(problem);
   const BackwardPlan backward_plan = plan_backward(problem, false);
   void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
-  const TaskRunner runner{1, nullptr,
-                          [](void*, int64_t tasks, int64_t, void (*body)(const void*, int64_t), const void* argument) {
-                            for (int64_t i = 0; i < tasks; ++i) body(argument, i);
-                          }};
+  const TaskRunner runner{
+      1, nullptr,
+      [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(const void*, int64_t), const void* argument) {
+        if (!reserve_thread_memory(thread_bytes)) std::abort();
+        for (int64_t i = 0; i < tasks; ++i) body(argument, i);
+      }};
   const double visible = static_cast<double>(length * length) / (is_causal ? 2 : 1);
   const double flops = 4.0 * kHeads * static_cast<double>(head_dim) * visible;
   const auto part = [&](const char* pass) { return Part{pass, type, head_dim, is_causal ? "causal" : "full", length}; };
@@ -327,4 +333,7 @@ void measure() {
 }  // namespace
 }  // namespace jattn::cpu
 
-int main() { jattn::cpu::measure(); }
+int main(int argc, char** argv) {
+  if (argc > 1) jattn::cpu::most_repeats = std::atoi(argv[1]);
+  jattn::cpu::measure();
+}

@@ -103,14 +103,15 @@ def compiler_command(instruction_set: str) -> list[str]:
     """Compiles the program for one set, but for the name of the output."""
     compiler = os.environ.get("CXX", "c++")
     command = [compiler, "-std=c++20", "-O3", f"-I{ROOT / 'cc'}", *flags_of(instruction_set)]
-    return command + ["-Wno-unused-function", *(str(ROOT / source) for source in SOURCES)]
+    return [*command, "-Wno-unused-function", *(str(ROOT / source) for source in SOURCES)]
 
 
-def measure(instruction_set: str, folder: Path) -> Iterator[Row]:
-    """Compiles and runs the program for one set."""
+def measure(instruction_set: str, folder: Path, most_repeats: int | None = None) -> Iterator[Row]:
+    """Compiles and runs the program for one set, each part timed `most_repeats` times at most."""
     program = folder / instruction_set
     subprocess.run([*compiler_command(instruction_set), "-o", str(program)], check=True)
-    with subprocess.Popen([str(program)], stdout=subprocess.PIPE, text=True) as running:
+    arguments = [] if most_repeats is None else [str(most_repeats)]
+    with subprocess.Popen([str(program), *arguments], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:
             yield parse(instruction_set, line)

@@ -187,6 +187,15 @@ def test_the_program_of_the_tiles_compiles(name: str) -> None:
     subprocess.run([*cpu_tiles.compiler_command(name), "-fsyntax-only"], check=True)
 
 
+def test_the_program_of_the_tiles_runs(tmp_path: Path) -> None:
+    """On the best of this machine's sets."""
+    name = _core.cpu_instruction_sets()[0]
+    rows = list(cpu_tiles.measure(name, tmp_path, most_repeats=1))
+    parts = {row.part for row in rows}
+    assert {"scores", "softmax", "forward", "backward"} <= parts
+    assert all(row.seconds > 0 for row in rows)
+
+
 def test_a_line_of_the_tiles_reads_back() -> None:
     row = cpu_tiles.parse("amx", "forward bfloat16 128 full 1024 2e-3 4e9 2.5e12 1")
     assert (row.part, row.head_dim, row.mask, row.products) == ("forward", 128, "full", 1)

@@ -328,7 +328,9 @@ def explicit_mesh_that_is_not_set(backend: str) -> None:
 
 @check
 def whole_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
-    x = normal(1, 1, 8, 2, 16, dtype=dtype_of(backend)) / 2  # second derivatives of large scores have large errors
+    x = (
+        normal(1, 1, 8, 2, 16, dtype=dtype_of(backend)) / 2
+    )  # second derivatives of large scores have large errors
 
     def gradient(x: Any) -> Any:
         def attend(x: Any) -> Any:

@@ -381,8 +381,9 @@ def _segment_ids(extents: _Extents, **given: Any) -> list[Any]:
     )
     if not (is_traced and fits and any(is_wide(x.dtype) for x in arrays)):
         return arrays
-    # Ids that nobody can look at yet: where some are too large, all are numbered in their order.
-    # As unsigned ones: no signed type holds those of uint64, or of uint32 where 64 bits are off.
+    # Ids that nobody can look at yet: where some are too large, all are numbered in their order, on every device of a
+    # mesh. As unsigned ones: no signed type holds those of uint64, or of uint32 where 64 bits are off.
+    arrays = [partition.gathered(x) for x in arrays]
     bits = max(32, *(jnp.iinfo(x.dtype).bits for x in arrays))
     together = jnp.concatenate([jnp.maximum(x, 0).astype(f"uint{bits}") for x in arrays], axis=-1)
     is_padding = jnp.concatenate([x < 0 for x in arrays], axis=-1)

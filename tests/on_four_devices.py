@@ -328,9 +328,8 @@ def explicit_mesh_that_is_not_set(backend: str) -> None:
 
 @check
 def whole_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
-    x = (
-        normal(1, 1, 8, 2, 16, dtype=dtype_of(backend)) / 2
-    )  # second derivatives of large scores have large errors
+    """Half of normal numbers: second derivatives of large scores have large errors."""
+    x = normal(1, 1, 8, 2, 16, dtype=dtype_of(backend)) / 2
 
     def gradient(x: Any) -> Any:
         def attend(x: Any) -> Any:
@@ -343,6 +342,27 @@ def whole_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
         return jax.jvp(gradient, (x,), (x,))
 
     close(run(jax.device_put(x, NamedSharding(explicit((4,), "x"), PartitionSpec()))), run(x))
+
+
+@check
+def wide_segment_ids_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
+    """Ids that int32 does not hold, known at run time: numbered alike on all devices, cut or not."""
+    q, k, v, _ = drawn(backend)
+    ids = jnp.uint32(2**32 - 1) - jnp.arange(q.shape[1], dtype=jnp.uint32) // 16
+    ids = jnp.broadcast_to(ids, q.shape[:2])
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return jattn.dot_product_attention(q, k, v, segment_ids=ids, implementation=backend)
+
+    cut = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
+    whole = NamedSharding(cut.mesh, PartitionSpec())
+    want = run(q, k, v, ids)
+    on_mesh = jax.device_put((q, k, v), cut)
+    for placed in (jax.device_put(ids, cut), jax.device_put(ids, whole), ids):
+        got = run(*on_mesh, placed)
+        assert jax.typeof(got).sharding.spec[0] == "x", jax.typeof(got)
+        close(got, want)
 
 
 @check

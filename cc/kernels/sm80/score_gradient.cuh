@@ -125,6 +125,18 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   float dp[kM][kN][4];
   clear(dp);
   multiply_rows<kConfig.tf32_chain>(dp, dout_operand, v_operand);
+  if (hides) {  // as in pair_gradient(), but in one loop: of two, nvcc and NVRTC make kernels of unlike size
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (s[m][n][e] == 0.0f) dp[m][n][e] = 0.0f;
+        }
+      }
+    }
+  }
   if constexpr (kConfig.dropout) {
     const Dropout dropout = dropout_of<kConfig>(problem, batch, head);
     each_drop<kConfig, false, kM, kN>(problem, dropout, batch, head, row0, column0,
@@ -133,22 +145,13 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
                                         x = dropped ? 0.0f : x * dropout.factor;
                                       });
   }
-  const auto make_gradients = [&]<bool kHides>() {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+  for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[m][n][e] = pair_gradient<kHides>(s[m][n][e], dp[m][n][e], rows.delta[m][e / 2]);
-        }
-      }
+      for (int e = 0; e < 4; ++e) s[m][n][e] *= dp[m][n][e] - rows.delta[m][e / 2];
     }
-  };
-  if (hides) {
-    make_gradients.template operator()<true>();
-  } else {
-    make_gradients.template operator()<false>();
   }
   if (to_products) derivative.apply(s);
 }

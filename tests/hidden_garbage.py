@@ -51,34 +51,26 @@ def _made(case: Case) -> tuple[Operands, Marks, Marks]:
     operands = inputs.make(case)
     queries = np.zeros((case.batch, case.q_len), bool)
     keys = np.zeros((case.batch, case.kv_len), bool)
-    if operands.mask is not None:
-        queries[0, 50:53] = queries[1, 120:] = True
-        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
-        hidden = queries[:, None, :, None] | keys[:, None, None, :]
-        return dataclasses.replace(operands, mask=operands.mask & ~hidden), queries, keys
-    if case.segments is not None:
-        # An id of a query is one more than any key has, and the other way round.
-        queries[0, 50:53] = queries[1, 120:] = True
-        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
-        assert operands.q_segments is not None
-        assert operands.kv_segments is not None
-        operands = dataclasses.replace(
-            operands,
-            q_segments=np.where(queries, 1000, operands.q_segments).astype(np.int32),
-            kv_segments=np.where(keys, 1001, operands.kv_segments).astype(np.int32),
-        )
+    if operands.mask is None and operands.q_segments is None and operands.q_positions is None:
+        right = case.band[1]
+        assert right is not None
+        # Beyond the last query's band, from the upper left corner on.
+        keys[:, case.q_len + right :] = True
         return operands, queries, keys
-    right = case.band[1]
-    assert right is not None
+    keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
     if operands.q_positions is not None:
-        keys[0, 5:30] = keys[1, 150:] = keys[0, 209] = True
-        beyond = operands.q_positions.max() + right + 1
+        beyond = operands.q_positions.max() + 1
         positions = np.where(keys, beyond, operands.kv_positions).astype(np.int32)
         return dataclasses.replace(operands, kv_positions=positions), queries, keys
-    keys[:, case.q_len + right :] = (
-        True  # beyond the last query's band, from the upper left corner on
-    )
-    return operands, queries, keys
+    queries[0, 50:53] = queries[1, 120:] = True
+    if operands.mask is not None:
+        hidden = queries[:, None, :, None] | keys[:, None, None, :]
+        return dataclasses.replace(operands, mask=operands.mask & ~hidden), queries, keys
+    ids = {  # that no key has, and that no query has
+        "q_segments": np.where(queries, 1000, operands.q_segments).astype(np.int32),
+        "kv_segments": np.where(keys, 1001, operands.kv_segments).astype(np.int32),
+    }
+    return dataclasses.replace(operands, **ids), queries, keys
 
 
 def _garbage(array: NDArray[np.generic], where: Marks, name: str) -> NDArray[np.generic]:

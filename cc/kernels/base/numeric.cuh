@@ -78,7 +78,7 @@ __device__ __forceinline__ float clamp_negative(float x) {
 }
 
 // pack() rounds two numbers into one word; pack_clamped() turns negative ones (not NaN) into 0.
-// unequal_zero(): all bits of a number that is not 0 (NaN is not). For bfloat16 from sm_90 on.
+// unequal_zero(): all bits of a number that is not 0 (NaN is not). For bfloat16 alone, from sm_90 on.
 template <Element kElement>
 struct ElementTraits;
 
@@ -133,11 +133,6 @@ struct ElementTraits<Element::kF16> {
   static __device__ __forceinline__ uint32_t pack_clamped(float low, float high) {
     uint32_t y;
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-  }
-  static __device__ __forceinline__ uint32_t unequal_zero(uint32_t x) {
-    uint32_t y;
-    asm("set.neu.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0));
     return y;
   }
   static __device__ __forceinline__ float low(uint32_t x) { return to_float(uint16_t(x)); }

@@ -249,11 +249,14 @@ __device__ __forceinline__ float score_gradient(float weight, float dp, float de
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
-// The flags of tiles with hidden pairs whose dout . v may be anything: lengths hide rows of zeros.
+// The flags of tiles with hidden pairs whose dout . v may be infinite: lengths hide rows of zeros, and products of float16, at
+// most 2^32 each, add up to finite numbers.
 template <Config C>
 inline constexpr int kHidingFlags =
-    (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) | (C.segments ? kComparesSegments : 0) |
-    (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
+    C.element == Element::kF16
+        ? 0
+        : (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) | (C.segments ? kComparesSegments : 0) |
+              (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
 
 // What stands behind a mask may be any finite numbers, of which a dp may overflow, and 0 * infinity is NaN: where the weight is
 // 0, dp becomes 0, before a gradient is made of it.
@@ -266,12 +269,15 @@ __device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&
   }
 }
 
-// The same of the gradients themselves, packed as their weights are: half the instructions.
+// The same of the gradients themselves, packed as their weights are: half the instructions. A weight that is not 0 is not
+// rounded to 0 by bfloat16, which has the exponents of float32; by float16 it may be.
 template <Config C, int kWords>
 __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsigned (&weights)[kWords], bool hides) {
-  if (!hides) return;
+  if constexpr (C.element == Element::kBF16) {
+    if (!hides) return;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) ds[i] &= ElementTraits<C.element>::unequal_zero(weights[i]);
+    for (int i = 0; i < kWords; ++i) ds[i] &= ElementTraits<C.element>::unequal_zero(weights[i]);
+  }
 }
 
 // Weights rounded to the element type, with their marks.

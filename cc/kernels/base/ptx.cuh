@@ -82,12 +82,15 @@ __device__ __forceinline__ void mma_m16n8k8_tf32_first(float (&c)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// x rounded to TF32, halves away from 0, but finite numbers stay finite: the largest are cut off, since what stands behind a mask
-// may be large. Truncation of x + half a unit of TF32's last place, a sum rounded towards 0. Three instructions;
-// cvt.rna.tf32.f32 is four.
-__device__ __forceinline__ uint32_t to_tf32(float x) {
-  const float power = __uint_as_float(__float_as_uint(x) & 0xff800000u);
-  return __float_as_uint(__fmaf_rz(power, 1.0f / 2048, x)) & 0xffffe000u;
+// x rounded to TF32, halves away from 0: two instructions and the bits of cvt.rna.tf32.f32, which the compiler expands to
+// four because it keeps NaN. A NaN may become any number here; the rest that is split off it is NaN.
+__device__ __forceinline__ uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
+
+// The same where finite numbers have to stay finite, which rounding to nearest takes to infinity from 2^128 - 2^116 on: cut off
+// after a sum rounded towards 0, x + 0.36 to 0.72 units of the last place. As cheap, at most 0.72 of a unit away, without bias
+// over a binade.
+__device__ __forceinline__ uint32_t to_finite_tf32(float x) {
+  return __float_as_uint(__fmaf_rz(x, 0.36f / 1024, x)) & 0xffffe000u;
 }
 
 // Adds four floats to 16-byte aligned memory. One instruction from sm_90 on; no order between blocks.

@@ -65,6 +65,11 @@ struct Fragments<Element::kF32> {
     big = ptx::to_tf32(x);
     rest = __float_as_uint(x - __uint_as_float(big));
   }
+  // Of an operand whose numbers may stand behind a mask and meet a weight of 0: 0 times infinity is NaN.
+  static __device__ __forceinline__ void split_finite(uint32_t& big, uint32_t& rest, float x) {
+    big = ptx::to_finite_tf32(x);
+    rest = __float_as_uint(x - __uint_as_float(big));
+  }
 
   template <class Operand>
   static __device__ __forceinline__ void load(Operand& operand, uint32_t address) {
@@ -231,7 +236,8 @@ struct ColumnOperand {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           const uint32_t address = at(odd, 4 * block + 2 * i) + k * (kStepRows * kRowBytes);
-          Fragment::split(b.big[2 * i + odd], b.rest[2 * i + odd], __uint_as_float(ptx::load_shared_u32(address)));
+          const float x = __uint_as_float(ptx::load_shared_u32(address));
+          Fragment::split_finite(b.big[2 * i + odd], b.rest[2 * i + odd], x);
         }
       }
     } else {

@@ -115,6 +115,7 @@ record-cpu: $(VENV)/.installed  ## every record of a quiet CPU machine, then tab
 	$(BIN)/python -m benchmarks.run --tag cpu_features --out out/records/$(TODAY)-cpu-features.json
 	$(BIN)/python -m benchmarks.cpu --out out/records/$(TODAY)-cpu-two-cores.json
 	$(BIN)/python -m benchmarks.cpu --decode --out out/records/$(TODAY)-cpu-decode.json
+	$(BIN)/python -m benchmarks.cpu --short --out out/records/$(TODAY)-cpu-short.json
 	$(BIN)/python -m benchmarks.accuracy --out out/records/$(TODAY)-cpu-accuracy.json
 	$(BIN)/python -m benchmarks.memory --out out/records/$(TODAY)-cpu-memory.json
 	mv out/records/$(TODAY)-cpu-*.json benchmarks/results/

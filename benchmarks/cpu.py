@@ -3,11 +3,12 @@
   python -m benchmarks.cpu                                  # what make bench-cpu runs: five to eight minutes
   python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
   python -m benchmarks.cpu --decode                         # one to 32 queries on many keys, forward alone
+  python -m benchmarks.cpu --short                          # many sequences of 8 to 128 queries and keys
 
 Every problem of the grid has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Everyone's
 results, ours and the rivals', are compared with float64 first, and who is wrong is not timed. jax.nn, many times
-slower, is timed in float32 and bfloat16, causal, with 64 elements a head alone. Ends with geometric means and the worst
-ratio of each type; exit status 1 if our results are wrong.
+slower, is timed in float32 and bfloat16, causal, with 64 elements a head alone, and on short sequences. Ends with
+geometric means and the worst ratio of each type; exit status 1 if our results are wrong.
 """
 
 from __future__ import annotations
@@ -90,9 +91,40 @@ def decoding(dtypes: Sequence[str]) -> Iterator[Case]:
             )
 
 
+# Batch, queries and keys, elements a head.
+SHORT = ((512, 8, 64), (256, 16, 64), (128, 32, 64), (64, 49, 32), (64, 64, 64), (32, 128, 64))
+
+
+def short(dtypes: Sequence[str]) -> Iterator[Case]:
+    """Many short sequences: windows of an image, frames of a video, columns of a table."""
+    for dtype in dtypes:
+        for batch, length, head_dim in SHORT:
+            yield Case(
+                name=f"{dtype}-b{batch}-{length}-d{head_dim}",
+                batch=batch,
+                q_len=length,
+                kv_len=length,
+                num_heads=NUM_HEADS,
+                num_kv_heads=NUM_HEADS,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                dtype=dtype,
+                with_dlse=False,
+            )
+
+
+def checked_heads(case: Case) -> list[tuple[int, int]]:
+    """The last head, for solving takes longer than the pass that is checked; of short ones some more."""
+    count = 1 if case.q_len * case.kv_len > SHORT[-1][1] ** 2 else NUM_HEADS
+    return [
+        (case.batch - 1, case.num_kv_heads - 1 - i) for i in range(min(count, case.num_kv_heads))
+    ]
+
+
 def rivals_of(case: Case) -> tuple[str, ...]:
     """Who is timed beside us."""
-    with_jax = case.head_dim == 64 and case.is_causal and case.dtype != "float16"
+    in_grid = case.head_dim == 64 and case.is_causal
+    with_jax = (in_grid or case.batch >= SHORT[-1][0]) and case.dtype != "float16"
     return ("torch-flash", "jax-xla") if with_jax else ("torch-flash",)
 
 
@@ -169,17 +201,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 4096])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--decode", action="store_true", help="few queries instead of the grid")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--decode", action="store_true", help="few queries instead of the grid")
+    instead.add_argument("--short", action="store_true", help="short sequences instead of the grid")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     facts = report.circumstances()
     rows: list[report.Row] = []
-    problems = decoding(options.dtypes) if options.decode else grid(options.lengths, options.dtypes)
+    if options.decode:
+        problems = decoding(options.dtypes)
+    elif options.short:
+        problems = short(options.dtypes)
+    else:
+        problems = grid(options.lengths, options.dtypes)
     for case in problems:
         operands = case_arrays.make(case)
-        # The last head alone: solving takes longer than the pass that is checked.
-        expected = check.Expected(case, operands, [(case.batch - 1, case.num_kv_heads - 1)])
+        expected = check.Expected(case, operands, checked_heads(case))
         for pass_name in PASSES[: 1 if options.decode else None]:
             measured = measure(case, pass_name, operands, expected, options.rounds)
             rows += measured

@@ -276,7 +276,7 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
   const TaskRunner runner{
       1, nullptr,
-      [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(const void*, int64_t), const void* argument) {
+      [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
         if (!reserve_thread_memory(thread_bytes)) std::abort();
         for (int64_t i = 0; i < tasks; ++i) body(argument, i);
       }};

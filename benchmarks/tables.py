@@ -235,6 +235,42 @@ def cpu_decode(page: Path) -> str:
     )
 
 
+SHORT_NAME = re.compile(r"(\w+)-b(\d+)-(\d+)-d(\d+)")  # as benchmarks.cpu names them
+
+
+def cpu_short(page: Path) -> str:
+    """Many short sequences on a CPU, beside PyTorch and jax.nn."""
+    if not records.has("cpu-short"):
+        return ""
+    record = records.newest("cpu-short")
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for point in record.points:
+        groups.setdefault((point.name, point.pass_name), {})[point.contender] = (
+            point.median_us / 1e3
+        )
+    titles = records.contenders(record.points)
+    rows, by_type = [], dict[str, list[dict[str, float]]]()
+    for (name, pass_name), values in groups.items():
+        match = SHORT_NAME.fullmatch(name)
+        if match is None:
+            raise LookupError(
+                f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --short"
+            )
+        by_type.setdefault(match.group(1), []).append(values)
+        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
+    header = ["type", "batch", "length", "head dim", "pass", *titles]
+    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
+    return "\n\n".join(
+        [
+            _format(header, rows),
+            "Times as fast, geometric mean (least to most) of the rows. "
+            + " ".join(ratios)
+            + _spread(record.points),
+            _caption(record, page, 'No mask, 8 heads, milliseconds, "-": not timed'),
+        ]
+    )
+
+
 def gpu_decode(page: Path) -> str:
     """Few queries on many keys on a GPU: what features cost there, beside other implementations."""
     if not records.has("gpu-decode"):
@@ -523,6 +559,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
     "cpu-decode": cpu_decode,
+    "cpu-short": cpu_short,
     "gpu-decode": gpu_decode,
     "cpu-tiles": cpu_tiles,
     "cpu-matrix-unit": cpu_matrix_unit,

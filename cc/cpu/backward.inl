@@ -41,18 +41,18 @@ class BackwardPass {
     key_tiles_ = key_tiles_per_task(num_threads, shared_heads > 0);
     const int64_t head_tiles = group_ * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
-    Tickets tickets;
-    const int64_t stages[] = {own_heads,
+    const int64_t stages[] = {dbias_.num_pieces(),
+                              own_heads,
                               shared_heads * head_tiles,
-                              dbias_.num_pieces(),
                               shared_heads * plan_.num_chunks * num_key_blocks(),
                               shared_heads * head_tiles,
                               kv_blocks,
                               dbias_.num_pieces()};
-    int64_t num_tickets = 0;
-    for (const int64_t stage : stages) num_tickets += stage;
-    run_tasks(runner, num_tickets, max_of(prepare_bytes(), differentiate_bytes()), [&](int64_t) {
-      int64_t i = tickets.take();
+    int64_t num_tasks = 0;
+    for (const int64_t stage : stages) num_tasks += stage;
+    const int64_t pairs = problem_.batch * problem_.num_heads * problem_.q_len * problem_.kv_len;
+    const int64_t products = pairs * (3 * problem_.head_dim + 2 * problem_.head_dim_v);
+    run_tasks(runner, num_tasks, products, max_of(prepare_bytes(), differentiate_bytes()), [&](int64_t i) {
       int stage = 0;
       for (const int64_t size : stages) {
         if (i < size) break;
@@ -64,9 +64,9 @@ class BackwardPass {
         return query_tile(head, tile, places_.of_shared_head(head, takes_place && tile == 0));
       };
       switch (stage) {
-        case 0: differentiate_head(i); break;
-        case 1: prepare_queries(tile_of_shared(true)); break;
-        case 2: clear_dbias(i); break;
+        case 0: clear_dbias(i); break;
+        case 1: differentiate_head(i); break;
+        case 2: prepare_queries(tile_of_shared(true)); break;
         case 3: {
           const int64_t head = own_heads + i % shared_heads;
           differentiate(i / shared_heads * num_groups() + head, places_.of_shared_head(head, false));
@@ -109,12 +109,11 @@ class BackwardPass {
     const int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
     return max_of(1, min_of(most, min_of(by_tasks, by_bytes)));
   }
-  // The first heads are differentiated by one thread each; a dbias wants its order over all heads, and where lengths
-  // differ heads do not share out evenly.
+  // The first heads are differentiated by one thread each, unless a dbias wants its order over all heads.
   int64_t own_heads_for(int64_t num_threads) const {
-    const bool has_lengths = problem_.q_lengths != nullptr || problem_.kv_lengths != nullptr;
-    if (plan_.num_chunks > 1 || dbias_.is_wanted() || has_lengths) return 0;
-    return heads_of_one_thread(num_groups(), num_threads, group_ * plan_.query_tiles * plan_.kv_tiles);
+    if (plan_.num_chunks > 1 || dbias_.needs_order()) return 0;
+    return heads_of_one_thread(num_groups(), num_threads, group_ * plan_.query_tiles * plan_.kv_tiles,
+                               has_lengths(problem_));
   }
   int64_t num_key_blocks() const { return (plan_.kv_tiles + key_tiles_ - 1) / key_tiles_; }
 
@@ -157,10 +156,21 @@ class BackwardPass {
 
   void differentiate_head(int64_t group) {
     const int64_t place = places_.take(), head_tiles = group_ * plan_.query_tiles;
+    if (plan_.kv_tiles == 1) prefetch_keys_and_values(decode(group));
     for (int64_t i = 0; i < head_tiles; ++i) prepare_queries(query_tile(group, i, place));
     for (int64_t i = 0; i < num_key_blocks(); ++i) differentiate(i * num_groups() + group, place);
     for (int64_t i = 0; i < head_tiles; ++i) finish_dq(query_tile(group, i, place));
     places_.give_back(place);
+  }
+
+  // They come while the queries are prepared.
+  void prefetch_keys_and_values(const Task& task) const {
+    const auto key_row = kv_rows(problem_.k, task, problem_.head_dim);
+    const auto value_row = kv_rows(problem_.v, task, problem_.head_dim_v);
+    for (int64_t i = 0; i < problem_.kv_len; ++i) {
+      prefetch_row(key_row(i), problem_.head_dim);
+      prefetch_row(value_row(i), problem_.head_dim_v);
+    }
   }
 
   // Row i of a tile of [B, T, N, row_size].
@@ -197,7 +207,12 @@ class BackwardPass {
     Workspace workspace(prepare_bytes());
     const Element* zeros = take_zeros(workspace);
     const auto rows = [&](const void* array, int64_t row_size) {
-      return without_padding(query_rows(array, tile, row_size), is_padding, zeros);
+      const auto row = query_rows(array, tile, row_size);
+      const auto with_next = [row, row_size, asks = plan_.query_tiles == 1](int64_t i) {
+        if (asks) prefetch_row(row(i + kRowsAhead), row_size);
+        return row(i);
+      };
+      return without_padding(with_next, is_padding, zeros);
     };
     const auto out_row = rows(buffers_.out, head_dim_v), dout_row = rows(buffers_.dout, head_dim_v);
     const Acc* dlse = static_cast<const Acc*>(buffers_.dlse);
@@ -215,7 +230,7 @@ class BackwardPass {
         not_finite_[index] |= static_cast<uint64_t>(delta - delta != 0) << i;
       }
     }
-    clear(dq_sums_ + index * kTile * plan_.row_len, kTile * plan_.row_len);
+    clear(dq_sums_ + index * kTile * plan_.row_len, (Products::kWholeTiles ? kTile : tile.count) * plan_.row_len);
     milestones_.count(prepared(group_of(tile)));
   }
 
@@ -369,7 +384,7 @@ class BackwardPass {
       products[i].finish(key_tiles[i].keys.count);
       write_dk_dv(key_tiles[i].task, products[i]);
       milestones_.count(differentiated(group));
-      milestones_.count(all_differentiated());
+      if (plan_.num_chunks > 1 || dbias_.is_wanted()) milestones_.count(all_differentiated());
     }
   }
 
@@ -474,8 +489,10 @@ class BackwardPass {
       }
     }
     const RowValues row_values{lse, delta_ + tile.first_lse};
+    const int64_t columns = columns_of(keys);
     const auto differentiate = [&](auto... flags) {
-      differentiate_softmax<flags()...>(rows.count, row_values, is_masked ? tiles.visible : nullptr, dropout, tiles);
+      const Acc* visible = is_masked ? tiles.visible : nullptr;
+      differentiate_softmax<flags()...>(rows.count, columns, row_values, visible, dropout, tiles);
     };
     constexpr std::true_type kYes;
     constexpr std::false_type kNo;
@@ -538,6 +555,11 @@ class BackwardPass {
     const Acc *lse, *delta;
   };
 
+  // Of a tile of scores, as far as anything is done with them.
+  static int64_t columns_of(KeyRange keys) {
+    return Products::kWholeTiles ? kTile : round_up(keys.count, kWidth<Acc>);
+  }
+
   void add_score_rule(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Tiles& tiles) const {
     const QueryRows& rows = step.rows;
     const bool has_bias = problem_.bias.data != nullptr;
@@ -554,19 +576,19 @@ class BackwardPass {
       for (Acc& of_key : slope) of_key = slope_of_head;
       rule.distances = &distances;
     }
-    apply_score_rule<kTile, Acc>(rule, rows.count, kTile, tiles.s, tiles.slope);
+    apply_score_rule<kTile, Acc>(rule, rows.count, columns_of(key_tile.keys), tiles.s, tiles.slope);
   }
 
   // s becomes P = exp(s - lse), as dv takes it, and dp becomes dS = P * (dp - delta); both exactly 0 where nothing is
   // visible. With dropout the first P, and dp, are 0 where a pair is dropped and divided by the share that is kept
   // elsewhere. Without a score rule s still lacks the scale, and dS gets it here; with one, scale_ds follows.
   template <bool kHasScoreRule, bool kDrops>
-  void differentiate_softmax(int64_t queries, RowValues row_values, const Acc* visible, const Dropout& dropout,
-                             const Tiles& tiles) const {
+  void differentiate_softmax(int64_t queries, int64_t columns, RowValues row_values, const Acc* visible,
+                             const Dropout& dropout, const Tiles& tiles) const {
     const Acc factor = 1 / dropout.kept_share<Acc>();
     for (int64_t row = 0; row < queries; ++row) {
       const Acc lse = row_values.lse[row], delta = row_values.delta[row];
-      for (int64_t i = row * kTile; i < (row + 1) * kTile; i += kWidth<Acc>) {
+      for (int64_t i = row * kTile; i < row * kTile + columns; i += kWidth<Acc>) {
         Vec<Acc> s = load(tiles.s + i), dp = load(tiles.dp + i);
         if (!kHasScoreRule) s = rounded(s * scale_);
         Vec<Acc> p = exp2<Acc>((s - lse) * static_cast<Acc>(kLog2E)), kept_p = p;

@@ -37,6 +37,7 @@ class BackwardProducts {
         head_dim_v_(problem.head_dim_v),
         row_len_(plan.row_len),
         row_len_v_(plan.row_len_v),
+        most_keys_(min_of(kTile, lanes(problem.kv_len))),
         keys_(workspace.take<Acc>(kTile * row_len_)),
         k_lanes_(workspace.take<Acc>(kTile * row_len_)),
         v_lanes_(workspace.take<Acc>(kTile * row_len_v_)),
@@ -46,19 +47,20 @@ class BackwardProducts {
   // Takes the tile of keys and values of a task; dk and dv become 0. Returns a bit for each key that is not finite.
   template <typename KeyRow, typename ValueRow>
   uint64_t set_keys_and_values(int64_t count, const KeyRow& key_row, const ValueRow& value_row) {
-    clear(keys_, kTile * row_len_);
+    clear(keys_, most_keys_ * row_len_);
     const uint64_t not_finite = widen_rows<Element>(count, key_row, head_dim_, keys_, row_len_);
     Acc* values = dv_;  // not in use yet
-    clear(values, kTile * row_len_v_);
+    clear(values, most_keys_ * row_len_v_);
     widen_rows<Element>(count, value_row, head_dim_v_, values, row_len_v_);
-    transpose(keys_, row_len_, kTile, row_len_, k_lanes_, kTile);
-    transpose(values, row_len_v_, kTile, row_len_v_, v_lanes_, kTile);
-    clear(dk_, kTile * row_len_);
-    clear(dv_, kTile * row_len_v_);
+    transpose(keys_, row_len_, most_keys_, row_len_, k_lanes_, kTile);
+    transpose(values, row_len_v_, most_keys_, row_len_v_, v_lanes_, kTile);
+    clear(dk_, most_keys_ * row_len_);
+    clear(dv_, most_keys_ * row_len_v_);
     return not_finite;
   }
 
   static constexpr bool kInterleaves = false;
+  static constexpr bool kWholeTiles = false;    // are read and written, whatever the number of queries and keys
   static constexpr bool kSplitsValues = false;  // into planes
 
   // Takes a packed tile.
@@ -95,7 +97,7 @@ class BackwardProducts {
     });
   }
 
-  // dk and dv are complete after this; 0 from key `keys` on.
+  // dk and dv are complete after this; 0 from key `keys` on, as far as there are keys.
   void finish(int64_t) {}
   Acc* dk() { return dk_; }  // [kTile][row_len]
   Acc* dv() { return dv_; }  // [kTile][row_len_v]
@@ -104,6 +106,7 @@ class BackwardProducts {
   static int64_t lanes(int64_t count) { return round_up(count, kWidth<Acc>); }
 
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
+  int64_t most_keys_;                                // of a tile, padded: all of it but where sequences are short
   Acc *keys_, *k_lanes_, *v_lanes_;                  // [kTile][row_len], [row_len][kTile], [row_len_v][kTile]
   const Acc *queries_ = nullptr, *douts_ = nullptr;  // [kTile][row_len], [kTile][row_len_v]
   Acc *dk_, *dv_;

@@ -157,11 +157,15 @@ inline Accumulator<Element> dot_product(const Element* left, const Element* righ
   return sum_of<Acc>(sums);
 }
 
-// Asks for a row that is read soon. It may lie outside its array.
-template <typename Element>
+// A task that packs for itself asks for rows so far ahead: those of many heads lie a page or more apart, and nothing else does.
+// Where sequences are shorter, they are rows of the sequence that follows.
+inline constexpr int64_t kRowsAhead = 24;
+
+// Asks for a row that is read soon, or written. It may lie outside its array.
+template <bool kWrites = false, typename Element>
 inline void prefetch_row(const Element* row, int64_t count) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(row + i);
+  for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(row + i, kWrites);
 }
 
 // Widens row(i) for i < count into rows of `padded` elements. Returns a bit for each row that is not finite.

@@ -17,8 +17,6 @@ class ForwardPass {
   using RowProducts = FewRows<Element>;
   static constexpr int64_t kPanel = Products::kPanel;
   static constexpr bool kPacksByParts = Products::kPackedTogether < kTile;
-  // A task that packs for itself asks for rows so far ahead: those of many heads lie a page or more apart, and nothing else does.
-  static constexpr int64_t kRowsAhead = 24;
 
   ForwardPass(const Problem& problem, const ForwardPlan& plan, const ForwardResults& results, void* scratch)
       : problem_(problem),
@@ -44,9 +42,8 @@ class ForwardPass {
     const int64_t tasks_of_head = plan_.num_tasks / num_groups();
     const int64_t num_tasks = (num_groups() - own_heads) * tasks_of_head;
     const int64_t num_merges = plan_.num_splits > 1 ? (num_rows() + kTile - 1) / kTile : 0;
-    Tickets tickets;
-    run_tasks(runner, own_heads + num_packs + num_tasks + num_merges, task_bytes(), [&](int64_t) {
-      int64_t i = tickets.take();
+    const int64_t products = num_rows() * problem_.kv_len * (problem_.head_dim + problem_.head_dim_v);
+    run_tasks(runner, own_heads + num_packs + num_tasks + num_merges, products, task_bytes(), [&](int64_t i) {
       if (i < own_heads) {
         attend_to_head(i);
       } else if (i -= own_heads; i < num_packs) {
@@ -108,12 +105,11 @@ class ForwardPass {
   // Milestones: tiles packed of each (batch, kv_head), then tasks done.
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
 
-  // The keys and values of the first heads are packed and attended to by one thread each. Not where lengths differ: heads
-  // then do not share out evenly.
+  // The keys and values of the first heads are packed and attended to by one thread each.
   int64_t own_heads_for(int64_t num_threads) const {
-    const bool has_lengths = problem_.q_lengths != nullptr || problem_.kv_lengths != nullptr;
-    if (!plan_.packs_first || plan_.num_splits > 1 || has_lengths) return 0;
-    return heads_of_one_thread(num_groups(), num_threads, plan_.query_blocks * plan_.head_blocks * plan_.kv_tiles);
+    if (!plan_.packs_first || plan_.num_splits > 1) return 0;
+    return heads_of_one_thread(num_groups(), num_threads, plan_.query_blocks * plan_.head_blocks * plan_.kv_tiles,
+                               has_lengths(problem_));
   }
 
   void attend_to_head(int64_t group) {
@@ -126,6 +122,9 @@ class ForwardPass {
   int64_t num_rows() const { return problem_.batch * problem_.num_heads * problem_.q_len; }
   int64_t query_row(int64_t batch, int64_t query, int64_t head) const {
     return (batch * problem_.q_len + query) * problem_.num_heads + head;
+  }
+  Element* out_row(const Task& task, const QueryRows& rows, int64_t row) const {
+    return out_ + query_row(task.batch, rows.query[row], rows.head[row]) * problem_.head_dim_v;
   }
   int64_t lse_index(int64_t batch, int64_t query, int64_t head) const {
     return (batch * problem_.num_heads + head) * problem_.q_len + query;
@@ -267,7 +266,13 @@ class ForwardPass {
     const Dropout dropout(problem_, sequence);
     set_queries(sequence, panel, take_zeros(workspace), products);
 
-    if (plan_.packs_first) milestones_.wait(task.batch * problem_.num_kv_heads + task.kv_head, plan_.kv_tiles);
+    if (plan_.packs_first) {
+      milestones_.wait(task.batch * problem_.num_kv_heads + task.kv_head, plan_.kv_tiles);
+    } else {
+      for (int64_t row = 0; row < panel.rows.count; ++row) {
+        prefetch_row<true>(out_row(task, panel.rows, row), problem_.head_dim_v);
+      }
+    }
 
     const auto [first_key, end_key] = bounds_of(task, panel);
     if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
@@ -308,20 +313,26 @@ class ForwardPass {
   // The rows of a task; `out` has room for `num_rows` of them.
   void start_panel(const Task& task, const Sequence& sequence, Acc* out, int64_t num_rows, Panel& panel) const {
     panel.out = out;
-    clear(panel.out, num_rows * plan_.row_len_v);
     panel.softmax.reset();
     for (int64_t row = 0; row < task.num_queries * task.num_heads; ++row) {
       panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
     }
     panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
+    if (plan_.by_rows || Products::kWholePanels || panel.lanes == kPanel) {
+      clear(panel.out, num_rows * plan_.row_len_v);
+    } else {
+      for (int64_t d = 0; d < plan_.row_len_v; ++d) clear(panel.out + d * kPanel, panel.lanes);
+    }
     if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
   }
 
   template <typename Taker>
   void set_queries(const Sequence& sequence, const Panel& panel, const Element* zeros, Taker& products) const {
-    const auto q_row = [&](int64_t i) {
-      return static_cast<const Element*>(problem_.q) +
-             query_row(sequence.batch, panel.rows.query[i], panel.rows.head[i]) * problem_.head_dim;
+    const auto q_row = [&, asks = !plan_.packs_first](int64_t i) {
+      const int64_t row = query_row(sequence.batch, panel.rows.query[i], panel.rows.head[i]);
+      const Element* const q = static_cast<const Element*>(problem_.q) + row * problem_.head_dim;
+      if (asks) prefetch_row(q + kRowsAhead * problem_.num_heads * problem_.head_dim, problem_.head_dim);
+      return q;
     };
     const auto is_padding = [&](int64_t i) { return sequence.is_query_padding(panel.rows.query[i]); };
     products.set_queries(panel.rows.count, problem_.scale < 0 ? -1 : 1, without_padding(q_row, is_padding, zeros));
@@ -650,7 +661,7 @@ class ForwardPass {
       divisor[row] = total.divisor * sum_scale[row];
     }
     for_output_pieces(panel, rows, [&](int64_t row, int64_t d, int64_t count, const Acc* from) {
-      Element* to = out_ + query_row(task.batch, panel.rows.query[row], panel.rows.head[row]) * problem_.head_dim_v + d;
+      Element* to = out_row(task, panel.rows, row) + d;
       if (panel.softmax.row_sum[row] == 0) {
         clear(to, count);
       } else {

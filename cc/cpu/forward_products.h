@@ -45,9 +45,10 @@ class ForwardProducts {
   template <typename Row>
   void set_queries(int64_t count, Acc sign, const Row& row) {
     widen_rows<Element>(count, row, head_dim_, q_rows_, row_len_);
-    clear(q_rows_ + count * row_len_, (kPanel - count) * row_len_);
+    const int64_t lanes = round_up(count, kWidth<Acc>);
+    clear(q_rows_ + count * row_len_, (lanes - count) * row_len_);
     for (int64_t i = 0; i < count * row_len_; ++i) q_rows_[i] *= sign;
-    transpose(q_rows_, row_len_, kPanel, row_len_, q_lanes_, kPanel);
+    transpose(q_rows_, row_len_, lanes, row_len_, q_lanes_, kPanel);
   }
 
   // scores[key * kPanel + lane] = k . q
@@ -58,6 +59,7 @@ class ForwardProducts {
   // Probabilities are read where the softmax leaves them.
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = false;
+  static constexpr bool kWholePanels = false;  // are read and written, whatever the number of queries
   static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
   static constexpr int64_t kMostRunTiles = 0;

@@ -14,8 +14,8 @@ namespace jattn::cpu {
 struct TaskRunner {
   int64_t num_threads;
   void* context;
-  void (*run)(void* context, int64_t count, int64_t thread_bytes, void (*body)(const void* argument, int64_t i),
-              const void* argument);
+  void (*run)(void* context, int64_t count, int64_t thread_bytes, void (*body)(void* argument, int64_t i),
+              void* argument);
 };
 
 using ForwardKernel = void (*)(const Problem&, const ForwardPlan&, const ForwardResults&, void* scratch,

@@ -79,6 +79,7 @@ class PairBackwardProducts {
   }
 
   static constexpr bool kInterleaves = false;
+  static constexpr bool kWholeTiles = true;
   static constexpr bool kSplitsValues = false;  // into planes
 
   // Takes a packed tile.

@@ -119,6 +119,7 @@ class PlanesBackwardProducts {
   // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P and dS
   // are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
   static constexpr bool kInterleaves = true;
+  static constexpr bool kWholeTiles = true;
   static constexpr bool kSplitsValues = true;  // into planes
   template <typename TakeTurn>
   bool add_plain_step(const float* lse, const float* delta, float scale, float* s, float* dp, float* dq,

@@ -103,7 +103,7 @@ BackwardKernel backward_kernel(DType dtype) {
 TaskRunner runner_of(const Threads& threads) {
   return {
       threads.count, const_cast<Threads*>(&threads),
-      [](void* context, int64_t count, int64_t thread_bytes, void (*body)(const void*, int64_t), const void* argument) {
+      [](void* context, int64_t count, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
         static_cast<const Threads*>(context)->parallel_for(count, thread_bytes, [=](int64_t i) { body(argument, i); });
       }};
 }

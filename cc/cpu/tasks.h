@@ -37,16 +37,34 @@ class FlushSubnormals {
 #endif
 };
 
+// All stages of a pass run as one set of tasks, so that threads meet only once, at the end. A thread draws tickets, each for some
+// tasks in a row: one, or, where tasks are short, as many as make drawing cheap and lie in the same pages of memory. A task
+// may wait for earlier ones (Milestones, Convoy) and never for later ones. Those it waits for are running or done, and
+// the earliest running task waits for nobody: nothing can hang, whatever the number of threads.
+// `products`: multiply-adds of all tasks, about.
 template <typename Body>
-inline void run_tasks(const TaskRunner& runner, int64_t count, int64_t thread_bytes, const Body& body) {
+inline void run_tasks(const TaskRunner& runner, int64_t count, int64_t products, int64_t thread_bytes,
+                      const Body& body) {
   if (count <= 0) return;
+  constexpr int64_t kProductsPerTicket = 1 << 20;  // some 20 us
+  constexpr int64_t kTicketsPerThread = 16;        // so that the last of them leave few idle
+  const int64_t by_products = kProductsPerTicket / max_of(1, products / count);
+  const int64_t by_threads = count / (kTicketsPerThread * max_of(1, runner.num_threads));
+  struct Tickets {
+    const Body* body;
+    int64_t count, tasks;
+    int64_t next;
+  } tickets{&body, count, max_of(1, min_of(by_products, by_threads)), 0};
   runner.run(
-      runner.context, count, thread_bytes,
-      [](const void* argument, int64_t i) {
+      runner.context, (count + tickets.tasks - 1) / tickets.tasks, thread_bytes,
+      [](void* argument, int64_t) {
         const FlushSubnormals flush;
-        (*static_cast<const Body*>(argument))(i);
+        auto& drawn = *static_cast<Tickets*>(argument);
+        const int64_t first = __atomic_fetch_add(&drawn.next, drawn.tasks, __ATOMIC_RELAXED);
+        const int64_t end = min_of(first + drawn.tasks, drawn.count);
+        for (int64_t i = first; i < end; ++i) (*drawn.body)(i);
       },
-      &body);
+      &tickets);
 }
 
 // Parts of a thread's memory.
@@ -85,17 +103,6 @@ inline void wait_until(const Condition& is_over) {
   }
 }
 
-// All stages of a pass run as one set of tasks, so that threads meet only once, at the end. Every task draws a ticket;
-// it may wait for tasks with earlier tickets (Milestones, Convoy) and never for later ones. Those it waits for are
-// running or done, and the earliest running task waits for nobody: nothing can hang, whatever the number of threads.
-class Tickets {
- public:
-  int64_t take() { return __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED); }
-
- private:
-  int64_t next_ = 0;
-};
-
 // Counts of tasks that are done.
 class Milestones {
  public:
@@ -129,7 +136,7 @@ class Places {
   }
   void give_back(int64_t place) { __atomic_store_n(taken_ + place, 0, __ATOMIC_RELEASE); }
 
-  // The place of a head that several tasks work on, to its end: that with the first ticket of them takes it. Such heads keep
+  // The place of a head that several tasks work on, to its end: the first of them takes it. Such heads keep
   // their places, so the next one looks behind the last. What it passes over is held by threads with heads of their own, who
   // come back to it first: there are still enough.
   int64_t of_shared_head(int64_t head, bool is_first) {
@@ -151,17 +158,18 @@ class Places {
 
 // How many heads are given whole to one thread: packing stays in that core's cache and scratch is reused. Remaining heads
 // are shared to balance the load; heads of at most `kShort` pairs of tiles need no balancing where each thread has
-// `kManyHeads` of them.
-inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head) {
+// `kManyHeads` of them. Where lengths differ a thread may be a head of full length behind: a quarter of the heads are shared.
+inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head, bool lengths_differ) {
   constexpr int64_t kShort = 16 * 16, kManyHeads = 4;
   const int64_t per_thread = num_heads / num_threads;
+  if (lengths_differ) return (per_thread - (per_thread + kManyHeads - 1) / kManyHeads) * num_threads;
   const bool shares_none = per_thread >= kManyHeads && tiles_per_head <= kShort;
   return (shares_none ? per_thread : max_of(0, per_thread - 1)) * num_threads;
 }
 
 // Tasks that walk the same steps in the same order, every `distance`-th task forming one chain. A task adds to memory
 // that it shares with its chain only after all earlier tasks of the chain are past that step, so the sums at one place
-// are formed in the order of the task indices, which is that of their tickets.
+// are formed in the order of the task indices.
 class Convoy {
  public:
   static constexpr int64_t kAllSteps = INT64_MAX;

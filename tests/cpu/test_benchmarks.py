@@ -220,6 +220,36 @@ def test_the_table_of_few_queries_reads_the_names_of_their_problems() -> None:
         assert match.groups() == ("bfloat16", *map(str, shape))
 
 
+def test_the_table_of_short_sequences_reads_the_names_of_their_problems() -> None:
+    for case in cpu.short(["float16"]):
+        match = tables.SHORT_NAME.fullmatch(case.name)
+        assert match is not None
+        assert match.groups() == ("float16", *map(str, (case.batch, case.q_len, case.head_dim)))
+
+
+def test_short_heads_are_checked_together() -> None:
+    case = cpu_short_case()
+    heads = cpu.checked_heads(case)
+    assert len(heads) == len(set(heads)) == case.num_kv_heads
+    operands = arrays.make(case)
+    contender, _ = jattn_contender(case, operands, True, "cpu")
+    results = contender.enqueue()
+    contender.wait(results)
+    found = contender.results(results)
+    expected = check.Expected(case, operands, heads)
+    assert expected.judge(found).passed
+    for name in ("out", "dk"):
+        batch, head = heads[-1]
+        spoilt = np.asarray(found[name]).copy()
+        spoilt[batch, 3, head, 5] += 0.01
+        assert not expected.judge(found | {name: spoilt}).passed, name
+        assert not expected.judge(found | {name: spoilt[..., :-1]}).passed, name
+
+
+def cpu_short_case() -> Case:
+    return next(cpu.short(["float32"]))
+
+
 def test_records_say_how_they_were_made() -> None:
     facts = report.circumstances()
     assert {"time", "commit", "modified", "device", "versions", "command"} <= set(facts)

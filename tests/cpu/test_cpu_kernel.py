@@ -152,6 +152,43 @@ def test_tasks_of_several_key_tiles_agree_with_the_oracle(
     compare.assert_close(case, operands, results, solution=solution)
 
 
+# Sequences shorter than a tile, more of them than threads: a thread takes several in a row, each for itself, and tiles
+# are prepared as far as they have rows. Some shorter than others, of no queries or no keys.
+SHORT = Case("short", batch=40, q_len=19, kv_len=21, num_heads=4, num_kv_heads=4)
+SHORT_CASES = tuple(
+    dataclasses.replace(SHORT, name=name, **changes)
+    for name, changes in (
+        ("plain", {"head_dim": 40, "head_dim_v": 24}),
+        ("eight", {"q_len": 8, "kv_len": 8, "is_causal": True}),
+        ("one-key", {"kv_len": 1, "q_len": 33}),
+        ("groups", {"num_kv_heads": 2, "softcap": 3.0, "alibi_form": "n"}),
+        ("own-bias", {"bias_form": "bnts", "is_causal": True}),
+        ("shared-bias", {"bias_form": "nts", "dropout_rate": 0.2}),
+        (
+            "lengths",
+            {
+                "q_lengths": tuple(i % 20 for i in range(40)),
+                "kv_lengths": tuple(i * 7 % 22 for i in range(40)),
+            },
+        ),
+        ("lengths-mask", {"kv_lengths": tuple(i % 22 for i in range(40)), "mask_form": "bnts"}),
+    )
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("case", SHORT_CASES, ids=str)
+def test_many_short_sequences_agree_with_the_oracle(
+    case: Case, instruction_set: str, dtype: str, best_set_afterwards: None
+) -> None:
+    assert _core.cpu_force_instruction_set(instruction_set)
+    case = dataclasses.replace(case, name=f"{case.name}-{dtype}", dtype=dtype)
+    operands, solution = compare.solved(case)
+    results = run.run(case, inputs.poison(case, operands), "cpu").results
+    compare.assert_close(case, operands, results, solution=solution)
+
+
 # Products of bfloat16 take elements in pairs (AMX, AVX-512-BF16): odd head dims, odd numbers of keys and queries beside
 # memory that must not be read, and rows that tasks pack for themselves, twelve at a time.
 PAIR_CASES = (
@@ -236,7 +273,7 @@ def test_long_rows_are_not_one_chain_of_roundings(name: str, best_set_afterwards
 
 
 # Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, tasks of several tiles of keys or
-# of one, a shared bias, packed heads.
+# of one, a shared bias, packed heads, heads of one thread beside shared ones, several short heads a ticket.
 THREAD_CASES = (
     Case("few-queries", batch=1, q_len=3, kv_len=3000, num_heads=4, dropout_rate=0.2),
     Case("many-tiles", batch=1, q_len=400, kv_len=400, is_causal=True, dtype="bfloat16"),
@@ -248,6 +285,9 @@ THREAD_CASES = (
     ),
     Case("long-groups", batch=2, q_len=600, kv_len=900, num_heads=6, num_kv_heads=3, softcap=9.0),
     Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
+    Case("own-bias", q_len=200, kv_len=130, num_heads=8, bias_form="bnts"),
+    Case("lengths", batch=4, q_len=150, kv_len=150, kv_lengths=(150, 3, 0, 70), is_causal=True),
+    *SHORT_CASES,
 )
 
 

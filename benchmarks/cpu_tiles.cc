@@ -274,12 +274,11 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   const ForwardPlan forward_plan = plan_forward(problem);
   const BackwardPlan backward_plan = plan_backward(problem, false);
   void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
-  const TaskRunner runner{
-      1, nullptr,
-      [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
-        if (!reserve_thread_memory(thread_bytes)) std::abort();
-        for (int64_t i = 0; i < tasks; ++i) body(argument, i);
-      }};
+  const TaskRunner runner{1, nullptr,
+                          [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
+                            if (!reserve_thread_memory(thread_bytes)) std::abort();
+                            for (int64_t i = 0; i < tasks; ++i) body(argument, i);
+                          }};
   const double visible = static_cast<double>(length * length) / (is_causal ? 2 : 1);
   const double flops = 4.0 * kHeads * static_cast<double>(head_dim) * visible;
   const auto part = [&](const char* pass) { return Part{pass, type, head_dim, is_causal ? "causal" : "full", length}; };

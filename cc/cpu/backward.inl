@@ -41,12 +41,9 @@ class BackwardPass {
     key_tiles_ = key_tiles_per_task(num_threads, shared_heads > 0);
     const int64_t head_tiles = group_ * plan_.query_tiles;
     const int64_t kv_blocks = plan_.num_chunks == 1 ? 0 : (num_kv_rows() + kTile - 1) / kTile;
-    const int64_t stages[] = {dbias_.num_pieces(),
-                              own_heads,
-                              shared_heads * head_tiles,
-                              shared_heads * plan_.num_chunks * num_key_blocks(),
-                              shared_heads * head_tiles,
-                              kv_blocks,
+    const int64_t stages[] = {dbias_.num_pieces(),       own_heads,
+                              shared_heads * head_tiles, shared_heads * plan_.num_chunks * num_key_blocks(),
+                              shared_heads * head_tiles, kv_blocks,
                               dbias_.num_pieces()};
     int64_t num_tasks = 0;
     for (const int64_t stage : stages) num_tasks += stage;
@@ -66,13 +63,25 @@ class BackwardPass {
       switch (stage) {
         case 0: clear_dbias(i); break;
         case 1: differentiate_head(i); break;
-        case 2: prepare_queries(tile_of_shared(true)); break;
-        case 3: {
-          const int64_t head = own_heads + i % shared_heads;
-          differentiate(i / shared_heads * num_groups() + head, places_.of_shared_head(head, false));
+        case 2: {
+          const QueryTile tile = tile_of_shared(true);
+          prepare_queries(tile);
+          milestones_.count(prepared(group_of(tile)));
           break;
         }
-        case 4: finish_dq(tile_of_shared(false)); break;
+        case 3: {
+          const int64_t head = own_heads + i % shared_heads;
+          const int64_t done =
+              differentiate(i / shared_heads * num_groups() + head, places_.of_shared_head(head, false), true);
+          milestones_.count(differentiated(head), done);
+          break;
+        }
+        case 4: {
+          const QueryTile tile = tile_of_shared(false);
+          milestones_.wait(differentiated(group_of(tile)), plan_.kv_tiles * plan_.num_chunks);
+          finish_dq(tile);
+          break;
+        }
         case 5: join_chunks(i); break;
         default: finish_dbias(i); break;
       }
@@ -158,7 +167,7 @@ class BackwardPass {
     const int64_t place = places_.take(), head_tiles = group_ * plan_.query_tiles;
     if (plan_.kv_tiles == 1) prefetch_keys_and_values(decode(group));
     for (int64_t i = 0; i < head_tiles; ++i) prepare_queries(query_tile(group, i, place));
-    for (int64_t i = 0; i < num_key_blocks(); ++i) differentiate(i * num_groups() + group, place);
+    for (int64_t i = 0; i < num_key_blocks(); ++i) differentiate(i * num_groups() + group, place, false);
     for (int64_t i = 0; i < head_tiles; ++i) finish_dq(query_tile(group, i, place));
     places_.give_back(place);
   }
@@ -231,7 +240,6 @@ class BackwardPass {
       }
     }
     clear(dq_sums_ + index * kTile * plan_.row_len, (Products::kWholeTiles ? kTile : tile.count) * plan_.row_len);
-    milestones_.count(prepared(group_of(tile)));
   }
 
   void clear_dbias(int64_t piece) {
@@ -311,8 +319,8 @@ class BackwardPass {
     }
   }
 
-  // `place`: of the packed tiles of its head.
-  void differentiate(int64_t index, int64_t place) {
+  // `place`: of the packed tiles of its head, which other threads prepare where it is shared. Returns the tiles of keys done.
+  int64_t differentiate(int64_t index, int64_t place, bool is_shared) {
     const Task task = decode(index);
     const Sequence sequence(problem_, task.batch);
     const Dropout dropout(problem_, sequence);
@@ -347,7 +355,7 @@ class BackwardPass {
       if (seen.first < seen.end) range = {min_of(range.first, seen.first), max_of(range.end, seen.end)};
     }
     const int64_t group = task.batch * problem_.num_kv_heads + task.kv_head;
-    milestones_.wait(prepared(group), group_ * plan_.query_tiles);
+    if (is_shared) milestones_.wait(prepared(group), group_ * plan_.query_tiles);
     milestones_.wait(dbias_cleared(), dbias_.num_pieces());
 
     // Last queries first: with a causal band the tasks then start at the same tile, one after the other. A step is one
@@ -383,9 +391,9 @@ class BackwardPass {
     for (int64_t i = 0; i < num_key_tiles; ++i) {
       products[i].finish(key_tiles[i].keys.count);
       write_dk_dv(key_tiles[i].task, products[i]);
-      milestones_.count(differentiated(group));
-      if (plan_.num_chunks > 1 || dbias_.is_wanted()) milestones_.count(all_differentiated());
     }
+    if (plan_.num_chunks > 1 || dbias_.is_wanted()) milestones_.count(all_differentiated(), num_key_tiles);
+    return num_key_tiles;
   }
 
   // Dot products as the forward pass formed them: rounded otherwise, the probability of a key far above all others would not be 1.
@@ -401,7 +409,7 @@ class BackwardPass {
     // What padding holds decides nothing, nor what follows the last key.
     for (int64_t row = 0; row < step.rows.count; ++row) {
       const bool is_padding = sequence.is_query_padding(step.rows.query[row]);
-      for (int64_t i = 0; i < kTile; ++i) {
+      for (int64_t i = 0; i < columns_of(key_tile.keys); ++i) {
         if (is_padding || sequence.is_key_padding(key_tile.keys.first + i)) s[row * kTile + i] = 0;
       }
     }
@@ -556,9 +564,7 @@ class BackwardPass {
   };
 
   // Of a tile of scores, as far as anything is done with them.
-  static int64_t columns_of(KeyRange keys) {
-    return Products::kWholeTiles ? kTile : round_up(keys.count, kWidth<Acc>);
-  }
+  static int64_t columns_of(KeyRange keys) { return Products::kWholeTiles ? kTile : round_up(keys.count, kWidth<Acc>); }
 
   void add_score_rule(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Tiles& tiles) const {
     const QueryRows& rows = step.rows;
@@ -676,7 +682,6 @@ class BackwardPass {
   }
 
   void finish_dq(const QueryTile& tile) const {
-    milestones_.wait(differentiated(group_of(tile)), plan_.kv_tiles * plan_.num_chunks);
     for (int64_t i = 0; i < tile.count; ++i) {
       const int64_t row = (tile.batch * problem_.q_len + tile.first + i) * problem_.num_heads + tile.head;
       write_row(dq_sums_ + (tile.index * kTile + i) * plan_.row_len, problem_.head_dim, buffers_.dq, row);

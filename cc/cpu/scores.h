@@ -57,7 +57,9 @@ inline bool has_score_rule(const Problem& problem) {
   return problem.softcap > 0 || problem.bias.data != nullptr || problem.alibi_slopes.data != nullptr;
 }
 
-inline bool has_lengths(const Problem& problem) { return problem.q_lengths != nullptr || problem.kv_lengths != nullptr; }
+inline bool has_lengths(const Problem& problem) {
+  return problem.q_lengths != nullptr || problem.kv_lengths != nullptr;
+}
 
 inline float alibi_slope(const Problem& problem, int64_t batch, int64_t head) {
   return problem.alibi_slopes.data[batch * problem.alibi_slopes.stride_batch + head * problem.alibi_slopes.stride_head];

@@ -101,11 +101,11 @@ BackwardKernel backward_kernel(DType dtype) {
 }
 
 TaskRunner runner_of(const Threads& threads) {
-  return {
-      threads.count, const_cast<Threads*>(&threads),
-      [](void* context, int64_t count, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
-        static_cast<const Threads*>(context)->parallel_for(count, thread_bytes, [=](int64_t i) { body(argument, i); });
-      }};
+  return {threads.count, const_cast<Threads*>(&threads),
+          [](void* context, int64_t count, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {
+            static_cast<const Threads*>(context)->parallel_for(count, thread_bytes,
+                                                               [=](int64_t i) { body(argument, i); });
+          }};
 }
 
 // Without a pair of a query and a key every gradient is zero; those of operands that are not empty must still be

@@ -109,7 +109,7 @@ class Milestones {
   Milestones(int64_t* counts, int64_t size) : counts_(counts) {
     for (int64_t i = 0; i < size; ++i) counts_[i] = 0;
   }
-  void count(int64_t milestone) { __atomic_fetch_add(counts_ + milestone, 1, __ATOMIC_RELEASE); }
+  void count(int64_t milestone, int64_t tasks = 1) { __atomic_fetch_add(counts_ + milestone, tasks, __ATOMIC_RELEASE); }
   void wait(int64_t milestone, int64_t wanted) const {
     wait_until([&] { return __atomic_load_n(counts_ + milestone, __ATOMIC_ACQUIRE) >= wanted; });
   }
@@ -159,7 +159,8 @@ class Places {
 // How many heads are given whole to one thread: packing stays in that core's cache and scratch is reused. Remaining heads
 // are shared to balance the load; heads of at most `kShort` pairs of tiles need no balancing where each thread has
 // `kManyHeads` of them. Where lengths differ a thread may be a head of full length behind: a quarter of the heads are shared.
-inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head, bool lengths_differ) {
+inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head,
+                                   bool lengths_differ) {
   constexpr int64_t kShort = 16 * 16, kManyHeads = 4;
   const int64_t per_thread = num_heads / num_threads;
   if (lengths_differ) return (per_thread - (per_thread + kManyHeads - 1) / kManyHeads) * num_threads;

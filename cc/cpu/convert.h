@@ -40,7 +40,13 @@ inline Vec<float> widen(const float* from) { return load(from); }
 inline Vec<double> widen(const double* from) { return load(from); }
 
 inline Vec<uint32_t> load_16bit(const void* from) {
+#if defined(__AVX512F__)
+  // GCC 12 makes four instructions of the conversion, a half of the vector at a time.
+  return reinterpret_cast<Vec<uint32_t>>(
+      _mm512_maskz_cvtepu16_epi32(kEveryLane, _mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#else
   return __builtin_convertvector(*static_cast<const HalfBits::Unaligned*>(from), Vec<uint32_t>);
+#endif
 }
 
 inline void store_16bit(void* to, Vec<uint32_t> bits) {

@@ -31,7 +31,7 @@ END
 # The checkout comes second: tests need its benchmarks, but not its package.
 export PYTHONPATH=$package:$PWD PYTHONSAFEPATH=1 JAX_PLATFORMS=cpu
 # Python and JAX free little at exit.
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 libraries=
 for name in asan ubsan stdc++; do libraries+="$("${CXX:-c++}" -print-file-name="lib$name.so") "; done
 instrumented() { LD_PRELOAD=$libraries "$python" "$@"; }

@@ -37,25 +37,47 @@ OURS = "jattn:cpu"
 PASSES = ("forward", "forward+backward")
 
 
+def _case(
+    name: str,
+    dtype: str,
+    *,
+    batch: int = 1,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    num_heads: int = NUM_HEADS,
+    num_kv_heads: int = NUM_HEADS,
+    is_causal: bool = False,
+) -> Case:
+    return Case(
+        name=f"{dtype}-{name}",
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        is_causal=is_causal,
+        with_dlse=False,
+    )
+
+
 def grid(lengths: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
     """The problems, shortest first."""
     for length in sorted(lengths):
         for dtype in dtypes:
             for head_dim in (64, 128):
                 for is_causal in (True, False):
-                    kind = "causal" if is_causal else "full"
-                    yield Case(
-                        name=f"{dtype}-{length}-d{head_dim}-{kind}",
-                        batch=1,
+                    name = f"{length}-d{head_dim}-{'causal' if is_causal else 'full'}"
+                    yield _case(
+                        name,
+                        dtype,
                         q_len=length,
                         kv_len=length,
-                        num_heads=NUM_HEADS,
-                        num_kv_heads=NUM_HEADS,
                         head_dim=head_dim,
-                        head_dim_v=head_dim,
-                        dtype=dtype,
                         is_causal=is_causal,
-                        with_dlse=False,
                     )
 
 
@@ -77,17 +99,15 @@ def decoding(dtypes: Sequence[str]) -> Iterator[Case]:
     """Few queries on many keys."""
     for dtype in dtypes:
         for batch, q_len, kv_len, num_heads, num_kv_heads, head_dim in DECODING:
-            yield Case(
-                name=f"{dtype}-b{batch}-{q_len}x{kv_len}-n{num_heads}/{num_kv_heads}-d{head_dim}",
+            yield _case(
+                f"b{batch}-{q_len}x{kv_len}-n{num_heads}/{num_kv_heads}-d{head_dim}",
+                dtype,
                 batch=batch,
                 q_len=q_len,
                 kv_len=kv_len,
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                head_dim_v=head_dim,
-                dtype=dtype,
-                with_dlse=False,
             )
 
 
@@ -99,17 +119,13 @@ def short(dtypes: Sequence[str]) -> Iterator[Case]:
     """Many short sequences: windows of an image, frames of a video, columns of a table."""
     for dtype in dtypes:
         for batch, length, head_dim in SHORT:
-            yield Case(
-                name=f"{dtype}-b{batch}-{length}-d{head_dim}",
+            yield _case(
+                f"b{batch}-{length}-d{head_dim}",
+                dtype,
                 batch=batch,
                 q_len=length,
                 kv_len=length,
-                num_heads=NUM_HEADS,
-                num_kv_heads=NUM_HEADS,
                 head_dim=head_dim,
-                head_dim_v=head_dim,
-                dtype=dtype,
-                with_dlse=False,
             )
 
 

@@ -195,78 +195,67 @@ def speed_cpu(page: Path) -> str:
     )
 
 
-DECODING_NAME = re.compile(
-    r"(\w+)-b(\d+)-(\d+)x(\d+)-n(\d+)/(\d+)-d(\d+)"
-)  # as benchmarks.cpu names them
+# As benchmarks.cpu names them.
+DECODING_NAME = re.compile(r"(\w+)-b(\d+)-(\d+)x(\d+)-n(\d+)/(\d+)-d(\d+)")
+SHORT_NAME = re.compile(r"(\w+)-b(\d+)-(\d+)-d(\d+)")
 
 
 def cpu_decode(page: Path) -> str:
     """Few queries on many keys on a CPU, beside PyTorch."""
-    record = records.newest("cpu-decode")
-    groups: dict[str, dict[str, float]] = {}
-    for point in record.points:
-        groups.setdefault(point.name, {})[point.contender] = point.median_us / 1e3
-    titles = records.contenders(record.points)
-    rows, by_type = [], dict[str, list[dict[str, float]]]()
-    for name, values in groups.items():
-        match = DECODING_NAME.fullmatch(name)
-        if match is None:
-            raise LookupError(
-                f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --decode"
-            )
-        dtype, batch, queries, keys, heads, kv_heads, head_dim = match.groups()
-        by_type.setdefault(dtype, []).append(values)
-        shape = [dtype, batch, queries, keys, f"{heads} on {kv_heads}", head_dim]
-        rows.append([*shape, *_cells(values, titles, 2, largest=False)])
-    header = ["type", "batch", "queries", "keys", "heads", "head dim", *titles]
-    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
-    return "\n\n".join(
-        [
-            _format(header, rows),
-            "Times as fast, geometric mean (least to most) of the rows. "
-            + " ".join(ratios)
-            + _spread(record.points),
-            _caption(
-                record,
-                page,
-                'Forward, no mask, milliseconds, "-": not timed, since its result was wrong',
-            ),
-        ]
-    )
 
+    def shape(parts: Sequence[str], _: str) -> list[str]:
+        dtype, batch, queries, keys, heads, kv_heads, head_dim = parts
+        return [dtype, batch, queries, keys, f"{heads} on {kv_heads}", head_dim]
 
-SHORT_NAME = re.compile(r"(\w+)-b(\d+)-(\d+)-d(\d+)")  # as benchmarks.cpu names them
+    header = ["type", "batch", "queries", "keys", "heads", "head dim"]
+    caption = 'Forward, no mask, milliseconds, "-": not timed, since its result was wrong'
+    return _cpu_problems(page, "decode", DECODING_NAME, header, shape, caption)
 
 
 def cpu_short(page: Path) -> str:
     """Many short sequences on a CPU, beside PyTorch and jax.nn."""
-    if not records.has("cpu-short"):
+    header = ["type", "batch", "length", "head dim", "pass"]
+    caption = 'No mask, 8 heads, milliseconds, "-": not timed'
+    return _cpu_problems(
+        page, "short", SHORT_NAME, header, lambda parts, pass_name: [*parts, pass_name], caption
+    )
+
+
+def _cpu_problems(
+    page: Path,
+    option: str,
+    pattern: re.Pattern[str],
+    header: Sequence[str],
+    shape: Callable[[Sequence[str], str], list[str]],
+    caption: str,
+) -> str:
+    """What an option of benchmarks.cpu measured: ``shape`` makes first cells of the parts of a name and the pass."""
+    if not records.has(f"cpu-{option}"):
         return ""
-    record = records.newest("cpu-short")
+    record = records.newest(f"cpu-{option}")
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for point in record.points:
-        groups.setdefault((point.name, point.pass_name), {})[point.contender] = (
-            point.median_us / 1e3
-        )
+        times = groups.setdefault((point.name, point.pass_name), {})
+        times[point.contender] = point.median_us / 1e3
     titles = records.contenders(record.points)
     rows, by_type = [], dict[str, list[dict[str, float]]]()
     for (name, pass_name), values in groups.items():
-        match = SHORT_NAME.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match is None:
             raise LookupError(
-                f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --short"
+                f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --{option}"
             )
         by_type.setdefault(match.group(1), []).append(values)
-        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
-    header = ["type", "batch", "length", "head dim", "pass", *titles]
+        cells = _cells(values, titles, 2, largest=False)
+        rows.append([*shape(match.groups(), pass_name), *cells])
     ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
     return "\n\n".join(
         [
-            _format(header, rows),
+            _format([*header, *titles], rows),
             "Times as fast, geometric mean (least to most) of the rows. "
             + " ".join(ratios)
             + _spread(record.points),
-            _caption(record, page, 'No mask, 8 heads, milliseconds, "-": not timed'),
+            _caption(record, page, caption),
         ]
     )
 

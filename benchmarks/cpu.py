@@ -139,8 +139,9 @@ def checked_heads(case: Case) -> list[tuple[int, int]]:
 
 def rivals_of(case: Case) -> tuple[str, ...]:
     """Who is timed beside us."""
-    in_grid = case.head_dim == 64 and case.is_causal
-    with_jax = (in_grid or case.batch >= SHORT[-1][0]) and case.dtype != "float16"
+    is_short = case.batch > 1 and case.q_len == case.kv_len
+    of_grid = case.head_dim == 64 and case.is_causal
+    with_jax = (is_short or of_grid) and case.dtype != "float16"
     return ("torch-flash", "jax-xla") if with_jax else ("torch-flash",)
 
 

@@ -6,7 +6,7 @@ disturb each other. One definition serves hypothesis, which shrinks what fails, 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,18 @@ FEW_QUERIES = (
     (3, 20, 300, 14, 2),
 )
 HEAD_DIMS = ((16, 16), (64, 64), (40, 24))
+# Several tiles of queries and of keys, more items of work than a GPU has multiprocessors, every width of tiles.
+LARGER = (
+    (2, 300, 520, 4, 2),
+    (1, 700, 700, 8, 2),
+    (3, 257, 129, 6, 6),
+    (4, 384, 384, 40, 8),
+    (2, 1100, 640, 3, 1),
+    (1, 130, 1500, 16, 16),
+    (40, 200, 210, 4, 4),
+)
+WIDER = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+WIDER += ((32, 48), (72, 72), (128, 64), (200, 136))
 FORMS = ("bnts", "1nts", "b1ts", "ts", "b11s", "1n1s", "11t1")
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -60,10 +72,11 @@ def problem(
     dtype: str,
     name: str = "composition",
     shapes: Sequence[Shape] = SHAPES,
+    head_dims: Sequence[tuple[int, int]] = HEAD_DIMS,
 ) -> Case:
     """Makes a problem of one of the shapes that uses these features; `pick` chooses one of a sequence."""
     batch, q_len, kv_len, num_heads, num_kv_heads = pick(shapes)
-    head_dim, head_dim_v = pick(HEAD_DIMS)
+    head_dim, head_dim_v = pick(head_dims)
 
     def optional(feature: str, choices: Sequence[T]) -> T | None:
         return pick(choices) if feature in used else None  # type: ignore[no-any-return]
@@ -115,29 +128,40 @@ def problem(
 @functools.cache
 def listed(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
     """The same `count` problems every time, each named by its number and its features."""
-    return _listed(count, dtypes, SHAPES, FEATURES)
+    return [_drawn(i, dtypes[i % len(dtypes)], FEATURES) for i in range(count)]
 
 
 @functools.cache
 def listed_few_queries(count: int) -> list[Case]:
     """The same for few queries of many keys, in 16 bits."""
-    return _listed(count, ("bfloat16", "float16"), FEW_QUERIES, FEATURES_OF_FEW)
+    dtypes = ("bfloat16", "float16")
+    return [_drawn(i, dtypes[i % 2], FEATURES_OF_FEW, FEW_QUERIES) for i in range(count)]
 
 
-def _listed(
-    count: int, dtypes: Sequence[str], shapes: Sequence[Shape], features: dict[str, int]
-) -> list[Case]:
-    found = []
-    for i in range(count):
-        rng = np.random.default_rng(i)
-        used = frozenset(name for name, tenths in features.items() if rng.integers(10) < tenths)
-        case = problem(
-            lambda choices, rng=rng: choices[rng.integers(len(choices))],
-            used,
-            dtypes[i % len(dtypes)],
-            shapes=shapes,
-        )
-        found.append(
-            dataclasses.replace(case, name=f"composition-{i}-{case.dtype}-{'-'.join(sorted(used))}")
-        )
-    return found
+@functools.cache
+def listed_larger(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
+    """The same of larger problems; every fourth has few features, since many at once leave few pairs visible."""
+    few = {name: tenths / 3 for name, tenths in FEATURES.items()}
+    return [
+        _drawn(i, dtypes[i % len(dtypes)], FEATURES if i % 4 else few, LARGER, WIDER)
+        for i in range(count)
+    ]
+
+
+def _drawn(
+    i: int,
+    dtype: str,
+    features: Mapping[str, float],
+    shapes: Sequence[Shape] = SHAPES,
+    head_dims: Sequence[tuple[int, int]] = HEAD_DIMS,
+) -> Case:
+    rng = np.random.default_rng(i)
+    used = frozenset(name for name, tenths in features.items() if rng.integers(10) < tenths)
+    case = problem(
+        lambda choices: choices[rng.integers(len(choices))],
+        used,
+        dtype,
+        shapes=shapes,
+        head_dims=head_dims,
+    )
+    return dataclasses.replace(case, name=f"composition-{i}-{case.dtype}-{'-'.join(sorted(used))}")

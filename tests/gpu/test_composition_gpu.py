@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from composition import listed, listed_few_queries
+from composition import listed, listed_few_queries, listed_larger
 
 import jattn
 from jattn.testing.cases import Case
@@ -34,4 +34,14 @@ def test_features_compose(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("case", shortened(listed_few_queries(300), 30))
 def test_few_queries_compose(backend: str, case: Case) -> None:
     """Heads of a group share tiles and keys are split, where the features of the problem let them."""
+    verify(case, backend)
+
+
+@pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
+@pytest.mark.parametrize("case", shortened(listed_larger(300), 45))
+def test_larger_problems_compose(backend: str, case: Case) -> None:
+    """As above, with several tiles, items for blocks that take more than one, and every width of tiles."""
+    if case.dtype == "float32" and backend == "flash":
+        case = listed_larger(300, ("bfloat16", "float16"))[int(case.name.split("-")[1])]
+    assert serves(case, backend, SM90)
     verify(case, backend)

@@ -280,11 +280,18 @@ __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsig
   }
 }
 
-// Weights rounded to the element type, with their marks.
+// What weights are multiplied by where they pass from thread to thread in 16 bits: float16 has few bits for probabilities below
+// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight is 1 at most.
+template <Config C>
+inline constexpr float kWeightUnit = C.element == Element::kF16 ? 32768.0f : 1.0f;
+
+// Weights in units of 1 / kWeightUnit, rounded to the element type, with their marks.
 template <Config C, int kCount>
 __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], const float (&weights)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) packed[i] = ElementTraits<C.element>::pack(weights[2 * i], weights[2 * i + 1]);
+  for (int i = 0; i < kCount / 2; ++i) {
+    packed[i] = ElementTraits<C.element>::pack(kWeightUnit<C> * weights[2 * i], kWeightUnit<C> * weights[2 * i + 1]);
+  }
 }
 
 // Sums of the gradients of scores over a thread's queries, for its two keys: of them the gradient of a bias of the keys is
@@ -320,20 +327,22 @@ __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2],
   }
 }
 
-// The same from weights rounded to the element type.
+// The same from what pack_weights() made. The unit goes to dp and delta: to both by one multiply-add.
 template <Config C, int kCount>
 __device__ __forceinline__ void transposed_gradients(unsigned (&ds)[kCount / 2], const unsigned (&weights)[kCount / 2],
                                                      const float (&dp)[kCount], unsigned delta_address, float factor) {
   using Traits = ElementTraits<C.element>;
+  constexpr float kUnit = 1.0f / kWeightUnit<C>;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
     const float2 delta = ptx::load_shared_f32x2(delta_address + 32 * i);
+    const float first = kUnit * delta.x, second = kUnit * delta.y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const unsigned both = weights[2 * i + r];
       const int low = 4 * i + 2 * r;
-      ds[2 * i + r] = Traits::pack(score_gradient<C>(Traits::low(both), dp[low], delta.x, factor),
-                                   score_gradient<C>(Traits::high(both), dp[low + 1], delta.y, factor));
+      ds[2 * i + r] = Traits::pack(score_gradient<C>(Traits::low(both), kUnit * dp[low], first, factor),
+                                   score_gradient<C>(Traits::high(both), kUnit * dp[low + 1], second, factor));
     }
   }
 }

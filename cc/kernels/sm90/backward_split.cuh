@@ -2,7 +2,7 @@
 // second gradients of the scores and dk, so that each holds one accumulator of up to 64 x 256.
 //
 // The first hands its weights (probabilities times the slope of the score stage) to the second through two buffers in
-// shared memory, thread to thread, rounded to the element type. Neither warpgroup waits for the other but there, so one
+// shared memory, thread to thread, in 16 bits (kWeightUnit). Neither warpgroup waits for the other but there, so one
 // runs its products while the other works on scores.
 //
 // Fused, the second gives ds to a third warpgroup, which makes dq of it (backward_gather.cuh).
@@ -84,7 +84,7 @@ struct SplitConsumer {
     pin_registers(s);
     finish_transposed_scores<C, C.tile_q / 2, kLayout.bias_slots>(s, p, flags, drops, fetched, params, control, stage,
                                                                   tiles + kLayout.bias, bias_ring, row, column);
-    if constexpr (C.softcap || C.dropout) {
+    if constexpr (C.softcap || C.dropout || kWeightUnit<C> != 1.0f) {
       Fragments weights;
       pack_weights<C>(weights, s);
       give(weights);

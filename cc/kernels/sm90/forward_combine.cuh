@@ -10,6 +10,18 @@
 
 namespace jattn::sm90 {
 
+// The exponent of a sum of probabilities, and its power of two; held where both that and its inverse are floats.
+__device__ __forceinline__ int exponent_of(float sum) {
+  return min(max((__float_as_int(sum) >> 23 & 255) - 127, -126), 126);
+}
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// The logarithm of 2^exponent, in units of a part's maximum, over the same of another.
+__device__ __forceinline__ float log2_ratio(const RowPart& a, int a_exponent, const RowPart& b, int b_exponent) {
+  const float maxima = a.row_max == b.row_max ? 0.0f : (a.row_max - b.row_max) * a.unit_log2;
+  return maxima + float(a_exponent - b_exponent);
+}
+
 template <Config C>
 __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   const int chunks = params.head_dim_v / kCombineColumns;
@@ -22,15 +34,19 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   const int64_t batch = flat_head / params.num_heads;
   const int64_t head = flat_head - batch * params.num_heads;
 
-  // The greatest maximum of the parts that saw keys; NaN if one is, as in a kernel that sees all keys.
-  float row_max = -infinity(), unit_log2 = 0.0f, unit = 0.0f;
+  // Sums are told in units of the part that has the largest one; rows of others that have settled (softmax.cuh) may have the
+  // greater maximum. NaN if one is, as in a kernel that sees all keys.
+  RowPart largest{-infinity(), 0.0f, 0.0f, 0.0f};
+  int largest_exponent = 0;
 #pragma unroll 8  // loads of several parts under way at once
   for (int part = 0; part < C.key_splits; ++part) {
     const RowPart statistics = params.row_parts[part * params.rows + row];
-    unit_log2 = statistics.unit_log2;
-    unit = statistics.unit;
-    const bool greater = !(statistics.row_max <= row_max);
-    if (statistics.row_sum != 0.0f && greater && row_max == row_max) row_max = statistics.row_max;
+    const int exponent = exponent_of(statistics.row_sum);
+    const bool larger = !(log2_ratio(statistics, exponent, largest, largest_exponent) <= 0.0f);
+    if (statistics.row_sum != 0.0f && larger && largest.row_max == largest.row_max) {
+      largest = statistics;
+      largest_exponent = exponent;
+    }
   }
 
   float sum = 0.0f;
@@ -39,8 +55,9 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   for (int part = 0; part < C.key_splits; ++part) {
     const RowPart statistics = params.row_parts[part * params.rows + row];
     if (statistics.row_sum == 0.0f) continue;
-    const float ratio = statistics.row_max == row_max ? 1.0f : exp2_fast((statistics.row_max - row_max) * unit_log2);
-    const float weight = statistics.row_sum * ratio;
+    const int exponent = exponent_of(statistics.row_sum);
+    const float ratio = exp2_fast(log2_ratio(statistics, exponent, largest, largest_exponent));
+    const float weight = statistics.row_sum * power_of_two(-exponent) * ratio;
     sum += weight;
     const float* from = params.partial_out + (part * params.rows + row) * params.head_dim_v + column;
 #pragma unroll
@@ -54,7 +71,7 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   }
 
   const bool sees_keys = sum != 0.0f;
-  float greatest = row_max * unit, keys_part = 1.0f, total = sum;
+  float greatest = fmaf(float(largest_exponent), kLn2, largest.row_max * largest.unit), keys_part = 1.0f, total = sum;
   if constexpr (C.sinks) {
     const float sink = *element_of_head(params.sinks, batch, head);
     const float keys = greatest;

@@ -136,6 +136,48 @@ def batch_and_head_sharding_gathers_nothing(backend: str) -> None:
 
 
 @check
+def more_shards_than_kv_heads(backend: str) -> None:
+    """Each of two key/value heads lies on two of four devices: their gradients are summed, nothing else is sent."""
+    for the_mesh, axes in ((mesh((4,), "x"), "x"), (mesh((2, 2), "x", "y"), ("x", "y"))):
+        arrays = drawn(backend, heads=8, kv_heads=2)
+        over_heads = NamedSharding(the_mesh, PartitionSpec(None, None, axes))
+        whole = NamedSharding(the_mesh, PartitionSpec())
+        placed = jax.device_put(tuple(arrays), (over_heads, whole, whole, over_heads))
+        run = value_and_grads(backend, is_causal=True)
+        results = (over_heads, over_heads, whole, whole)
+        compiled = jax.jit(run, out_shardings=results).lower(*placed).compile()
+        got = compiled(*placed)
+        close(got, jax.jit(run)(*arrays))
+        # Gradients of two heads on each device become those of one, then whole, as was asked.
+        assert collectives(compiled) <= {"all-reduce", "all-gather"}, collectives(compiled)
+        forward = functools.partial(jattn.dot_product_attention, implementation=backend)
+        compiled = jax.jit(forward).lower(*placed[:3]).compile()
+        out = compiled(*placed[:3])
+        assert out.sharding.is_equivalent_to(over_heads, 4), f"out is sharded {out.sharding}"
+        assert not collectives(compiled), collectives(compiled)
+
+
+@check
+def kv_heads_of_a_product_cut_over_more_devices(backend: str) -> None:
+    """The columns of a projection are cut over four devices: two key/value heads over two, their head dims over two."""
+    q, _, _, dout = drawn(backend, heads=8)
+    x, w_k, w_v = normal(5, *q.shape[:2], 24), normal(6, 24, 32), normal(7, 24, 32)
+
+    def loss(q: Any, x: Any, w_k: Any, w_v: Any) -> Any:
+        k, v = ((x @ w).reshape(*x.shape[:2], 2, 16).astype(q.dtype) for w in (w_k, w_v))
+        out = jattn.dot_product_attention(q, k, v, implementation=backend)
+        return (out * dout).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    the_mesh = mesh((4,), "x")
+    columns = NamedSharding(the_mesh, PartitionSpec(None, "x"))
+    over_heads = NamedSharding(the_mesh, PartitionSpec(None, None, "x"))
+    placed = jax.device_put((q, x, w_k, w_v), (over_heads, over_heads, columns, columns))
+    # A gradient of a weight adds up 4 * 40 products of magnitude 3.
+    close(run(*placed), run(q, x, w_k, w_v), sums=480)
+
+
+@check
 def length_sharding_is_right(backend: str) -> None:
     """Cut along the queries it may communicate, but it must be right."""
     arrays = drawn(backend)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import dispatch as jax_dispatch  # has the one registry that no public module offers
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -30,7 +31,8 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 class Cut:
     """Mesh axes over which the batch and the heads are cut.
 
-    ``kv_heads`` is ``heads``, or empty where one key/value head serves all query heads and every shard keeps it whole.
+    ``kv_heads`` is ``heads``, or the first of them, where each shard then has one key/value head, which it shares with
+    those that differ in the other axes: as many as there are key/value heads, fewer than shards.
     """
 
     batch: Axes
@@ -119,15 +121,21 @@ def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: froz
     """
     entries = [*q_spec, None, None, None, None]
 
+    def shards(axes: Axes) -> int:
+        return math.prod(mesh_shape[axis] for axis in axes)
+
     def usable(entry: Any, extent: int) -> Axes:
+        """The first axes of an entry, as many as divide an extent."""
         axes = tuple(axis for axis in _axes(entry) if axis in allowed)
-        return axes if extent % math.prod(mesh_shape[axis] for axis in axes) == 0 else ()
+        while extent % shards(axes) != 0:
+            axes = axes[:-1]
+        return axes
 
     batch = usable(entries[0], spec.batch)
     heads = usable(entries[2], spec.num_heads)
-    kv_heads = usable(entries[2], spec.num_kv_heads)
-    if heads != kv_heads and spec.num_kv_heads != 1:
-        heads = kv_heads = ()
+    kv_heads = usable(heads, spec.num_kv_heads)
+    if shards(kv_heads) != spec.num_kv_heads:
+        heads = kv_heads  # over more axes a shard would have a part of the query heads of several key/value heads
     return Cut(batch, heads, () if spec.num_kv_heads == 1 else kv_heads)
 
 
@@ -141,7 +149,7 @@ def shared_axes(spec: Spec, cut: Cut) -> tuple[Axes, ...]:
             return ()
         return (cut.batch if extents[0] == 1 else ()) + (cut.heads if extents[1] == 1 else ())
 
-    kv = cut.heads if not cut.kv_heads else ()
+    kv = tuple(axis for axis in cut.heads if axis not in cut.kv_heads)
     optional = (spec.bias, spec.sinks, spec.alibi_slopes)
     return (), kv, kv, *map(broadcast_over, optional)
 
@@ -178,8 +186,11 @@ def partitioned(
         return tuple(run(*arrays, **params))
 
     def partition(mesh: Any, arg_infos: Sequence[Any], result_infos: Sequence[Any]) -> Any:
-        # In a partly manual shard_map the compiler tells no specs: everything is kept whole over the automatic axes.
-        q_spec = getattr(arg_infos[0].sharding, "spec", PartitionSpec())
+        # In a partly manual shard_map the compiler has no mesh: everything is kept whole over the automatic axes.
+        q_spec = PartitionSpec()
+        if not mesh.empty:
+            mesh = mesh_of_factors(mesh, spec.num_kv_heads)
+            q_spec = spec_on_mesh(mesh, arg_infos[0].sharding, arg_infos[0].shape)
         cut = choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names))
         arguments, results, sums = layout(cut)
 
@@ -199,6 +210,7 @@ def partitioned(
     wrapped.def_partition(
         partition=partition,
         infer_sharding_from_operands=None,
+        decode_shardings=False,  # JAX fails where an axis of the array is cut over a part of a mesh axis
         sharding_rule=rule,
         need_replication_factors=whole,
         **sizes,
@@ -208,6 +220,55 @@ def partitioned(
         return list(wrapped(*arrays))
 
     return call
+
+
+def mesh_of_factors(mesh: Any, first: int) -> Any:
+    """The mesh with an axis "name.i" for each prime factor of each axis, those that ``first`` shares with it first.
+
+    Over some of them an array axis may be cut that is too short for all: 2 key/value heads over 4 devices.
+    """
+    names: list[str] = []
+    sizes: list[int] = []
+    for name, size in mesh.shape.items():
+        common = math.gcd(size, first)
+        factors = [*_prime_factors(common), *_prime_factors(size // common)]
+        names += [f"{name}.{i}" for i in range(len(factors))]
+        sizes += factors
+    return jax.sharding.Mesh(mesh.devices.reshape(sizes), tuple(names))
+
+
+def _prime_factors(number: int) -> list[int]:
+    found = []
+    for factor in range(2, number + 1):
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+    return found
+
+
+def spec_on_mesh(
+    mesh: Any, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]
+) -> PartitionSpec:
+    """The partition spec of an array of this shape; an axis whose cut no axes of the mesh make is taken for whole."""
+    if sharding is None:
+        return PartitionSpec()
+    slices = sharding.devices_indices_map(shape)
+
+    def axes_of(axis: int) -> Axes:
+        begins = np.asarray([slices[d][axis].start or 0 for d in mesh.devices.flat])
+        begins = begins.reshape(mesh.devices.shape)
+        steps = [int(begins.take(1, axis=i).flat[0]) for i in range(begins.ndim)]
+        if not np.array_equal(np.tensordot(steps, np.indices(begins.shape), 1), begins):
+            return ()
+        cutting = sorted((i for i, step in enumerate(steps) if step != 0), key=lambda i: -steps[i])
+        rest = shape[axis]
+        for i in cutting:
+            if rest != steps[i] * begins.shape[i]:
+                return ()
+            rest = steps[i]
+        return tuple(mesh.axis_names[i] for i in cutting)
+
+    return _partition_spec(*(axes_of(axis) for axis in range(len(shape))))
 
 
 # How a primitive's operands and results are cut, and the axes over which each result must be summed.
@@ -252,7 +313,7 @@ def _sharding_rule(
 
     The layout is asked with a cut over the symbolic axes "b" (batch), "n" (query heads) and "h" (key/value heads);
     every array axis that it does not cut becomes a factor of its own that must stay whole. Query heads are key/value
-    heads times the group, "(h g)", of which only h may be cut.
+    heads times the group, "(h g)": over more shards than there are key/value heads, these are cut as far as they go.
 
     Returns:
       The rule, the factors that must stay whole in order of first appearance, and the sizes that the rule cannot
@@ -265,8 +326,6 @@ def _sharding_rule(
 
     def word(entry: Any) -> str:
         if entry == "n" and grouped:
-            if "g" not in whole:
-                whole.append("g")
             return "(h g)"
         if entry == "n" and not single:
             return "h"

@@ -178,6 +178,29 @@ def kv_heads_of_a_product_cut_over_more_devices(backend: str) -> None:
 
 
 @check
+def a_part_of_a_cut_axis(backend: str) -> None:
+    """Six of eight batch entries, or three of four heads, that lie on four devices: shards of unequal size."""
+    the_mesh = mesh((4,), "x")
+    x, dout = (normal(i, 8, 16, 4, 16, dtype=dtype_of(backend)) for i in (1, 2))
+
+    def of_entries(x: Any) -> Any:
+        return jattn.dot_product_attention(x[:6], x[1:7], x[1:7], implementation=backend)
+
+    def of_heads(x: Any) -> Any:
+        x = x[:, :, :3]
+        return jattn.dot_product_attention(x, x, x, implementation=backend)
+
+    for attend, spec in ((of_entries, ("x",)), (of_heads, (None, None, "x"))):
+
+        def loss(x: Any, attend: Callable[..., Any] = attend) -> Any:
+            out = attend(x).astype(jnp.float32)
+            return (out * dout[: out.shape[0], :, : out.shape[2]]).sum()
+
+        placed = jax.device_put(x, NamedSharding(the_mesh, PartitionSpec(*spec)))
+        close(jax.jit(jax.grad(loss))(placed), jax.jit(jax.grad(loss))(x))
+
+
+@check
 def length_sharding_is_right(backend: str) -> None:
     """Cut along the queries it may communicate, but it must be right."""
     arrays = drawn(backend)

@@ -190,7 +190,7 @@ def partitioned(
         q_spec = PartitionSpec()
         if not mesh.empty:
             mesh = mesh_of_factors(mesh, spec.num_kv_heads)
-            q_spec = spec_on_mesh(mesh, arg_infos[0].sharding, arg_infos[0].shape)
+            q_spec = spec_on_mesh(mesh, arg_infos[0].sharding, len(arg_infos[0].shape))
         cut = choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names))
         arguments, results, sums = layout(cut)
 
@@ -246,13 +246,12 @@ def _prime_factors(number: int) -> list[int]:
     return found
 
 
-def spec_on_mesh(
-    mesh: Any, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]
-) -> PartitionSpec:
-    """The partition spec of an array of this shape; an axis whose cut no axes of the mesh make is taken for whole."""
+def spec_on_mesh(mesh: Any, sharding: jax.sharding.Sharding | None, rank: int) -> PartitionSpec:
+    """The partition spec of an array of this rank; an axis whose cut no axes of the mesh make is taken for whole."""
     if sharding is None:
         return PartitionSpec()
-    slices = sharding.devices_indices_map(shape)
+    extent = mesh.size  # which all cuts divide
+    slices = sharding.devices_indices_map((extent,) * rank)
 
     def axes_of(axis: int) -> Axes:
         begins = np.asarray([slices[d][axis].start or 0 for d in mesh.devices.flat])
@@ -261,14 +260,14 @@ def spec_on_mesh(
         if not np.array_equal(np.tensordot(steps, np.indices(begins.shape), 1), begins):
             return ()
         cutting = sorted((i for i, step in enumerate(steps) if step != 0), key=lambda i: -steps[i])
-        rest = shape[axis]
+        rest = extent
         for i in cutting:
             if rest != steps[i] * begins.shape[i]:
                 return ()
             rest = steps[i]
         return tuple(mesh.axis_names[i] for i in cutting)
 
-    return _partition_spec(*(axes_of(axis) for axis in range(len(shape))))
+    return _partition_spec(*(axes_of(axis) for axis in range(rank)))
 
 
 # How a primitive's operands and results are cut, and the axes over which each result must be summed.

@@ -256,7 +256,7 @@ def _on_explicit_mesh(
     flat = partition.placed(mesh, specs, *operands.flat())
 
     def shard(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        local = Operands.unflatten(spec, unify(arrays))
+        local = cut.own_kv_head(Operands.unflatten(spec, unify(arrays)))
         return autodiff.attention(spec.for_operands(local), local, options)
 
     run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(cut.out, cut.lse))

@@ -524,6 +524,7 @@ def dropout_operands(
         return table, rates
     words = dropout.words_of(f"{_NAME}: dropout_seed", seed) if key is None else _seed_of_key(key)
     offset_words = dropout.words_of(f"{_NAME}: dropout_offset", 0 if offset is None else offset)
+    words, offset_words = partition.gathered(words), partition.gathered(offset_words)
     return dropout.keys(words, offset_words, *((1, 1) if broadcast else extents)), rates
 
 

@@ -340,6 +340,32 @@ def explicit_mesh(backend: str) -> None:
 
 
 @check
+def more_shards_than_kv_heads_on_an_explicit_mesh(backend: str) -> None:
+    """Every device has both key/value heads and takes that of its two query heads, or one where an axis is as long."""
+    arrays = drawn(backend, heads=8, kv_heads=2)
+    lengths = jnp.asarray([40, 3, 0, 17], jnp.int32)
+    run = value_and_grads(backend, key_value_seq_lengths=lengths)
+    want = jax.jit(run)(*arrays)
+    summed, gathered = (
+        {"all-reduce"},
+        {"all-reduce", "all-gather"},
+    )  # the gradients of keys and values
+    for the_mesh, axes, sent in (
+        (explicit((4,), "x"), "x", summed),
+        (explicit((1, 4), "x", "y"), ("x", "y"), summed),
+        (explicit((2, 2), "x", "y"), ("y", "x"), gathered),
+    ):
+        with jax.sharding.set_mesh(the_mesh):
+            q, dout = jax.device_put((arrays[0], arrays[3]), PartitionSpec(None, None, axes))
+            k, v = jax.device_put((arrays[1], arrays[2]), PartitionSpec())
+            compiled = jax.jit(run).lower(q, k, v, dout).compile()
+            got = compiled(q, k, v, dout)
+        assert got[0].sharding.is_equivalent_to(q.sharding, 4), got[0].sharding
+        close(got, want)
+        assert collectives(compiled) == sent, collectives(compiled)
+
+
+@check
 def one_operand_on_an_explicit_mesh(backend: str) -> None:
     """Only keys and values, or only the bias, are sharded: values, and types of gradients and tangents."""
     q, k, v, _ = drawn(backend)
@@ -611,6 +637,21 @@ def new_operands_on_an_explicit_mesh(backend: str) -> None:
         placed = [jax.device_put(x, PartitionSpec("x", None, "y")) for x in drawn(backend)]
         got = jax.jit(run)(*placed, *small, key)
     close(got, want, magnitudes(backend, run, small, key))
+
+
+@check
+def a_seed_that_is_cut_over_devices(backend: str) -> None:
+    arrays = drawn(backend)
+    seed = jnp.asarray([7, 9], jnp.uint32)
+
+    def run(seed: Any) -> Any:
+        return jattn.dot_product_attention(
+            *arrays[:3], dropout_rate=0.3, dropout_seed=seed, implementation=backend
+        )
+
+    with jax.sharding.set_mesh(explicit((2, 2), "x", "y")):
+        got = jax.jit(run)(jax.device_put(seed, PartitionSpec("x")))
+    close(got, jax.jit(run)(seed))
 
 
 @check

@@ -32,12 +32,14 @@ class Cut:
     """Mesh axes over which the batch and the heads are cut.
 
     ``kv_heads`` is ``heads``, or the first of them, where each shard then has one key/value head, which it shares with
-    those that differ in the other axes: as many as there are key/value heads, fewer than shards.
+    those that differ in the other axes: as many as there are key/value heads, fewer than shards. With ``takes_kv_head``
+    it is empty: each shard has all key/value heads and takes that of its query heads.
     """
 
     batch: Axes
     heads: Axes
     kv_heads: Axes
+    takes_kv_head: bool = False
 
     def operands(self, spec: Spec) -> Operands[PartitionSpec]:
         """Partition specs of the operands of a problem."""
@@ -87,6 +89,15 @@ class Cut:
         sequences, heads = spec.dropout.keys
         return self._per_head((1 if spec.dropout.rows else sequences, heads))
 
+    def own_kv_head(self, operands: Operands[jax.Array]) -> Operands[jax.Array]:
+        """The operands of a shard, of which it takes the key/value head of its query heads; inside ``shard_map``."""
+        if not self.takes_kv_head:
+            return operands
+        num_kv_heads = operands.k.shape[2]
+        head = lax.axis_index(self.heads) * num_kv_heads // lax.axis_size(self.heads)
+        k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (operands.k, operands.v))
+        return operands._replace(k=k, v=v)
+
     @property
     def out(self) -> PartitionSpec:
         """Of (B, T, N, Dv)."""
@@ -110,7 +121,14 @@ def _axes(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: frozenset[str]) -> Cut:
+def choose_cut(
+    spec: Spec,
+    mesh_shape: Any,
+    q_spec: PartitionSpec,
+    allowed: frozenset[str],
+    *,
+    may_take_kv_head: bool = False,
+) -> Cut:
     """Returns the cut that keeps the sharding of the queries where the problem permits it.
 
     Args:
@@ -118,6 +136,7 @@ def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: froz
       mesh_shape: mesh axis -> size.
       q_spec: how the queries (B, T, N, D) are sharded.
       allowed: mesh axes that may be used.
+      may_take_kv_head: whether ``Cut.takes_kv_head`` is possible.
     """
     entries = [*q_spec, None, None, None, None]
 
@@ -135,6 +154,8 @@ def choose_cut(spec: Spec, mesh_shape: Any, q_spec: PartitionSpec, allowed: froz
     heads = usable(entries[2], spec.num_heads)
     kv_heads = usable(heads, spec.num_kv_heads)
     if shards(kv_heads) != spec.num_kv_heads:
+        if may_take_kv_head and heads != kv_heads and shards(heads) % spec.num_kv_heads == 0:
+            return Cut(batch, heads, (), takes_kv_head=True)
         heads = kv_heads  # over more axes a shard would have a part of the query heads of several key/value heads
     return Cut(batch, heads, () if spec.num_kv_heads == 1 else kv_heads)
 
@@ -354,7 +375,8 @@ def explicit_cut(spec: Spec, operands: Operands[jax.Array]) -> tuple[Any, Cut] |
         if x is not None and (explicit := _explicit_axes(x)):
             sharding = jax.typeof(x).sharding
             entries = _as_of_queries(name, x.shape, sharding.spec)
-            return sharding.mesh, choose_cut(spec, dict(sharding.mesh.shape), entries, explicit)
+            shape = dict(sharding.mesh.shape)
+            return sharding.mesh, choose_cut(spec, shape, entries, explicit, may_take_kv_head=True)
     return None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_cuts
 from drawn import normal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -693,6 +694,13 @@ def what_is_cut_counts_once(backend: str) -> None:
     tangent = jax.jit(lambda *x: jax.jvp(jattn.dot_product_attention, x, x)[1])
     jax.block_until_ready(tangent(*arrays))
     assert jattn.call_counters()["xla"] == {"tangent": 1}, jattn.call_counters()
+
+
+@check
+def random_cuts_of_random_problems(backend: str) -> None:
+    for seed in range(16):
+        kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto
+        random_cuts.Cut.draw(seed, kind, dtype_of(backend)).check(backend)
 
 
 def failures(backend: str, **environment: str) -> dict[str, str]:

@@ -138,7 +138,7 @@ def batch_and_head_sharding_gathers_nothing(backend: str) -> None:
 
 @check
 def more_shards_than_kv_heads(backend: str) -> None:
-    """Each of two key/value heads lies on two of four devices: their gradients are summed, nothing else is sent."""
+    """Each of two key/value heads lies on two of four devices: only their gradients are sent."""
     for the_mesh, axes in ((mesh((4,), "x"), "x"), (mesh((2, 2), "x", "y"), ("x", "y"))):
         arrays = drawn(backend, heads=8, kv_heads=2)
         over_heads = NamedSharding(the_mesh, PartitionSpec(None, None, axes))
@@ -149,7 +149,7 @@ def more_shards_than_kv_heads(backend: str) -> None:
         compiled = jax.jit(run, out_shardings=results).lower(*placed).compile()
         got = compiled(*placed)
         close(got, jax.jit(run)(*arrays))
-        # Gradients of two heads on each device become those of one, then whole, as was asked.
+        # Gradients of keys and values are summed over two devices, then gathered, for they are asked for whole.
         assert collectives(compiled) <= {"all-reduce", "all-gather"}, collectives(compiled)
         forward = functools.partial(jattn.dot_product_attention, implementation=backend)
         compiled = jax.jit(forward).lower(*placed[:3]).compile()
@@ -162,10 +162,11 @@ def more_shards_than_kv_heads(backend: str) -> None:
 def kv_heads_of_a_product_cut_over_more_devices(backend: str) -> None:
     """The columns of a projection are cut over four devices: two key/value heads over two, their head dims over two."""
     q, _, _, dout = drawn(backend, heads=8)
-    x, w_k, w_v = normal(5, *q.shape[:2], 24), normal(6, 24, 32), normal(7, 24, 32)
+    shapes = (*q.shape[:2], 24), (24, 32), (24, 32)
+    x, w_k, w_v = (normal(5 + i, *s, dtype=dtype_of(backend)) for i, s in enumerate(shapes))
 
     def loss(q: Any, x: Any, w_k: Any, w_v: Any) -> Any:
-        k, v = ((x @ w).reshape(*x.shape[:2], 2, 16).astype(q.dtype) for w in (w_k, w_v))
+        k, v = ((x @ w).reshape(*x.shape[:2], 2, 16) for w in (w_k, w_v))
         out = jattn.dot_product_attention(q, k, v, implementation=backend)
         return (out * dout).astype(jnp.float32).sum()
 
@@ -363,7 +364,7 @@ def more_shards_than_kv_heads_on_an_explicit_mesh(backend: str) -> None:
             got = compiled(q, k, v, dout)
         assert got[0].sharding.is_equivalent_to(q.sharding, 4), got[0].sharding
         close(got, want)
-        assert collectives(compiled) == sent, collectives(compiled)
+        assert collectives(compiled) <= sent, collectives(compiled)
 
 
 @check

@@ -101,8 +101,11 @@ class Cut:
         want = jax.tree_util.tree_leaves_with_path(run(jax.tree.map(jnp.asarray, self.arrays)))
         got = jax.tree.leaves(run(cut))
         for (path, w), g in zip(want, got, strict=True):
-            # Sums over devices have another order, and are rounded to 16 bits on each.
-            tolerance = 3e-5 if w.dtype == jnp.float32 else 4 * float(jnp.finfo(w.dtype).eps)
+            # Sums over devices have another order, and are rounded to 16 bits on each. Gradients in float32 of such a
+            # problem (sinks, slopes, bias) are made of rounded results, too; lse is not.
+            is_lse = [key.idx for key in path[:2] if hasattr(key, "idx")] == [0, 1]
+            exact = is_lse or self.case.dtype == "float32"
+            tolerance = 3e-5 if exact else 4 * float(jnp.finfo(self.case.dtype).eps)
             a, b = (np.asarray(x, np.float32) for x in (g, w))
             largest = float(np.abs(b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
             np.testing.assert_allclose(

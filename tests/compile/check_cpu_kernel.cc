@@ -146,6 +146,7 @@ constexpr Case kCases[] = {
     {.name = "dropout", .extents = {2, 70, 140, 2, 2, 32, 32}, .dropout_rate = 0.3f},
     {.name = "few queries", .extents = {2, 3, 1100, 4, 1, 56, 50}, .lengths = true},
     {.name = "many keys", .extents = {1, 20, 1100, 1, 1, 31, 31}},
+    {.name = "causal tiles", .extents = {1, 140, 300, 2, 1, 64, 64}, .band_right = 0, .lower_right = true},
 };
 
 // The arrays of a case, with doubles where the problem has elements of its type.

@@ -1,6 +1,7 @@
-"""The CPU kernel compiles for aarch64, multiplies in registers there, and computes what plain loops do.
+"""The CPU kernel computes what plain loops do on aarch64 and on AMX; for aarch64 it multiplies in registers.
 
 No machine that runs these tests need have the instruction set: an emulator runs the program that checks the kernel.
+Of AMX only the tile instructions are emulated.
 """
 
 import os
@@ -15,9 +16,12 @@ import pytest
 import toolchain
 from cpu_build import Build
 
+from jattn import _core
+
 EM_AARCH64 = 183  # of ELF's e_machine
 
 BASELINE = "cc/cpu/baseline.cc"
+EMULATED_TILES = Path(__file__).parent / "emulated_tiles.h"
 
 # A step of a block of 6 x 4 vectors has 24 multiply-adds, loads of four vectors and six scalars, and the loop itself.
 LARGEST_BLOCK = 24
@@ -48,14 +52,15 @@ def cross_build(folder: Path) -> Callable[[str], Build]:
     return configured
 
 
-def check(*command: str) -> None:
-    """Runs the program that checks the kernel."""
+def check(*command: str, instruction_set: str = "baseline") -> None:
+    """Runs the program that checks the kernel, on this instruction set among others."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"^baseline: \d+ problems", done.stdout, re.MULTILINE), done.stdout
+    ran = rf"^{instruction_set}: \d+ problems"
+    assert re.search(ran, done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("compiler", cpu_build.CROSS_COMPILERS)
@@ -87,6 +92,18 @@ def test_computes_on_this_machine(folder: Path) -> None:
     build.configure(*cpu_build.NATIVE_DEFINITIONS)
     build.make("check_cpu_kernel")
     check(str(build.folder / "check_cpu_kernel"))
+
+
+def test_computes_on_an_emulated_matrix_unit(folder: Path) -> None:
+    """The machines of continuous integration need not have AMX."""
+    toolchain.require_host_compiler()
+    if not {"avx512", "amx"} & set(_core.cpu_instruction_sets()):
+        pytest.skip("needs AVX-512: the kernel for the matrix unit is made of it, too")
+    build = Build(folder / "cpu-emulated-tiles")
+    flags = f"-DJATTN_EMULATED_TILES -include {EMULATED_TILES}"
+    build.configure(*cpu_build.NATIVE_DEFINITIONS, f"-DCMAKE_CXX_FLAGS={flags}")
+    build.make("check_cpu_kernel")
+    check(str(build.folder / "check_cpu_kernel"), instruction_set="amx")
 
 
 @pytest.mark.parametrize("compiler", cpu_build.CROSS_COMPILERS)

@@ -91,7 +91,7 @@ class ForwardPass {
     Acc slope[kPanel];
   };
 
-  // [key][query lane] each, except by_query, which is [query][key].
+  // [key][query lane] each, except by_query, which is [query][key]. Where values are not finite, bias holds probabilities later.
   struct Tiles {
     Acc *scores, *visible, *bias, *by_query;
     int8_t* kept;  // by dropout: all ones or 0
@@ -547,6 +547,8 @@ class ForwardPass {
     };
     const auto drop_nothing = [](int64_t, int64_t, const Vec<Acc>&, const Vec<Acc>&) {};
     constexpr std::true_type kStores;
+    constexpr std::bool_constant<Products::kReadsScores> kReadsScores;
+    const Acc* p = tiles.scores;
     bool rescales;
     if (dropout.is_active()) {
       dropout.draw_for_lanes<kPanel>(panel.rows, keys, tiles.kept);
@@ -556,15 +558,20 @@ class ForwardPass {
         odd = where_kept<Acc>(kept + kPanel, odd);
       });
     } else if (not_finite != 0) {
-      rescales = update(kStores, drop_nothing);
+      // Beside the scores: the same softmax as without such values, whose bits others must not change.
+      p = tiles.bias;
+      rescales = update(kReadsScores, [&](int64_t key, int64_t lane, const Vec<Acc>& even, const Vec<Acc>& odd) {
+        store(tiles.bias + key * kPanel + lane, even);
+        store(tiles.bias + (key + 1) * kPanel + lane, odd);
+      });
     } else {
-      rescales = update(std::bool_constant<Products::kReadsScores>(), drop_nothing);
+      rescales = update(kReadsScores, drop_nothing);
     }
     if (rescales) rescale(panel);
     products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
     if (not_finite != 0) {
       add_where_visible(not_finite, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
-                        tiles, panel);
+                        tiles.visible, p, panel);
     }
   }
 
@@ -634,7 +641,7 @@ class ForwardPass {
 
   // Adds the rows of `keys` (bits) to the queries that see them and to no other: 0 * NaN would be NaN.
   template <typename Row>
-  void add_where_visible(uint64_t keys, const Row& value_row, const Tiles& tiles, Panel& panel) const {
+  void add_where_visible(uint64_t keys, const Row& value_row, const Acc* visible, const Acc* p, Panel& panel) const {
     for (; keys != 0; keys &= keys - 1) {
       const int64_t key = __builtin_ctzll(keys);
       for (int64_t d = 0; d < problem_.head_dim_v; ++d) {
@@ -642,7 +649,7 @@ class ForwardPass {
         widen_row<Element>(value_row(key) + d, 1, value, kWidth<Acc>);
         for (int64_t lane = 0; lane < panel.lanes; ++lane) {
           const int64_t at = key * kPanel + lane;
-          if (tiles.visible[at] != 0) panel.out[d * kPanel + lane] += tiles.scores[at] * value[0];
+          if (visible[at] != 0) panel.out[d * kPanel + lane] += p[at] * value[0];
         }
       }
     }

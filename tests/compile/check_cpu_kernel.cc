@@ -2,7 +2,8 @@
 // problems, in every element type and on every instruction set of the machine, against plain loops over doubles.
 //
 // Inputs are numbers of eight bits, so they are the same in every type. What may hold anything holds NaN: rows that are
-// padding, scratch memory, results before they are written. Every pass runs on one thread and on three, with the same bits.
+// padding, scratch memory, results before they are written. Every pass runs on one thread and on three, with the same bits,
+// and with the largest numbers in keys and values that no query sees.
 //
 // Prints a line for each instruction set, and one for each tensor that is wrong; the exit status is 1 if there is any.
 #include <atomic>
@@ -27,6 +28,7 @@ struct Type {
 
   // Half of the distance from 1 to the next number.
   double unit() const { return std::ldexp(0.5, -mantissa_bits); }
+  double largest() const { return std::ldexp(2 - 2 * unit(), (1 << (exponent_bits - 1)) - 1); }
   int64_t bytes() const { return size_bytes(dtype); }
 };
 
@@ -132,6 +134,7 @@ struct Case {
 constexpr Case kCases[] = {
     {.name = "full", .extents = {1, 150, 200, 2, 2, 72, 72}},
     {.name = "causal", .extents = {2, 67, 131, 4, 2, 37, 21}, .band_right = 0, .lower_right = true},
+    {.name = "unseen keys", .extents = {2, 70, 200, 2, 1, 40, 40}, .band_right = 0},
     {.name = "window", .extents = {1, 130, 130, 2, 2, 64, 64}, .band_left = 20, .band_right = 5},
     {.name = "segments", .extents = {2, 90, 90, 2, 1, 33, 40}, .band_right = 0, .segments = true},
     {.name = "lengths", .extents = {3, 70, 100, 2, 2, 17, 64}, .band_right = 0, .lower_right = true, .lengths = true},
@@ -262,7 +265,11 @@ struct Results {
   bool operator==(const Results&) const = default;
 };
 
-Results run(const Operands& operands, const Solution& sizes, const Type& type, int64_t num_threads) {
+// What keys and values hold that no query sees.
+enum class Unseen { kAsGiven, kLargest };
+
+Results run(const Operands& operands, const Solution& solution, const Type& type, int64_t num_threads,
+            Unseen unseen = Unseen::kAsGiven) {
   Problem p = operands.p;
   const size_t queries = operands.p.batch * p.q_len * p.num_heads, keys = p.batch * p.kv_len * p.num_kv_heads;
   const auto typed = [&](const void* doubles, size_t count) {
@@ -270,8 +277,16 @@ Results run(const Operands& operands, const Solution& sizes, const Type& type, i
     return stored(type, {begin, begin + count});
   };
   const Type& lse_type = type.dtype == DType::kF64 ? type : kTypes[0];
-  const Memory q = typed(p.q, queries * p.head_dim), k = typed(p.k, keys * p.head_dim);
-  const Memory v = typed(p.v, keys * p.head_dim_v), bias = stored(type, operands.bias);
+  const auto typed_keys = [&](const void* doubles, size_t dim) {
+    const auto* begin = static_cast<const double*>(doubles);
+    std::vector<double> values(begin, begin + keys * dim);
+    for (size_t i = 0; unseen == Unseen::kLargest && i < values.size(); ++i) {
+      if (!solution.is_seen[i / dim]) values[i] = std::copysign(type.largest(), values[i]);
+    }
+    return stored(type, values);
+  };
+  const Memory q = typed(p.q, queries * p.head_dim), bias = stored(type, operands.bias);
+  const Memory k = typed_keys(p.k, p.head_dim), v = typed_keys(p.v, p.head_dim_v);
   const Memory dout = stored(type, operands.dout), dlse = stored(lse_type, operands.dlse);
   p.dtype = type.dtype, p.q = q.data(), p.k = k.data(), p.v = v.data();
   if (p.bias.data != nullptr) p.bias.data = bias.data(), p.bias.dtype = type.dtype;
@@ -279,8 +294,8 @@ Results run(const Operands& operands, const Solution& sizes, const Type& type, i
   const auto empty = [&](const std::vector<double>& like, const Type& of) {
     return Memory(static_cast<int64_t>(like.size()) * of.bytes());
   };
-  Results r{empty(sizes.out, type), empty(sizes.lse, lse_type), empty(sizes.dq, type),
-            empty(sizes.dk, type),  empty(sizes.dv, type),      empty(sizes.dbias, type)};
+  Results r{empty(solution.out, type), empty(solution.lse, lse_type), empty(solution.dq, type),
+            empty(solution.dk, type),  empty(solution.dv, type),      empty(solution.dbias, type)};
   const cpu::Threads threads = threads_of(num_threads);
   const Memory forward_scratch(cpu::forward_scratch_bytes(p));
   cpu::forward(p, {r.out.data(), r.lse.data()}, forward_scratch.data(), threads);
@@ -345,6 +360,7 @@ double check_case(const Case& c, const Operands& operands, const Solution& want,
     worst = std::max(worst, ratio <= 1 ? ratio : complain(tensor.name, ratio));
   }
   if (!(run(operands, want, type, 3) == got)) worst = complain("other bits on three threads", worst);
+  if (!(run(operands, want, type, 1, Unseen::kLargest) == got)) worst = complain("other bits by unseen keys", worst);
   return worst;
 }
 

@@ -30,6 +30,8 @@ struct Nvrtc {
   nvrtcResult (*nvrtcGetCUBIN)(nvrtcProgram program, char* cubin);
   nvrtcResult (*nvrtcGetProgramLogSize)(nvrtcProgram program, size_t* size);
   nvrtcResult (*nvrtcGetProgramLog)(nvrtcProgram program, char* log);
+  nvrtcResult (*nvrtcGetNumSupportedArchs)(int* count);
+  nvrtcResult (*nvrtcGetSupportedArchs)(int* architectures);
 
   int version = 0;
   std::string path;
@@ -107,12 +109,35 @@ const Nvrtc& open_nvrtc(State& s) {
   resolve(library, "nvrtcGetCUBIN", f.nvrtcGetCUBIN);
   resolve(library, "nvrtcGetProgramLogSize", f.nvrtcGetProgramLogSize);
   resolve(library, "nvrtcGetProgramLog", f.nvrtcGetProgramLog);
+  resolve(library, "nvrtcGetNumSupportedArchs", f.nvrtcGetNumSupportedArchs);
+  resolve(library, "nvrtcGetSupportedArchs", f.nvrtcGetSupportedArchs);
   int major = 0, minor = 0;
   if (f.nvrtcVersion(&major, &minor) != 0) fail(Fault::kMachine, "NVRTC does not tell its version");
   f.version = 1000 * major + 10 * minor;
   f.path = path_of(reinterpret_cast<void*>(f.nvrtcVersion));
   s.library = f;
   return *s.library;
+}
+
+std::string name_and_version(const Nvrtc& nvrtc) {
+  return concat("NVRTC ", nvrtc.version / 1000, '.', nvrtc.version % 1000 / 10);
+}
+
+// The compiler itself would only say that its option is invalid.
+void require_known(const Nvrtc& nvrtc, std::string_view arch) {
+  int count = 0;
+  if (nvrtc.nvrtcGetNumSupportedArchs(&count) != 0) return;
+  std::vector<int> known(static_cast<size_t>(count));
+  if (known.empty() || nvrtc.nvrtcGetSupportedArchs(known.data()) != 0) return;
+  const bool is_known = std::any_of(known.begin(), known.end(), [&](int number) {
+    const std::string name = concat("sm_", number);
+    return arch.starts_with(name) && (arch.size() == name.size() || arch[name.size()] == 'a');
+  });
+  if (is_known) return;
+  const auto [least, most] = std::minmax_element(known.begin(), known.end());
+  fail(Fault::kMachine,
+       concat(name_and_version(nvrtc), " makes no code for ", arch, ", only for architectures from sm_", *least,
+              " to sm_", *most, ": install one for this GPU, for example with pip install -U \"jax[cuda13]\""));
 }
 
 class Program {
@@ -172,7 +197,7 @@ std::string nvrtc_status() {
   const std::lock_guard lock(state().mutex);
   try {
     const Nvrtc& nvrtc = open_nvrtc(state());
-    return concat("NVRTC ", nvrtc.version / 1000, '.', nvrtc.version % 1000 / 10, " (", nvrtc.path, ")");
+    return concat(name_and_version(nvrtc), " (", nvrtc.path, ")");
   } catch (const Error& error) {
     return error.what();
   }
@@ -194,7 +219,9 @@ std::vector<std::string> nvrtc_options(std::string_view arch) {
 CompiledKernel nvrtc_compile(const std::string& unit_text, std::string_view arch) {
   // NVRTC takes a lock of its own around every compilation, so nothing is lost by holding ours.
   const std::lock_guard lock(state().mutex);
-  Program program(open_nvrtc(state()), unit_text);
+  const Nvrtc& nvrtc = open_nvrtc(state());
+  require_known(nvrtc, arch);
+  Program program(nvrtc, unit_text);
   CompiledKernel compiled = program.compile(nvrtc_options(arch));
   while (!compiled.log.empty() && compiled.log.back() == '\0') compiled.log.pop_back();
   return compiled;

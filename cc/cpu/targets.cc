@@ -45,18 +45,18 @@ bool has_fast_avx512_bf16() { return __builtin_cpu_is("amd"); }
 
 // The tile registers are large state, which the kernel grants on request, once per process (Linux, "Using XSTATE
 // features in user space applications"). Threads that exist already get the permission too.
-#if defined(JATTN_EMULATED_TILES)  // by a test (tests/compile/emulated_tiles.h)
-bool can_run_amx() { return can_run_avx512(); }
-#else
 bool can_run_amx() {
+#if defined(JATTN_EMULATED_TILES)  // by a test (tests/compile/emulated_tiles.h)
+  return can_run_avx512();
+#else
   constexpr unsigned kAmxBf16Bit = 1u << 22, kAmxTileBit = 1u << 24;  // CPUID.(7,0).EDX
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!can_run_avx512() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
   if ((edx & kAmxBf16Bit) == 0 || (edx & kAmxTileBit) == 0) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
 #endif
+}
 #endif
 
 struct Target {

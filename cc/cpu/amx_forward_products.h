@@ -57,6 +57,7 @@ class AmxForwardProducts {
                         {q_pairs_, 2 * kPanel}, {scores, kPanel});
   }
 
+  static constexpr bool kOnVectors = false;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = true;
   static constexpr bool kWholePanels = true;

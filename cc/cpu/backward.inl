@@ -457,18 +457,20 @@ class BackwardPass {
         return;
       }
     }
+    BandCells of_band;
+    const bool may_leave_out = Products::kLeavesOutCells && covered == Coverage::kPartial &&
+                               only_band_hides(problem_, sequence) && (bad_keys | bad_queries) == 0 && !scores_by_rows_;
+    const BandCells* cells = may_leave_out && find_band_cells(rows, keys, of_band) ? &of_band : nullptr;
     if (scores_by_rows_) {
       multiply_by_rows(sequence, key_tile, step, few_rows, tiles.s);
     } else {
-      products.multiply_queries(rows.count, keys.count, tiles.s);
+      products.multiply_queries(rows.count, keys.count, cells, tiles.s);
     }
-    products.multiply_douts(rows.count, keys.count, tiles.dp);
+    products.multiply_douts(rows.count, keys.count, cells, tiles.dp);
 
     if constexpr (Products::kFusesSoftmax) {
-      const bool only_band =
-          problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
       if (!has_score_rule(problem_) && !dropout.is_active() && (bad_keys | bad_queries) == 0 &&
-          (covered == Coverage::kFull || only_band)) {
+          (covered == Coverage::kFull || only_band_hides(problem_, sequence))) {
         uint64_t visible[kTile];
         const bool sees_all = visible_keys(rows, keys, lse, visible);
         products.find_p_and_ds(rows.count, tiles.s, tiles.dp, lse, delta_ + tile.first_lse, scale_,
@@ -511,7 +513,7 @@ class BackwardPass {
     }
 
     Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
-    if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, tiles.s, bad_queries);
+    if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, cells, tiles.s, bad_queries);
     if (dbias_.is_wanted()) {
       if (dbias_.sums_over_queries()) {
         const int64_t head_of_group = tile.head - task.kv_head * group_;
@@ -522,9 +524,9 @@ class BackwardPass {
       }
     }
     if (has_score_rule(problem_)) scale_ds(rows.count, tiles);
-    if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count, tiles.dp, bad_queries);
+    if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count, cells, tiles.dp, bad_queries);
     take_turn();
-    if (buffers_.dq != nullptr) products.add_dq(rows.count, keys.count, tiles.dp, bad_keys, dq);
+    if (buffers_.dq != nullptr) products.add_dq(rows.count, keys.count, cells, tiles.dp, bad_keys, dq);
 
     // Rows with NaN or infinity, left out above, go only to those that see them.
     const auto q_row = query_rows(problem_.q, tile, problem_.head_dim);

@@ -78,6 +78,8 @@ class ForwardPass {
     KeyRange keys;  // none left: count = 0
     Coverage covered;
     KvTile kv_tile;
+    bool leaves_out = false;  // cells without a visible pair
+    BandCells cells{};
   };
 
   // The query rows of a task and what has been accumulated for them.
@@ -85,7 +87,8 @@ class ForwardPass {
     QueryRows rows;
     SoftmaxState<Acc, kPanel> softmax;
     int64_t lanes;
-    Acc* out;  // [head_dim_v][kPanel], by rows [kFewRows][row_len_v]: not yet normalised
+    bool is_empty = true;  // nothing has been added to `out`
+    Acc* out;              // [head_dim_v][kPanel], by rows [kFewRows][row_len_v]: not yet normalised
     // Of the rows, where there are slopes.
     Bits<Acc> coordinate[kPanel];
     Acc slope[kPanel];
@@ -189,6 +192,12 @@ class ForwardPass {
         return;
       }
     }
+    if constexpr (Products::kOnVectors) {
+      if (step.leaves_out) {
+        products.multiply_keys(step.keys.count, step.cells, step.kv_tile.keys, lanes, scores);
+        return;
+      }
+    }
     if (step.keys.count > 0) products.multiply_keys(step.keys.count, step.kv_tile.keys, lanes, scores);
   }
 
@@ -254,7 +263,7 @@ class ForwardPass {
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
-    Tiles tiles{nullptr, take_tile(), take_tile(), take_tile(), workspace.take<int8_t>(kTile * kPanel)};
+    Tiles tiles{scores[0], take_tile(), take_tile(), take_tile(), workspace.take<int8_t>(kTile * kPanel)};
     const auto take_kv_tile = [&] {
       Acc* keys = workspace.take<Acc>(plan_.key_tile_len);
       return KvTile{keys, workspace.take<Acc>(plan_.value_tile_len), 0};
@@ -276,11 +285,24 @@ class ForwardPass {
 
     const auto [first_key, end_key] = bounds_of(task, panel);
     if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
-      tiles.scores = scores[0];
       attend_in_runs(task, sequence, {first_key, end_key}, own_tiles, workspace, dropout, tiles, products, panel);
       finish_or_save(task, dropout, panel, tiles.by_query);
       return;
     }
+    if (Products::kOnVectors) {
+      for (int64_t key = first_key;;) {
+        Step step = next_step(task, sequence, panel, {key, end_key}, own_tiles[0], workspace);
+        if (step.keys.count == 0) break;
+        find_cells(sequence, panel, step);
+        multiply_keys(task, sequence, products, panel.lanes, workspace, step, tiles.scores);
+        add_step(task, sequence, step, dropout, tiles, products, panel);
+        key = step.keys.first + kTile;
+      }
+      finish_or_save(task, dropout, panel, tiles.by_query);
+      return;
+    }
+    // One tile ahead: the scores have left the store buffer by the time that the softmax reads them. Vectors read them from
+    // there; two tiles of scores take a third of a first-level cache.
     Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
     multiply_keys(task, sequence, products, panel.lanes, workspace, step, scores[0]);
     for (int i = 1; step.keys.count > 0; i ^= 1) {
@@ -302,7 +324,6 @@ class ForwardPass {
           }
         }
       }
-      // One tile ahead: the scores have left the store buffer by the time that the softmax reads them.
       multiply_keys(task, sequence, products, panel.lanes, workspace, next, scores[i]);
       add_step(task, sequence, step, dropout, tiles, products, panel);
       step = next;
@@ -318,7 +339,9 @@ class ForwardPass {
       panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
     }
     panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
-    if (plan_.by_rows || Products::kWholePanels || panel.lanes == kPanel) {
+    if (Products::kOnVectors && !plan_.by_rows) {
+      // The first tile stores its sums.
+    } else if (plan_.by_rows || Products::kWholePanels || panel.lanes == kPanel) {
       clear(panel.out, num_rows * plan_.row_len_v);
     } else {
       for (int64_t d = 0; d < plan_.row_len_v; ++d) clear(panel.out + d * kPanel, panel.lanes);
@@ -481,6 +504,13 @@ class ForwardPass {
     return {{0, 0}, Coverage::kNone, own_tile};
   }
 
+  // Where products can leave cells out, of a tile that is packed already.
+  void find_cells(const Sequence& sequence, const Panel& panel, Step& step) const {
+    if (!Products::kOnVectors || !plan_.packs_first || step.covered != Coverage::kPartial) return;
+    if (!only_band_hides(problem_, sequence) || step.kv_tile.not_finite != 0) return;
+    step.leaves_out = find_band_cells(panel.rows, step.keys, step.cells);
+  }
+
   // Several tiles at a time, where the products have a way to do so and it serves the tiles.
   void attend_in_runs(const Task& task, const Sequence& sequence, KeyBounds bounds, const KvTile* own_tiles,
                       const Workspace& workspace, const Dropout& dropout, const Tiles& tiles, Products& products,
@@ -527,9 +557,7 @@ class ForwardPass {
     const uint64_t not_finite = step.kv_tile.not_finite;
     const bool is_masked = step.covered == Coverage::kPartial || not_finite != 0;
     if (has_score_rule_) add_score_rule(sequence, keys, panel, tiles);
-    const bool only_band =
-        problem_.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
-    if (is_masked && only_band && not_finite == 0) {
+    if (is_masked && only_band_hides(problem_, sequence) && not_finite == 0) {
       hide_outside_band(panel.rows, keys, panel.lanes, tiles.scores);
     } else if (is_masked) {
       find_visible(problem_, sequence, panel.rows, keys, tiles.by_query);
@@ -567,8 +595,19 @@ class ForwardPass {
     } else {
       rescales = update(kReadsScores, drop_nothing);
     }
-    if (rescales) rescale(panel);
-    products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
+    if constexpr (Products::kOnVectors) {
+      const bool starts = panel.is_empty;
+      panel.is_empty = false;
+      if (rescales && !starts) rescale(panel);
+      if (step.leaves_out) {
+        products.add_values(step.cells, step.kv_tile.values, panel.lanes, tiles.scores, starts, panel.out);
+      } else {
+        products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, starts, panel.out);
+      }
+    } else {
+      if (rescales) rescale(panel);
+      products.add_values(keys.count, step.kv_tile.values, panel.lanes, tiles.scores, not_finite, panel.out);
+    }
     if (not_finite != 0) {
       add_where_visible(not_finite, kv_rows(problem_.v, task.batch, task.kv_head, keys.first, problem_.head_dim_v),
                         tiles.visible, p, panel);
@@ -579,6 +618,8 @@ class ForwardPass {
     const bool has_bias = problem_.bias.data != nullptr;
     if (has_bias) {
       load_bias(problem_, sequence, panel.rows, keys, tiles.by_query);
+      // Lanes without a query take part in the choice of how a tile's softmax is computed.
+      clear(tiles.by_query + panel.rows.count * kTile, (panel.lanes - panel.rows.count) * kTile);
       transpose(tiles.by_query, kTile, kPanel, kTile, tiles.bias, kPanel);
     }
     ScoreRule<Acc> rule{scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, nullptr};

@@ -4,6 +4,7 @@
 // a time, and maximum, sum and rescaling of a query row are plain vector operations without any reduction.
 #pragma once
 
+#include "cpu/band_cells.h"
 #include "cpu/convert.h"
 #include "cpu/tasks.h"
 #include "cpu/tile_product.h"
@@ -31,24 +32,19 @@ class ForwardProducts {
 
   static int64_t pack_bytes(const ForwardPlan&) { return 0; }
 
-  static int64_t workspace_bytes(const ForwardPlan& plan) { return 2 * Workspace::bytes<Acc>(kTile * plan.row_len); }
+  static int64_t workspace_bytes(const ForwardPlan& plan) { return Workspace::bytes<Acc>(kTile * plan.row_len); }
 
   ForwardProducts(const Problem& problem, const ForwardPlan& plan, Workspace& workspace)
       : head_dim_(problem.head_dim),
         head_dim_v_(problem.head_dim_v),
         row_len_(plan.row_len),
         row_len_v_(plan.row_len_v),
-        q_rows_(workspace.take<Acc>(kTile * plan.row_len)),
         q_lanes_(workspace.take<Acc>(kTile * plan.row_len)) {}
 
   // Takes row(i) for i < count as the queries, times `sign`.
   template <typename Row>
   void set_queries(int64_t count, Acc sign, const Row& row) {
-    widen_rows<Element>(count, row, head_dim_, q_rows_, row_len_);
-    const int64_t lanes = round_up(count, kWidth<Acc>);
-    clear(q_rows_ + count * row_len_, (lanes - count) * row_len_);
-    for (int64_t i = 0; i < count * row_len_; ++i) q_rows_[i] *= sign;
-    transpose(q_rows_, row_len_, lanes, row_len_, q_lanes_, kPanel);
+    widen_to_lanes<Element>(count, row, head_dim_, sign, q_lanes_, kPanel);
   }
 
   // scores[key * kPanel + lane] = k . q
@@ -56,7 +52,19 @@ class ForwardProducts {
     multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
   }
 
+  // The same but for cells without a visible pair, whose scores stay what they are.
+  void multiply_keys(int64_t count, const BandCells& cells, const Acc* keys, int64_t lanes, Acc* scores) const {
+    for (int64_t key = 0; key < count; key += kCell) {
+      const int64_t rows = min_of(kCell, count - key);
+      const IndexRange queries = cells.queries_of({key, key + rows});
+      multiply<false, Acc>(rows, min_of(queries.end, lanes) - queries.first, head_dim_,
+                           {keys + key * row_len_, row_len_, 1}, {q_lanes_ + queries.first, kPanel},
+                           {scores + key * kPanel + queries.first, kPanel});
+    }
+  }
+
   // Probabilities are read where the softmax leaves them.
+  static constexpr bool kOnVectors = true;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = false;
   static constexpr bool kWholePanels = false;  // are read and written, whatever the number of queries
@@ -69,17 +77,42 @@ class ForwardProducts {
   void start_probabilities(int64_t) {}
   void take_probabilities(int64_t, int64_t, Vec<Acc>, Vec<Acc>) {}
 
-  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
-  void add_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, Acc* out) const {
+  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`; `starts`: the sum is stored.
+  void add_values(int64_t count, const Acc* values, int64_t lanes, const Acc* p, uint64_t excluded, bool starts,
+                  Acc* out) const {
+    if (starts && excluded != 0) {
+      clear(out, head_dim_v_ * kPanel);
+      starts = false;
+    }
     for_runs(count, excluded, [&](int64_t first, int64_t length) {
-      multiply<true, Acc>(head_dim_v_, lanes, length, {values + first * row_len_v_, 1, row_len_v_},
-                          {p + first * kPanel, kPanel}, {out, kPanel});
+      add_values_of({first, first + length}, values, {0, lanes}, p, starts, out);
     });
+  }
+  // The same where p is 0 in cells without a visible pair.
+  void add_values(const BandCells& cells, const Acc* values, int64_t lanes, const Acc* p, bool starts, Acc* out) const {
+    // Sums of fewer lanes would leave multiply-adds waiting for each other.
+    constexpr int64_t kLanes = max_of(kCell, 2 * kWidth<Acc>);
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+      const IndexRange queries{lane, min_of(lane + kLanes, lanes)};
+      const IndexRange keys{cells.keys[lane / kCell].first, cells.keys[(queries.end - 1) / kCell].end};
+      add_values_of(keys, values, queries, p, starts, out);
+    }
   }
 
  private:
+  void add_values_of(IndexRange keys, const Acc* values, IndexRange queries, const Acc* p, bool starts,
+                     Acc* out) const {
+    const LeftTile<Acc> left{values + keys.first * row_len_v_, 1, row_len_v_};
+    const RightTile<Acc> right{p + keys.first * kPanel + queries.first, kPanel};
+    const ResultTile<Acc> result{out + queries.first, kPanel};
+    if (starts) {
+      multiply<false, Acc>(head_dim_v_, queries.count(), keys.count(), left, right, result);
+    } else {
+      multiply<true, Acc>(head_dim_v_, queries.count(), keys.count(), left, right, result);
+    }
+  }
+
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
-  Acc* q_rows_;   // [kPanel][row_len]
   Acc* q_lanes_;  // [row_len][kPanel]
 };
 

@@ -5,6 +5,7 @@
 // dS need only be interleaved.
 #pragma once
 
+#include "cpu/band_cells.h"
 #include "cpu/pair_layouts.h"
 #include "cpu/scores.h"
 #include "cpu/table_exp2.h"
@@ -78,6 +79,7 @@ class PairBackwardProducts {
     return not_finite;
   }
 
+  static constexpr bool kLeavesOutCells = false;
   static constexpr bool kInterleaves = false;
   static constexpr bool kWholeTiles = true;
   static constexpr bool kSplitsValues = false;  // into planes
@@ -89,23 +91,23 @@ class PairBackwardProducts {
   }
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
-  void multiply_queries(int64_t queries, int64_t keys, float* s) const {
+  void multiply_queries(int64_t queries, int64_t keys, const BandCells*, float* s) const {
     multiply<false>(queries, keys, {head_dim_, {q_rows_, row_len_}, {k_pairs_, 2 * kTile}}, {s, kTile});
   }
-  void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
+  void multiply_douts(int64_t queries, int64_t keys, const BandCells*, float* dp) const {
     multiply<false>(queries, keys, {head_dim_v_, {dout_rows_, row_len_v_}, {v_pairs_, 2 * kTile}}, {dp, kTile});
   }
 
   // The queries, or keys, in `excluded` are left out of the sum.
-  void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
+  void add_dv(int64_t queries, int64_t keys, const BandCells*, const float* p, uint64_t excluded) {
     add_waiting();
     add_columns(queries, keys, p, excluded, dout_rows_ + kTile * row_len_v_, row_len_v_, dv_);
   }
-  void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
+  void add_dk(int64_t queries, int64_t keys, const BandCells*, const float* ds, uint64_t excluded) {
     add_waiting();
     add_columns(queries, keys, ds, excluded, q_rows_ + kTile * row_len_, row_len_, dk_);
   }
-  void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
+  void add_dq(int64_t queries, int64_t keys, const BandCells*, const float* ds, uint64_t excluded, float* dq) const {
     round_tile_to_halves(ds, queries, keys, ds_rows_);
     const BFloat16* k_row_pairs = k_row_pairs_;
     if (excluded != 0) {

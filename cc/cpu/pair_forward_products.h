@@ -4,6 +4,7 @@
 // follow each other along the elements of a row, so K is read as it lies; those of the values along the keys.
 #pragma once
 
+#include "cpu/band_cells.h"
 #include "cpu/pair_product.h"
 #include "cpu/tasks.h"
 
@@ -58,6 +59,19 @@ class PairForwardProducts {
                               {q_pairs_, 2 * kPanel}, {scores, kPanel});
   }
 
+  // The same but for cells without a visible pair, whose scores stay what they are.
+  void multiply_keys(int64_t count, const BandCells& cells, const float* keys, int64_t lanes, float* scores) const {
+    for (int64_t key = 0; key < count; key += kCell) {
+      const int64_t rows = min_of(kCell, count - key);
+      const IndexRange queries = cells.queries_of({key, key + rows});
+      multiply<false, BFloat16>(rows, min_of(queries.end, lanes) - queries.first, head_dim_,
+                                {reinterpret_cast<const BFloat16*>(keys) + key * row_len_, row_len_, 2},
+                                {q_pairs_ + 2 * queries.first, 2 * kPanel},
+                                {scores + key * kPanel + queries.first, kPanel});
+    }
+  }
+
+  static constexpr bool kOnVectors = true;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = true;
   static constexpr bool kWholePanels = true;
@@ -69,19 +83,40 @@ class PairForwardProducts {
     store(reinterpret_cast<uint32_t*>(p_pairs_ + key * kPanel + 2 * lane), round_to_pairs(even, odd));
   }
 
-  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`.
-  void add_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded,
+  // out[d * kPanel + lane] += sum over keys of v * p, leaving out the keys in `excluded`; `starts`: the sum is stored.
+  void add_values(int64_t count, const float* values, int64_t lanes, const float*, uint64_t excluded, bool starts,
                   float* out) const {
     const BFloat16* v_pairs = reinterpret_cast<const BFloat16*>(values);
     if (excluded != 0) {
       copy_pairs_without_rows(v_pairs, count, row_len_v_, excluded, finite_values_);
       v_pairs = finite_values_;
     }
-    multiply<true, BFloat16>(head_dim_v_, lanes, count, {v_pairs, 2, 2 * row_len_v_}, {p_pairs_, 2 * kPanel},
-                             {out, kPanel});
+    add_values_of({0, count}, v_pairs, {0, lanes}, starts, out);
+  }
+  // The same where p is 0 in cells without a visible pair.
+  void add_values(const BandCells& cells, const float* values, int64_t lanes, const float*, bool starts,
+                  float* out) const {
+    constexpr int64_t kLanes = 2 * kWidth<float>;  // as in ForwardProducts
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+      const IndexRange queries{lane, min_of(lane + kLanes, lanes)};
+      const int64_t first = cells.keys[lane / kCell].first / 2 * 2;  // of a pair
+      add_values_of({first, cells.keys[(queries.end - 1) / kCell].end}, reinterpret_cast<const BFloat16*>(values),
+                    queries, starts, out);
+    }
   }
 
  private:
+  void add_values_of(IndexRange keys, const BFloat16* v_pairs, IndexRange queries, bool starts, float* out) const {
+    const LeftTile<BFloat16> left{v_pairs + keys.first * row_len_v_, 2, 2 * row_len_v_};
+    const RightTile<BFloat16> right{p_pairs_ + keys.first * kPanel + 2 * queries.first, 2 * kPanel};
+    const ResultTile<float> result{out + queries.first, kPanel};
+    if (starts) {
+      multiply<false, BFloat16>(head_dim_v_, queries.count(), keys.count(), left, right, result);
+    } else {
+      multiply<true, BFloat16>(head_dim_v_, queries.count(), keys.count(), left, right, result);
+    }
+  }
+
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
   BFloat16 *q_rows_, *q_pairs_;  // [kTile][row_len], [row_len / 2][kPanel][2]
   BFloat16* finite_values_;      // [kTile / 2][row_len_v][2]

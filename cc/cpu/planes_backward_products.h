@@ -5,6 +5,7 @@
 // dS need only be interleaved.
 #pragma once
 
+#include "cpu/band_cells.h"
 #include "cpu/planes.h"
 #include "cpu/transposed_sum.h"
 
@@ -82,21 +83,21 @@ class PlanesBackwardProducts {
   }
 
   // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v
-  void multiply_queries(int64_t queries, int64_t keys, float* s) const {
+  void multiply_queries(int64_t queries, int64_t keys, const BandCells*, float* s) const {
     multiply_rows(queries, keys, q_rows_, k_rows_, row_len_, s);
   }
-  void multiply_douts(int64_t queries, int64_t keys, float* dp) const {
+  void multiply_douts(int64_t queries, int64_t keys, const BandCells*, float* dp) const {
     multiply_rows(queries, keys, dout_rows_, v_rows_, row_len_v_, dp);
   }
 
   // The queries, or keys, in `excluded` are left out of the sum: both operands become 0 there.
-  void add_dv(int64_t queries, int64_t keys, const float* p, uint64_t excluded) {
+  void add_dv(int64_t queries, int64_t keys, const BandCells*, const float* p, uint64_t excluded) {
     add_columns(queries, keys, p, excluded, dout_rows_, row_len_v_, dv_);
   }
-  void add_dk(int64_t queries, int64_t keys, const float* ds, uint64_t excluded) {
+  void add_dk(int64_t queries, int64_t keys, const BandCells*, const float* ds, uint64_t excluded) {
     add_columns(queries, keys, ds, excluded, q_rows_, row_len_, dk_);
   }
-  void add_dq(int64_t queries, int64_t keys, const float* ds, uint64_t excluded, float* dq) const {
+  void add_dq(int64_t queries, int64_t keys, const BandCells*, const float* ds, uint64_t excluded, float* dq) const {
     for (int64_t row = 0; row < kTile; ++row) {
       for (int64_t key = 0; key < kTile; key += kAmxInner) {
         const auto piece = [&](int64_t first) {
@@ -118,6 +119,7 @@ class PlanesBackwardProducts {
 
   // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P and dS
   // are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
+  static constexpr bool kLeavesOutCells = false;
   static constexpr bool kInterleaves = true;
   static constexpr bool kWholeTiles = true;
   static constexpr bool kSplitsValues = true;  // into planes
@@ -128,7 +130,7 @@ class PlanesBackwardProducts {
     // Of two queries and 32 keys each.
     constexpr int64_t kUnits = kTile / 2 * (kTile / kAmxBlock);
     const auto place_of = [](int64_t unit) { return std::pair(unit / 2 * 2, unit % 2 * kAmxBlock); };
-    multiply_queries(kTile, kTile, s);
+    multiply_queries(kTile, kTile, nullptr, s);
 
     const auto form_p = [&](int64_t unit) __attribute__((always_inline)) {
       const auto [row, key] = place_of(unit);

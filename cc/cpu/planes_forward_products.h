@@ -77,6 +77,7 @@ class PlanesForwardProducts {
 
   // The same, and at the same time the probabilities of the tile before, which is full and has no masks: those of
   // `softmax` as take_probabilities takes them. Returns whether both are done; otherwise neither need be.
+  static constexpr bool kOnVectors = false;
   static constexpr bool kInterleaves = true;
   static constexpr int64_t kMostRunTiles = 0;
   static constexpr int64_t kPackedTogether = kTile;

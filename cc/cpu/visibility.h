@@ -101,6 +101,11 @@ struct PositionRange {
   bool is_empty() const { return most < least; }
 };
 
+// Whether lengths and a band of indices alone say what a query sees.
+inline bool only_band_hides(const Problem& problem, const Sequence& sequence) {
+  return problem.mask.data == nullptr && !sequence.has_position_band && sequence.q_segments == nullptr;
+}
+
 // Up to kTile query rows (positions of one or several heads) and the keys that lengths and band leave them.
 struct QueryRows {
   int64_t count = 0;

@@ -1,9 +1,9 @@
 // Checks the CPU kernel where there is no Python, such as under an emulator: forward and backward passes of a few
-// problems, in every element type and on every instruction set of the machine, against plain loops over doubles.
+// problems and of random ones, in every element type and on every instruction set of the machine, against plain loops over doubles.
 //
 // Inputs are numbers of eight bits, so they are the same in every type. What may hold anything holds NaN: rows that are
 // padding, scratch memory, results before they are written. Every pass runs on one thread and on three, with the same bits,
-// and with the largest numbers in keys and values that no query sees.
+// with the largest numbers in keys and values that no query sees, and whatever its memory held before.
 //
 // Prints a line for each instruction set, and one for each tensor that is wrong; the exit status is 1 if there is any.
 #include <atomic>
@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "cpu/attention.h"
+#include "cpu/kernel_table.h"
 #include "plain_attention.h"
 
 namespace jattn::check {
@@ -59,14 +60,18 @@ double half_value(const Type& type, uint16_t bits) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// 64-byte aligned memory, at first full of NaN.
+// What memory is full of before it is used, byte for byte: NaN; 3e9, in float64 1e74; 0.
+enum Stale : int { kNaN = 0xff, kLarge = 0x4f, kZero = 0 };
+
+// 64-byte aligned.
+
 class Memory {
  public:
-  explicit Memory(int64_t bytes = 0) : bytes_(bytes) {
+  explicit Memory(int64_t bytes = 0, Stale stale = kNaN) : bytes_(bytes) {
     constexpr int64_t kAlignment = 64;
     const int64_t whole_lines = (bytes + kAlignment) / kAlignment * kAlignment;
     data_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, static_cast<size_t>(whole_lines))));
-    std::memset(data_.get(), 0xff, static_cast<size_t>(whole_lines));
+    std::memset(data_.get(), stale, static_cast<size_t>(whole_lines));
   }
   void* data() const { return data_.get(); }
   bool operator==(const Memory& other) const {
@@ -122,7 +127,7 @@ struct Extents {
   int64_t batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v;
 };
 struct Case {
-  const char* name;
+  std::string name;
   Extents extents;
   int64_t band_left = kUnbounded, band_right = kUnbounded;
   bool lower_right = false, lengths = false, segments = false, positions = false;
@@ -131,7 +136,7 @@ struct Case {
   float dropout_rate = 0;
 };
 
-constexpr Case kCases[] = {
+const std::vector<Case> kCases = {
     {.name = "full", .extents = {1, 150, 200, 2, 2, 72, 72}},
     {.name = "causal", .extents = {2, 67, 131, 4, 2, 37, 21}, .band_right = 0, .lower_right = true},
     {.name = "unseen keys", .extents = {2, 70, 200, 2, 1, 40, 40}, .band_right = 0},
@@ -150,7 +155,32 @@ constexpr Case kCases[] = {
     {.name = "few queries", .extents = {2, 3, 1100, 4, 1, 56, 50}, .lengths = true},
     {.name = "many keys", .extents = {1, 20, 1100, 1, 1, 31, 31}},
     {.name = "causal tiles", .extents = {1, 140, 300, 2, 1, 64, 64}, .band_right = 0, .lower_right = true},
+    {.name = "causal lengths", .extents = {3, 140, 140, 2, 2, 32, 50}, .band_right = 0, .lengths = true},
+    {.name = "window of tiles", .extents = {1, 200, 230, 2, 1, 48, 32}, .band_left = 37, .band_right = 25},
+    {.name = "window before", .extents = {1, 200, 230, 2, 1, 40, 64}, .band_left = 150, .band_right = -30},
+    {.name = "heads in a tile", .extents = {1, 20, 170, 4, 1, 40, 40}, .band_right = 0, .lower_right = true},
 };
+
+// Features drawn at random, each in a third of the cases or so.
+std::vector<Case> drawn_cases(int count) {
+  Random random;
+  const auto up_to = [&](uint32_t most) { return int64_t{1} + random.below(most); };
+  const auto happens = [&] { return random.below(3) == 0; };
+  std::vector<Case> cases;
+  for (int i = 0; i < count; ++i) {
+    Case& c = cases.emplace_back();
+    c.name = "drawn " + std::to_string(i);
+    const int64_t kv_heads = up_to(2);
+    c.extents = {up_to(2), up_to(150), up_to(220), kv_heads * up_to(3), kv_heads, up_to(72), up_to(72)};
+    if (happens()) c.band_left = up_to(120) - 20;
+    if (happens()) c.band_right = up_to(100) - 40;
+    c.lower_right = happens(), c.lengths = happens(), c.segments = happens(), c.positions = happens();
+    c.bias = happens(), c.mask = happens(), c.sinks = happens(), c.slopes = happens();
+    if (happens()) c.softcap = 1.5;
+    if (happens()) c.dropout_rate = 0.3f;
+  }
+  return cases;
+}
 
 // The arrays of a case, with doubles where the problem has elements of its type.
 class Operands {
@@ -245,11 +275,12 @@ class Operands {
   float dropout_rate_ = 0;
 };
 
-cpu::Threads threads_of(int64_t count) {
-  return {count, [count](int64_t size, int64_t thread_bytes, const std::function<void(int64_t)>& body) {
+cpu::Threads threads_of(int64_t count, Stale stale) {
+  return {count, [=](int64_t size, int64_t thread_bytes, const std::function<void(int64_t)>& body) {
             std::atomic<int64_t> next{0};
             const auto work = [&] {
               if (!cpu::reserve_thread_memory(thread_bytes)) throw std::bad_alloc();
+              std::memset(cpu::thread_memory(thread_bytes), stale, static_cast<size_t>(thread_bytes));
               for (int64_t i; (i = next++) < size;) body(i);
             };
             std::vector<std::thread> others;
@@ -269,7 +300,7 @@ struct Results {
 enum class Unseen { kAsGiven, kLargest };
 
 Results run(const Operands& operands, const Solution& solution, const Type& type, int64_t num_threads,
-            Unseen unseen = Unseen::kAsGiven) {
+            Unseen unseen = Unseen::kAsGiven, Stale stale = kNaN) {
   Problem p = operands.p;
   const size_t queries = operands.p.batch * p.q_len * p.num_heads, keys = p.batch * p.kv_len * p.num_kv_heads;
   const auto typed = [&](const void* doubles, size_t count) {
@@ -296,12 +327,12 @@ Results run(const Operands& operands, const Solution& solution, const Type& type
   };
   Results r{empty(solution.out, type), empty(solution.lse, lse_type), empty(solution.dq, type),
             empty(solution.dk, type),  empty(solution.dv, type),      empty(solution.dbias, type)};
-  const cpu::Threads threads = threads_of(num_threads);
-  const Memory forward_scratch(cpu::forward_scratch_bytes(p));
+  const cpu::Threads threads = threads_of(num_threads, stale);
+  const Memory forward_scratch(cpu::forward_scratch_bytes(p), stale);
   cpu::forward(p, {r.out.data(), r.lse.data()}, forward_scratch.data(), threads);
   BackwardBuffers buffers{r.out.data(), r.lse.data(), dout.data(), dlse.data(), r.dq.data(), r.dk.data(), r.dv.data()};
   if (p.bias.data != nullptr) buffers.dbias = r.dbias.data();
-  const Memory backward_scratch(cpu::backward_scratch_bytes(p, buffers.dbias != nullptr));
+  const Memory backward_scratch(cpu::backward_scratch_bytes(p, buffers.dbias != nullptr), stale);
   cpu::backward(p, buffers, backward_scratch.data(), threads);
   return r;
 }
@@ -324,6 +355,7 @@ double error_ratio(const Type& type, const Memory& got, const std::vector<double
       if (value != want[i]) return HUGE_VAL;
       continue;
     }
+    if (value == want[i]) continue;  // all of them are 0 where no query sees a key
     const double ratio = std::abs(value - want[i]) / limit;
     if (!(ratio <= worst)) worst = std::isnan(ratio) ? HUGE_VAL : ratio;
   }
@@ -335,8 +367,8 @@ double check_case(const Case& c, const Operands& operands, const Solution& want,
   const Problem& p = operands.p;
   const Results got = run(operands, want, type, 1);
   const auto complain = [&](const char* what, double ratio) {
-    std::printf("%s, %s, %s: %s, error over limit %.3g\n", cpu::active_instruction_set().c_str(), c.name, type.name,
-                what, ratio);
+    std::printf("%s, %s, %s: %s, error over limit %.3g\n", cpu::active_instruction_set().c_str(), c.name.c_str(),
+                type.name, what, ratio);
     return HUGE_VAL;
   };
   const Type& lse_type = type.dtype == DType::kF64 ? type : kTypes[0];
@@ -361,6 +393,10 @@ double check_case(const Case& c, const Operands& operands, const Solution& want,
   }
   if (!(run(operands, want, type, 3) == got)) worst = complain("other bits on three threads", worst);
   if (!(run(operands, want, type, 1, Unseen::kLargest) == got)) worst = complain("other bits by unseen keys", worst);
+  for (const Stale stale : {kLarge, kZero}) {
+    const bool same = run(operands, want, type, 1, Unseen::kAsGiven, stale) == got;
+    if (!same) worst = complain("other bits by what its memory held before", worst);
+  }
   return worst;
 }
 
@@ -369,12 +405,14 @@ double check_case(const Case& c, const Operands& operands, const Solution& want,
 
 int main() {
   using namespace jattn;
+  std::vector<check::Case> cases = check::kCases;
+  for (const check::Case& c : check::drawn_cases(24)) cases.push_back(c);
   bool passed = true;
   for (const std::string& set : cpu::instruction_sets()) {
     cpu::force_instruction_set(set);
     double worst = 0;
     int count = 0;
-    for (const check::Case& c : check::kCases) {
+    for (const check::Case& c : cases) {
       const check::Operands operands(c);
       const check::Solution want = operands.solve();
       for (const check::Type& type : check::kTypes) {

@@ -9,11 +9,6 @@ namespace {
 constexpr int64_t kCell = 16;
 constexpr int64_t kMostCells = kTile / kCell;  // along a side
 
-struct IndexRange {
-  int64_t first, end;
-  int64_t count() const { return end - first; }
-};
-
 // The visible keys of the queries of each row of cells, from the tile's first on; where there are none, an empty range. Both ends
 // rise, or stay, from one row of cells to the next, so the queries that see a column of cells follow each other.
 struct BandCells {

@@ -18,16 +18,22 @@ class ForwardProducts {
   using Acc = Accumulator<Element>;
   static constexpr int64_t kPanel = kPanelRows[static_cast<int>(kDType<Element>)];
 
-  // Layout of packed tiles: rows of the accumulator type.
+  // Layout of packed tiles: rows of the accumulator type, or micropanels of the rows of K and V^T.
+  static bool is_in_micropanels(const ForwardPlan& plan) { return kHasMicropanels && plan.packs_micropanels; }
   template <typename Row>
   static void pack_keys(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row, Acc* keys) {
-    widen_rows<Element>(count, row, problem.head_dim, keys, plan.row_len);
+    if (is_in_micropanels(plan)) {
+      pack_micropanels<Element>(count, row, problem.head_dim, keys, plan.row_len);
+    } else {
+      widen_rows<Element>(count, row, problem.head_dim, keys, plan.row_len);
+    }
   }
   // Returns a bit for each row that is not finite.
   template <typename Row>
   static uint64_t pack_values(const ForwardPlan& plan, const Problem& problem, int64_t count, const Row& row,
                               Acc* values, Workspace) {
-    return widen_rows<Element>(count, row, problem.head_dim_v, values, plan.row_len_v);
+    return is_in_micropanels(plan) ? pack_transposed_micropanels<Element>(count, row, problem.head_dim_v, values, kTile)
+                                   : widen_rows<Element>(count, row, problem.head_dim_v, values, plan.row_len_v);
   }
 
   static int64_t pack_bytes(const ForwardPlan&) { return 0; }
@@ -39,6 +45,7 @@ class ForwardProducts {
         head_dim_v_(problem.head_dim_v),
         row_len_(plan.row_len),
         row_len_v_(plan.row_len_v),
+        in_micropanels_(is_in_micropanels(plan)),
         q_lanes_(workspace.take<Acc>(kTile * plan.row_len)) {}
 
   // Takes row(i) for i < count as the queries, times `sign`.
@@ -49,17 +56,14 @@ class ForwardProducts {
 
   // scores[key * kPanel + lane] = k . q
   void multiply_keys(int64_t count, const Acc* keys, int64_t lanes, Acc* scores) const {
-    multiply<false, Acc>(count, lanes, head_dim_, {keys, row_len_, 1}, {q_lanes_, kPanel}, {scores, kPanel});
+    multiply_some_keys({0, count}, keys, {0, lanes}, scores);
   }
 
   // The same but for cells without a visible pair, whose scores stay what they are.
   void multiply_keys(int64_t count, const BandCells& cells, const Acc* keys, int64_t lanes, Acc* scores) const {
     for (int64_t key = 0; key < count; key += kCell) {
-      const int64_t rows = min_of(kCell, count - key);
-      const IndexRange queries = cells.queries_of({key, key + rows});
-      multiply<false, Acc>(rows, min_of(queries.end, lanes) - queries.first, head_dim_,
-                           {keys + key * row_len_, row_len_, 1}, {q_lanes_ + queries.first, kPanel},
-                           {scores + key * kPanel + queries.first, kPanel});
+      const IndexRange rows{key, min_of(key + kCell, count)}, queries = cells.queries_of(rows);
+      multiply_some_keys(rows, keys, {queries.first, min_of(queries.end, lanes)}, scores);
     }
   }
 
@@ -100,19 +104,36 @@ class ForwardProducts {
   }
 
  private:
+  static_assert(kCell % kMicropanelGroup == 0);
+
+  void multiply_some_keys(IndexRange rows, const Acc* keys, IndexRange queries, Acc* scores) const {
+    const RightTile<Acc> right{q_lanes_ + queries.first, kPanel};
+    const ResultTile<Acc> result{scores + rows.first * kPanel + queries.first, kPanel};
+    if (in_micropanels_) {
+      multiply_micropanels<false, Acc>(rows, queries.count(), {0, head_dim_}, {keys, row_len_}, right, result);
+    } else {
+      multiply<false, Acc>(rows.count(), queries.count(), head_dim_, {keys + rows.first * row_len_, row_len_, 1}, right,
+                           result);
+    }
+  }
+
   void add_values_of(IndexRange keys, const Acc* values, IndexRange queries, const Acc* p, bool starts,
                      Acc* out) const {
     const LeftTile<Acc> left{values + keys.first * row_len_v_, 1, row_len_v_};
     const RightTile<Acc> right{p + keys.first * kPanel + queries.first, kPanel};
     const ResultTile<Acc> result{out + queries.first, kPanel};
-    if (starts) {
-      multiply<false, Acc>(head_dim_v_, queries.count(), keys.count(), left, right, result);
-    } else {
-      multiply<true, Acc>(head_dim_v_, queries.count(), keys.count(), left, right, result);
-    }
+    const auto add = [&](auto adds) {
+      if (in_micropanels_) {
+        multiply_micropanels<adds(), Acc>({0, head_dim_v_}, queries.count(), keys, {values, kTile}, right, result);
+      } else {
+        multiply<adds(), Acc>(head_dim_v_, queries.count(), keys.count(), left, right, result);
+      }
+    };
+    starts ? add(std::false_type()) : add(std::true_type());
   }
 
   int64_t head_dim_, head_dim_v_, row_len_, row_len_v_;
+  bool in_micropanels_;
   Acc* q_lanes_;  // [row_len][kPanel]
 };
 

@@ -41,6 +41,7 @@ struct ForwardPlan {
   // so few tasks do that each may do it for itself. Per tile: kTile rows as the products want them, and a bit per row of
   // values that is not finite: [B, K, kv_tiles].
   bool packs_first;
+  bool packs_micropanels;  // instead of rows, on vectors (tile_product.h): where a head exceeds a second-level cache
   int64_t kv_tiles;
   int64_t key_tile_len, value_tile_len;  // in the accumulator type
   int64_t packed_keys_offset, packed_values_offset, not_finite_offset;

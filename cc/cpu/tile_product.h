@@ -149,6 +149,89 @@ inline void multiply(int64_t rows, int64_t columns, int64_t inner, LeftTile<T> l
   if (column < columns) block(std::integral_constant<int, 1>());
 }
 
+// A left operand in micropanels (BLIS): of every 16 rows the first 6, the next 6 and the last 4, step by step, so that the elements
+// of a step lie side by side and a product reads them from the first to the last, as a cache far away delivers them. A micropanel
+// begins where its first row would in plain rows of `row_len` elements.
+template <typename T>
+struct LeftMicropanels {
+  const T* data;
+  int64_t row_len;
+};
+constexpr int64_t kMicropanelGroup = 16;
+constexpr bool kHasMicropanels = kBlockVectors == 4;  // elsewhere not measured to gain
+
+// Calls use(its rows, those of them that are in `rows`) for every micropanel; the first of `rows` begins a group of 16.
+template <typename Use>
+inline __attribute__((always_inline)) void for_micropanels(IndexRange rows, const Use& use) {
+  const auto block = [&](int64_t first, auto size) __attribute__((always_inline)) {
+    use(size, IndexRange{first, min_of(first + size(), rows.end)});
+  };
+  for (int64_t first = rows.first; first < rows.end; first += kMicropanelGroup) {
+    block(first, std::integral_constant<int, 6>());
+    if (first + 6 < rows.end) block(first + 6, std::integral_constant<int, 6>());
+    if (first + 12 < rows.end) block(first + 12, std::integral_constant<int, 4>());
+  }
+}
+
+template <bool kAccumulate, typename T>
+inline void multiply_micropanels(IndexRange rows, int64_t columns, IndexRange inner, LeftMicropanels<T> left,
+                                 RightTile<T> right, ResultTile<Accumulator<T>> result) {
+  for_micropanels(rows, [&](auto size, IndexRange wanted) __attribute__((always_inline)) {
+    const LeftTile<T> block{left.data + wanted.first * left.row_len + inner.first * size(), 1, size()};
+    const ResultTile<Accumulator<T>> to{result.data + (wanted.first - rows.first) * result.stride, result.stride};
+    if (wanted.count() == size() && columns == kBlockVectors * kWidth<Accumulator<T>>) {
+      multiply_block<kAccumulate, size(), kBlockVectors>(inner.count(), block, right, to);
+    } else {
+      multiply<kAccumulate, T>(wanted.count(), columns, inner.count(), block, right, to);
+    }
+  });
+}
+
+// Row row(i) for i < count of a left operand into micropanels of rows of `row_len` elements.
+template <typename Element, typename Row>
+inline void pack_micropanels(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to,
+                             int64_t row_len) {
+  using Acc = Accumulator<Element>;
+  constexpr int64_t kStep = kWidth<Acc>;
+  for (int64_t first = 0; first < count; first += kMicropanelGroup) {
+    const IndexRange rows{first, min_of(first + kMicropanelGroup, count)};
+    for (int64_t column = 0; column < row_size; column += kStep) {
+      Acc lanes[kStep][kMicropanelGroup];
+      const int64_t steps = min_of(kStep, row_size - column);
+      widen_to_lanes<Element>(
+          rows.count(), [&](int64_t i) { return row(first + i) + column; }, steps, Acc{1}, lanes[0], kMicropanelGroup);
+      for (int64_t i = 0; i < steps; ++i) {
+        for_micropanels(rows, [&](auto size, IndexRange block) {
+          memcpy(to + block.first * row_len + (column + i) * size(), lanes[i] + block.first - first,
+                 size() * sizeof(Acc));
+        });
+      }
+    }
+  }
+}
+
+// The transpose of row(i) for i < count, so that the elements of a row belong to one step. Returns a bit for each row that is not
+// finite.
+template <typename Element, typename Row>
+inline uint64_t pack_transposed_micropanels(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to,
+                                            int64_t row_len) {
+  using Acc = Accumulator<Element>;
+  uint64_t not_finite = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Element* const from = row(i);
+    for (int64_t first = 0; first < row_size; first += kMicropanelGroup) {
+      Acc values[kMicropanelGroup];
+      const bool is_finite =
+          widen_row<Element>(from + first, min_of(kMicropanelGroup, row_size - first), values, kMicropanelGroup);
+      not_finite |= static_cast<uint64_t>(!is_finite) << i;
+      for_micropanels({first, first + kMicropanelGroup}, [&](auto size, IndexRange block) {
+        memcpy(to + block.first * row_len + i * size(), values + block.first - first, size() * sizeof(Acc));
+      });
+    }
+  }
+  return not_finite;
+}
+
 // Calls use(first, length) for every run of indices below `count` that are not in `excluded`.
 template <typename Use>
 inline void for_runs(int64_t count, uint64_t excluded, const Use& use) {

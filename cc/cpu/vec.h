@@ -118,6 +118,11 @@ constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
+struct IndexRange {
+  int64_t first, end;
+  int64_t count() const { return end - first; }
+};
+
 // Forces the product in `value` to be rounded: a fused multiply-subtract would leave the rounding error of scores near
 // 1e10, which is hundreds, where equal scores must give exactly 0.
 template <typename T>

@@ -158,6 +158,7 @@ const std::vector<Case> kCases = {
     {.name = "causal lengths", .extents = {3, 140, 140, 2, 2, 32, 50}, .band_right = 0, .lengths = true},
     {.name = "window of tiles", .extents = {1, 200, 230, 2, 1, 48, 32}, .band_left = 37, .band_right = 25},
     {.name = "window before", .extents = {1, 200, 230, 2, 1, 40, 64}, .band_left = 150, .band_right = -30},
+    {.name = "long rows", .extents = {1, 200, 2150, 1, 1, 64, 70}, .band_right = 0, .lower_right = true},
     {.name = "heads in a tile", .extents = {1, 20, 170, 4, 1, 40, 40}, .band_right = 0, .lower_right = true},
 };
 

@@ -60,7 +60,6 @@ class AmxForwardProducts {
   static constexpr bool kOnVectors = false;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = true;
-  static constexpr bool kWholePanels = true;
   static constexpr bool kShortExp2 = true;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   void start_probabilities(int64_t count) {

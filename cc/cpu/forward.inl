@@ -283,50 +283,13 @@ class ForwardPass {
       }
     }
 
-    const auto [first_key, end_key] = bounds_of(task, panel);
-    if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
-      attend_in_runs(task, sequence, {first_key, end_key}, own_tiles, workspace, dropout, tiles, products, panel);
-      finish_or_save(task, dropout, panel, tiles.by_query);
-      return;
-    }
-    if (Products::kOnVectors) {
-      for (int64_t key = first_key;;) {
-        Step step = next_step(task, sequence, panel, {key, end_key}, own_tiles[0], workspace);
-        if (step.keys.count == 0) break;
-        find_cells(sequence, panel, step);
-        multiply_keys(task, sequence, products, panel.lanes, workspace, step, tiles.scores);
-        add_step(task, sequence, step, dropout, tiles, products, panel);
-        key = step.keys.first + kTile;
-      }
-      finish_or_save(task, dropout, panel, tiles.by_query);
-      return;
-    }
-    // One tile ahead: the scores have left the store buffer by the time that the softmax reads them. Vectors read them from
-    // there; two tiles of scores take a third of a first-level cache.
-    Step step = next_step(task, sequence, panel, {first_key, end_key}, own_tiles[0], workspace);
-    multiply_keys(task, sequence, products, panel.lanes, workspace, step, scores[0]);
-    for (int i = 1; step.keys.count > 0; i ^= 1) {
-      Step next = next_step(task, sequence, panel, {step.keys.first + kTile, end_key}, own_tiles[i], workspace);
-      tiles.scores = scores[i ^ 1];
-      if constexpr (Products::kInterleaves) {
-        const bool is_plain = step.covered == Coverage::kFull && step.kv_tile.not_finite == 0 && !has_score_rule_ &&
-                              !dropout.is_active() && step.keys.count == kTile && panel.lanes == kPanel;
-        if (is_plain && next.keys.count > 0) {
-          typename Products::Softmax softmax(log2_unit(), tiles.scores, panel.softmax);
-          if (products.multiply_keys_beside(softmax, next.keys.count, next.kv_tile.keys, scores[i])) {
-            if (softmax.finish()) {
-              products.add_values(kTile, step.kv_tile.values, panel.lanes, tiles.scores, 0, panel.out);
-            } else {
-              add_step(task, sequence, step, dropout, tiles, products, panel);
-            }
-            step = next;
-            continue;
-          }
-        }
-      }
-      multiply_keys(task, sequence, products, panel.lanes, workspace, next, scores[i]);
-      add_step(task, sequence, step, dropout, tiles, products, panel);
-      step = next;
+    const KeyBounds bounds = bounds_of(task, panel);
+    if constexpr (Products::kOnVectors) {
+      attend_by_tiles(task, sequence, bounds, own_tiles[0], workspace, dropout, tiles, products, panel);
+    } else if (Products::kMostRunTiles > 0 && plan_.goes_in_runs) {
+      attend_in_runs(task, sequence, bounds, own_tiles, workspace, dropout, tiles, products, panel);
+    } else {
+      attend_ahead(task, sequence, bounds, own_tiles, workspace, dropout, scores, tiles, products, panel);
     }
     finish_or_save(task, dropout, panel, tiles.by_query);
   }
@@ -339,13 +302,8 @@ class ForwardPass {
       panel.rows.add(sequence, task.first_query + row % task.num_queries, task.first_head + row / task.num_queries);
     }
     panel.lanes = round_up(panel.rows.count, kWidth<Acc>);
-    if (Products::kOnVectors && !plan_.by_rows) {
-      // The first tile stores its sums.
-    } else if (plan_.by_rows || Products::kWholePanels || panel.lanes == kPanel) {
-      clear(panel.out, num_rows * plan_.row_len_v);
-    } else {
-      for (int64_t d = 0; d < plan_.row_len_v; ++d) clear(panel.out + d * kPanel, panel.lanes);
-    }
+    // On vectors the first tile stores its sums.
+    if (plan_.by_rows || !Products::kOnVectors) clear(panel.out, num_rows * plan_.row_len_v);
     if (problem_.alibi_slopes.data != nullptr) set_slopes(sequence, panel);
   }
 
@@ -509,6 +467,52 @@ class ForwardPass {
     if (!Products::kOnVectors || !plan_.packs_first || step.covered != Coverage::kPartial) return;
     if (!only_band_hides(problem_, sequence) || step.kv_tile.not_finite != 0) return;
     step.leaves_out = find_band_cells(panel.rows, step.keys, step.cells);
+  }
+
+  // Scores of a tile, then all that follows from them.
+  void attend_by_tiles(const Task& task, const Sequence& sequence, KeyBounds bounds, const KvTile& own_tile,
+                       const Workspace& workspace, const Dropout& dropout, const Tiles& tiles, Products& products,
+                       Panel& panel) const {
+    for (;;) {
+      Step step = next_step(task, sequence, panel, bounds, own_tile, workspace);
+      if (step.keys.count == 0) return;
+      find_cells(sequence, panel, step);
+      multiply_keys(task, sequence, products, panel.lanes, workspace, step, tiles.scores);
+      add_step(task, sequence, step, dropout, tiles, products, panel);
+      bounds.first = step.keys.first + kTile;
+    }
+  }
+
+  // Scores are made one tile ahead: the matrix unit's have left the store buffer by the time that the softmax reads them. Vectors
+  // read them from there; two tiles of scores take a third of a first-level cache.
+  void attend_ahead(const Task& task, const Sequence& sequence, KeyBounds bounds, const KvTile* own_tiles,
+                    const Workspace& workspace, const Dropout& dropout, Acc* const* scores, Tiles& tiles,
+                    Products& products, Panel& panel) const {
+    Step step = next_step(task, sequence, panel, bounds, own_tiles[0], workspace);
+    multiply_keys(task, sequence, products, panel.lanes, workspace, step, scores[0]);
+    for (int i = 1; step.keys.count > 0; i ^= 1) {
+      Step next = next_step(task, sequence, panel, {step.keys.first + kTile, bounds.end}, own_tiles[i], workspace);
+      tiles.scores = scores[i ^ 1];
+      if constexpr (Products::kInterleaves) {
+        const bool is_plain = step.covered == Coverage::kFull && step.kv_tile.not_finite == 0 && !has_score_rule_ &&
+                              !dropout.is_active() && step.keys.count == kTile && panel.lanes == kPanel;
+        if (is_plain && next.keys.count > 0) {
+          typename Products::Softmax softmax(log2_unit(), tiles.scores, panel.softmax);
+          if (products.multiply_keys_beside(softmax, next.keys.count, next.kv_tile.keys, scores[i])) {
+            if (softmax.finish()) {
+              products.add_values(kTile, step.kv_tile.values, panel.lanes, tiles.scores, 0, panel.out);
+            } else {
+              add_step(task, sequence, step, dropout, tiles, products, panel);
+            }
+            step = next;
+            continue;
+          }
+        }
+      }
+      multiply_keys(task, sequence, products, panel.lanes, workspace, next, scores[i]);
+      add_step(task, sequence, step, dropout, tiles, products, panel);
+      step = next;
+    }
   }
 
   // Several tiles at a time, where the products have a way to do so and it serves the tiles.

@@ -71,8 +71,7 @@ class ForwardProducts {
   static constexpr bool kOnVectors = true;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = false;
-  static constexpr bool kWholePanels = false;  // are read and written, whatever the number of queries
-  static constexpr bool kShortExp2 = false;    // rounds probabilities to 16 bits
+  static constexpr bool kShortExp2 = false;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = true;
   static constexpr int64_t kMostRunTiles = 0;
   // Rows that can be packed and multiplied before the next are, and where row `row` begins.

@@ -74,7 +74,6 @@ class PairForwardProducts {
   static constexpr bool kOnVectors = true;
   static constexpr bool kInterleaves = false;
   static constexpr bool kFused = true;
-  static constexpr bool kWholePanels = true;
   static constexpr bool kShortExp2 = true;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   static constexpr int64_t kMostRunTiles = 0;

@@ -96,7 +96,6 @@ class PlanesForwardProducts {
   }
 
   static constexpr bool kFused = true;
-  static constexpr bool kWholePanels = true;
   static constexpr bool kShortExp2 = kPlanes < 3;  // rounds probabilities to 16 bits
   static constexpr bool kReadsScores = false;
   void start_probabilities(int64_t count) {

@@ -313,8 +313,9 @@ class BackwardPass {
                                                        key_rows(problem_.v, problem_.head_dim_v));
     key_tile.query_tiles = visible_query_tiles(sequence, keys, chunk);
     if (problem_.alibi_slopes.data != nullptr) {
-      for (int64_t i = 0; i < keys.count; ++i) {
-        key_tile.coordinate[i] = static_cast<Bits<Acc>>(sequence.key_coordinate(keys.first + i));
+      for (int64_t i = 0; i < kTile; ++i) {
+        const int64_t coordinate = i < keys.count ? sequence.key_coordinate(keys.first + i) : 0;
+        key_tile.coordinate[i] = static_cast<Bits<Acc>>(coordinate);
       }
     }
   }

@@ -17,6 +17,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/kernel_table.h"
+#include "cpu/touch.h"
 #include "plain_attention.h"
 
 namespace jattn::check {
@@ -281,7 +282,9 @@ cpu::Threads threads_of(int64_t count, Stale stale) {
             std::atomic<int64_t> next{0};
             const auto work = [&] {
               if (!cpu::reserve_thread_memory(thread_bytes)) throw std::bad_alloc();
-              std::memset(cpu::thread_memory(thread_bytes), stale, static_cast<size_t>(thread_bytes));
+              void* const memory = cpu::thread_memory(thread_bytes);
+              cpu::open_bytes(memory, thread_bytes);
+              std::memset(memory, stale, static_cast<size_t>(thread_bytes));
               for (int64_t i; (i = next++) < size;) body(i);
             };
             std::vector<std::thread> others;

@@ -157,5 +157,5 @@ def cuda_scratch_bytes(
 ) -> int:
     """Returns the bytes of scratch a pass needs with these kernels (the plan's attribute, keys joined by ``;``).
 
-    ``wants``: which of dq, dk, dv, dbias the backward computes; not read for the forward.
+    ``wants``: which of dq, dk, dv, dbias, dslopes the backward computes; not read for the forward.
     """

@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jattn import blocked, counters, device, dispatch, reference
-from jattn.backends import Residuals, Wants
+from jattn.backends import Residuals, SlopesGradient, Wants
 from jattn.config import Options
 from jattn.errors import warn_caller
 from jattn.jax_interface import (
@@ -119,25 +119,39 @@ def _run_backward(
             where,
             options.determinism,
         )
-    return _wanted_gradients(grads, spec, operands, residuals, wants)
+    slopes = None
+    if wants.alibi_slopes and isinstance(backend, SlopesGradient):
+        slopes = backend.slopes_gradient(
+            spec.without_sinks(), operands._replace(sinks=None), residuals, where
+        )
+    return _wanted_gradients(grads, slopes, spec, operands, residuals, wants)
 
 
 def _wanted_gradients(
     grads: Gradients | None,
+    slopes: jax.Array | None,
     spec: Spec,
     operands: Operands[jax.Array],
     residuals: Residuals,
     wants: Wants,
 ) -> list[jax.Array]:
-    """Joins the gradients that a backend computed (None: none was asked for) with those of sinks and slopes."""
+    """Joins the gradients that a backend computed with those of sinks and slopes.
+
+    Args:
+      grads: of q, k, v and bias; None if none was asked for.
+      slopes: the gradient of the slopes, (B, N, 1), if a backend computed it.
+      spec, operands, residuals, wants: of the backward pass.
+    """
     found: list[jax.Array | None] = [None] * 4 if grads is None else list(grads[:4])
     found += [None, None]
-    if wants.sinks or wants.alibi_slopes:
+    if slopes is not None and operands.alibi_slopes is not None:
+        found[5] = reference.reduce_to_shape(slopes, operands.alibi_slopes.shape)
+    if wants.sinks or (wants.alibi_slopes and slopes is None):
         r = residuals
         delta = reference.row_delta(r.out, r.dout, r.dlse, jnp.dtype(spec.lse_dtype))
         if wants.sinks and operands.sinks is not None:
             found[4] = reference.sinks_gradient(operands.sinks, r.lse, delta)
-        if wants.alibi_slopes:
+        if wants.alibi_slopes and slopes is None:
             found[5] = blocked.slopes_gradient(spec, operands, r.lse, r.dout, delta)
     return [
         g.astype(x.dtype)
@@ -158,7 +172,7 @@ def _blocked_backward(
         if any(wants.flags())
         else None
     )
-    return _wanted_gradients(grads, spec, operands, r, wants)
+    return _wanted_gradients(grads, None, spec, operands, r, wants)
 
 
 @partition.on_mesh_of_arrays

@@ -127,13 +127,43 @@ def backward(
 ) -> Gradients:
     """Calls the backward target; a gradient that is not wanted comes back with zero elements."""
     shapes = spec.shapes()
-    primal_shapes = (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,))
-    dtypes = (spec.dtype, spec.dtype, spec.dtype, spec.bias_dtype or spec.dtype)
     results = [
-        (shape if wanted else (0,), dtype)
-        for shape, dtype, wanted in zip(primal_shapes, dtypes, wants.flags(), strict=True)
+        (shape if wanted else (0,))
+        for shape, wanted in zip(
+            (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,)), wants.flags(), strict=True
+        )
     ]
-    results.append((scratch_shape, "uint8"))
+    dq, dk, dv, dbias, _, _ = _backward(
+        spec, operands, residuals, plan, (*results, (0,), scratch_shape)
+    )
+    return Gradients(dq, dk, dv, dbias if wants.bias else None)
+
+
+def slopes_gradient(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    plan: dict[str, Any],
+    scratch_shape: tuple[int, ...],
+    parts: int,
+) -> jax.Array:
+    """Calls the backward target for the gradient of ALiBi slopes alone: (B, N, parts), to be added up."""
+    nothing = (0,)
+    shape = (spec.batch, spec.num_heads, parts)
+    results = (nothing, nothing, nothing, nothing, shape, scratch_shape)
+    return _backward(spec, operands, residuals, plan, results)[4]
+
+
+def _backward(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    plan: dict[str, Any],
+    shapes: tuple[tuple[int, ...], ...],
+) -> list[jax.Array]:
+    """Calls the backward target for results of these shapes: dq, dk, dv, dbias, dslopes, scratch."""
+    dtype = spec.dtype
+    dtypes = (dtype, dtype, dtype, spec.bias_dtype or dtype, "float32", "uint8")
     arrays = (
         *operands.flat()[:3],
         *(residuals.out, residuals.lse, residuals.dout),
@@ -141,8 +171,8 @@ def backward(
         *(() if residuals.dlse is None else (residuals.dlse,)),
     )
     attributes = spec_attributes(spec, has_dlse=residuals.dlse is not None)
-    dq, dk, dv, dbias, _ = _call(BACKWARD_TARGET, arrays, results, attributes, plan)
-    return Gradients(dq, dk, dv, dbias if wants.bias else None)
+    results = list(zip(shapes, dtypes, strict=True))
+    return _call(BACKWARD_TARGET, arrays, results, attributes, plan)
 
 
 def _call(

@@ -19,6 +19,8 @@ constexpr KernelFamily kFamilies[] = {
      "sm80::backward_dq_min_blocks"},
     {"sm80_backward_dbias", "sm80/backward_dbias.cuh", "DbiasParams", "sm80::backward_dbias",
      "sm80::backward_dbias_threads", "sm80::backward_dbias_min_blocks"},
+    {"sm80_backward_dslopes", "sm80/backward_dslopes.cuh", "SlopesParams", "sm80::backward_dslopes",
+     "sm80::backward_dq_threads", "sm80::backward_dq_min_blocks"},
     {"sm90_forward", "sm90/forward.cuh", "sm90::ForwardParams", "sm90::forward", "sm90::forward_threads",
      "sm90::forward_min_blocks"},
     {"document_tiles", "sm90/document_tiles.cuh", "sm90::DocumentTilesParams", "sm90::document_tiles",

@@ -113,6 +113,8 @@ struct BackwardBuffers {
   void* dk = nullptr;          // [B, S, K, D], summed over the query heads of the group
   void* dv = nullptr;          // [B, S, K, Dv], likewise
   void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
+  float* dslopes = nullptr;    // [B, N, dslopes_parts]: parts of the gradients of alibi_slopes, by tiles of queries
+  int64_t dslopes_parts = 0;
 };
 
 }  // namespace jattn

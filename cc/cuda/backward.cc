@@ -39,11 +39,13 @@ struct Kernels {
   const Kernel* dkv;
   const Kernel* dq;
   const Kernel* dbias;
+  const Kernel* dslopes;
 };
 
 Kernels find_kernels(const Plan& plan) {
   return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"),
-          find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias")};
+          find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias"),
+          find_family(plan, "sm80_backward_dslopes")};
 }
 
 // Everything in scratch, in the order of its parts.
@@ -55,9 +57,11 @@ struct Scratch {
   void* key_ranges = nullptr;    // for the kernel that owns keys
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
+  void* dslopes_ranges = nullptr;
   void* key_mask = nullptr;  // packed, likewise
   void* query_mask = nullptr;
   void* dbias_mask = nullptr;
+  void* dslopes_mask = nullptr;
   float* partials = nullptr;
   int64_t bytes = 0;
 };
@@ -90,6 +94,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     scratch.dbias_mask = take_mask(kernels.dbias, false);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedBlocks);
     if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
+  }
+  if (buffers.dslopes != nullptr) {
+    scratch.dslopes_ranges = take_ranges(kernels.dslopes);
+    scratch.dslopes_mask = take_mask(kernels.dslopes, false);
   }
   scratch.bytes = carver.used();
   return scratch;
@@ -214,6 +222,27 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
                      params, block, stream);
 }
 
+void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
+                    const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
+  SlopesParams params{};
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  launch_tile_ranges(problem, plan, config, scratch.dslopes_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dslopes_mask, stream);
+  }
+  params.backward.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  JATTN_REQUIRE(buffers.dslopes_parts == params.backward.tiles, "dslopes has ", buffers.dslopes_parts,
+                " parts, kernel ", kernel.text, " makes ", params.backward.tiles);
+  params.backward.section_heads = section_heads(problem, config);
+  params.dslopes = buffers.dslopes;
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * params.backward.tiles},
+          .num_threads = sm80::backward_dq_threads(config),
+          .shared_bytes = sm80::backward_dq_shared_bytes(config)},
+         &params, stream);
+}
+
 }  // namespace
 
 int64_t backward_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
@@ -236,6 +265,8 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
                 "dk or dv is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr,
                 "dbias is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dslopes == nullptr || kernels.dslopes != nullptr,
+                "dslopes is wanted, but the plan has no kernel for it");
 
   launch_row_delta(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {
@@ -246,6 +277,7 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
     if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
   }
   if (buffers.dbias != nullptr) launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
+  if (buffers.dslopes != nullptr) launch_dslopes(problem, buffers, plan, *kernels.dslopes, scratch, stream);
 }
 
 }  // namespace jattn::cuda

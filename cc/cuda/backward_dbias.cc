@@ -38,6 +38,9 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
   if (buffers.dq != nullptr) fill_zero(buffers.dq, q_rows * problem.head_dim * bytes, stream);
   if (buffers.dk != nullptr) fill_zero(buffers.dk, kv_rows * problem.head_dim * bytes, stream);
   if (buffers.dv != nullptr) fill_zero(buffers.dv, kv_rows * problem.head_dim_v * bytes, stream);
+  if (buffers.dslopes != nullptr) {
+    fill_zero(buffers.dslopes, problem.batch * problem.num_heads * buffers.dslopes_parts * 4, stream);
+  }
   if (buffers.dbias == nullptr) return;
   const BroadcastTensor& bias = problem.bias;
   fill_zero(buffers.dbias, shape_of(bias, problem).elements() * size_bytes(bias.dtype), stream);

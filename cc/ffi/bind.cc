@@ -312,7 +312,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     }
   }
   operands.require_used_up();
-  std::array results = decode_results<5>(rets, check);
+  std::array results = decode_results<6>(rets, check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   const ffi::DataType type = element_type(p.dtype);
   buffers.dq = wanted("dq", results[0], type, {p.batch, p.q_len, p.num_heads, p.head_dim}, check);
@@ -322,7 +322,16 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     buffers.dbias = wanted("dbias", results[3], element_type(p.bias.dtype),
                            {bias_shape[0], bias_shape[1], bias_shape[2], bias_shape[3]}, check);
   }
-  scratch = results[4];
+  if (results[4].element_count() != 0) {
+    const Dims dims = results[4].dimensions();
+    check.require(p.alibi_slopes.data != nullptr, "dslopes is wanted without alibi_slopes");
+    check.require(dims.size() == 3 && dims[0] == p.batch && dims[1] == p.num_heads, "dslopes has shape ", Shape{dims},
+                  ", must be (", p.batch, ", ", p.num_heads, ", tiles of queries)");
+    check.require_type("dslopes", results[4], ffi::DataType::F32);
+    buffers.dslopes = static_cast<float*>(results[4].untyped_data());
+    buffers.dslopes_parts = dims.size() == 3 ? dims[2] : 0;
+  }
+  scratch = results[5];
   if (!check.ok()) return ffi::Unexpected(check.error());
   return p;
 }

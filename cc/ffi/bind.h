@@ -6,7 +6,8 @@
 //   backward: q, k, v, out, lse, dout, then the optional operands, then dlse if `has_dlse`
 // Result order:
 //   forward:  out, lse, scratch
-//   backward: dq, dk, dv, dbias, scratch      (a gradient that is not wanted has zero elements)
+//   backward: dq, dk, dv, dbias, dslopes, scratch      (a gradient that is not wanted has zero elements; dslopes comes in
+//             parts, (batch, heads, tiles of queries))
 #pragma once
 
 #include <cstdint>

@@ -172,12 +172,13 @@ int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std:
   cuda::Plan plan{};
   for (std::string_view key : split_kernel_keys(kernels)) plan.kernels.push_back(&cuda::describe_kernel(key));
   if (!backward) return cuda::planned_forward_scratch_bytes(problem, plan);
-  JATTN_REQUIRE(wants.size() == 4, "wants has ", wants.size(), " entries, must have 4: dq, dk, dv, dbias");
+  JATTN_REQUIRE(wants.size() == 5, "wants has ", wants.size(), " entries, must have 5: dq, dk, dv, dbias, dslopes");
   BackwardBuffers buffers;
   buffers.dq = present_if<char>(wants[0]);
   buffers.dk = present_if<char>(wants[1]);
   buffers.dv = present_if<char>(wants[2]);
   buffers.dbias = present_if<char>(wants[3]);
+  buffers.dslopes = present_if<float>(wants[4]);
   return cuda::planned_backward_scratch_bytes(problem, buffers, plan);
 }
 

@@ -198,6 +198,12 @@ struct DbiasParams {
   int32_t splits;                                               // blocks that share one tile of the bias
 };
 
+// sm80/backward_dslopes.cuh
+struct SlopesParams {
+  BackwardParams backward;
+  float* dslopes;  // [B, N, backward.tiles]
+};
+
 // passes/sum_partials.cuh
 struct SumPartialsParams {
   const float* partials;  // [elements / group, splits, group]

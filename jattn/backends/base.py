@@ -16,7 +16,10 @@ from jattn.spec import Operands, Spec
 
 @dataclasses.dataclass(frozen=True)
 class Wants:
-    """Which gradients of a backward pass are wanted. A backend is never asked for those of sinks and slopes."""
+    """Which gradients of a backward pass are wanted.
+
+    ``Backend.backward`` is never asked for those of sinks and slopes; for the latter see ``SlopesGradient``.
+    """
 
     q: bool
     k: bool
@@ -118,6 +121,24 @@ class Backend(Protocol):
           residuals: results of the forward pass and the gradients of these.
           wants: which gradients are wanted.
           determinism: "strict" asks for the same bits every time.
+        """
+        ...
+
+
+@runtime_checkable
+class SlopesGradient(Protocol):
+    """What a backend may offer beside ``Backend``: a fast gradient of ALiBi slopes. Otherwise XLA computes it."""
+
+    def slopes_gradient(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        device: Device,
+    ) -> jax.Array:
+        """Returns the gradient of the slopes, (B, N, 1) in float32, the same bits every time.
+
+        Arguments as for ``Backend.backward``.
         """
         ...
 

@@ -371,8 +371,66 @@ def dbias_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     raise _too_wide(spec, limit)
 
 
+def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
+    """Picks the tile of the kernel for the gradient of ALiBi slopes: that of dq, without columns of a gradient."""
+    head_dim, head_dim_v = round_up(spec.head_dim, 32), round_up(spec.head_dim_v, 32)
+    widest = max(head_dim, head_dim_v)
+    candidates: _Candidates = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
+    if spec.dtype == "float32":
+        if widest <= 64:
+            candidates = ((128, 32, 4, 1), *candidates)
+    elif widest <= 64:
+        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *candidates)
+    elif widest <= 128:
+        candidates = ((128, 64, 4, 1), *candidates)
+    else:
+        candidates = ((64, 32, 4, 2), *candidates)
+    limit = shared_limit_bytes(arch)
+    for tile_q, tile_kv, num_warps, stages in candidates:
+        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
+        if queries_shared_bytes(tile, spec) <= limit:
+            return _stage_bias(tile, spec, arch, lambda t: queries_shared_bytes(t, spec))
+    raise _too_wide(spec, limit)
+
+
 # Blocks that the dbias kernel is given at least, if there is enough work (``cc/cuda/backward.cc``).
 _WANTED_DBIAS_BLOCKS = 512
+
+
+def _statistics_rows(spec: Spec) -> int:
+    """Rows of lse and delta in scratch, padded to whole tiles."""
+    return spec.batch * spec.num_heads * round_up(spec.q_len, 128)
+
+
+def _row_delta_key(spec: Spec, arch: tuple[int, int]) -> str:
+    return compose_key(
+        "row_delta",
+        _arch_name(arch),
+        element=ELEMENTS[spec.dtype],
+        head_dim_v=round_up(spec.head_dim_v, 32),
+        narrow_rows=_has_narrow_rows(spec),
+    )
+
+
+def plan_slopes_gradient(spec: Spec, arch: tuple[int, int]) -> tuple[Plan, int]:
+    """Plans the gradient of ALiBi slopes.
+
+    Args:
+      spec: the problem, without sinks. The batch only scales the scratch and may be symbolic.
+      arch: compute capability.
+
+    Returns:
+      The plan, and the parts in which the gradient of a head comes, one for each tile of queries.
+    """
+    tile = slopes_tile(spec, arch)
+    keys = [
+        _row_delta_key(spec, arch),
+        _attention_key("sm80_backward_dslopes", spec, arch, tile),
+        *tile_pass_keys(spec, _arch_name(arch)),
+    ]
+    scratch = 2 * (_statistics_rows(spec) * 4 + SCRATCH_ALIGNMENT)
+    scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
+    return Plan(";".join(keys), scratch), -(-spec.q_len // tile.tile_q)
 
 
 def plan_backward(
@@ -399,17 +457,9 @@ def plan_backward(
     narrow_rows = _has_narrow_rows(spec)
     element, arch_name = ELEMENTS[spec.dtype], _arch_name(arch)
 
-    rows = spec.batch * spec.num_heads * round_up(spec.q_len, 128)
+    rows = _statistics_rows(spec)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT)
-    keys = [
-        compose_key(
-            "row_delta",
-            arch_name,
-            element=element,
-            head_dim_v=round_up(spec.head_dim_v, 32),
-            narrow_rows=narrow_rows,
-        )
-    ]
+    keys = [_row_delta_key(spec, arch)]
     if want_keys:
         family = "sm80_backward" if fused else "sm80_backward_dkv"
         tile = keys_tile(spec, arch, fused=fused)

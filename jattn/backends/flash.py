@@ -99,6 +99,16 @@ class FlashBackend:
             bias=grads.bias,
         )
 
+    def slopes_gradient(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        device: Device,
+    ) -> jax.Array:
+        """Returns the gradient of ALiBi slopes, by the kernel that serves all devices."""
+        return mem_efficient.slopes_gradient(self.name, spec, operands, residuals, device)
+
 
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
     """The same problem with head dims that the kernels can copy."""

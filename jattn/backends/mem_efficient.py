@@ -70,6 +70,8 @@ class MemEfficientBackend:
                     cuda_tiles.plan_backward(
                         spec, device.arch, wants=everything, deterministic=deterministic
                     )
+                if spec.alibi_slopes is not None:
+                    cuda_tiles.plan_slopes_gradient(spec, device.arch)
         except ValueError as error:
             return (
                 Reason(
@@ -117,6 +119,32 @@ class MemEfficientBackend:
         )
         attributes = plan.attributes(self.name)
         return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
+
+    def slopes_gradient(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        device: Device,
+    ) -> jax.Array:
+        """Returns the gradient of ALiBi slopes."""
+        return slopes_gradient(self.name, spec, operands, residuals, device)
+
+
+def slopes_gradient(
+    backend: str,
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    device: Device,
+) -> jax.Array:
+    """Computes the gradient of ALiBi slopes, (B, N, 1), in a pass of its own, for ``backend``."""
+    assert device.arch is not None
+    plan, parts = cuda_tiles.plan_slopes_gradient(spec, device.arch)
+    found = ffi.slopes_gradient(
+        spec, operands, residuals, plan.attributes(backend), (plan.scratch_bytes,), parts
+    )
+    return found.sum(-1, keepdims=True)
 
 
 def cuda_kernels_missing(

@@ -88,7 +88,7 @@ SPECS = specs()
 
 
 def needed(
-    spec: Spec, kernels: str, *, backward: bool, wants: tuple[bool, bool, bool, bool]
+    spec: Spec, kernels: str, *, backward: bool, wants: tuple[bool, bool, bool, bool, bool]
 ) -> int:
     """What the host code asks for."""
     return _core.cuda_scratch_bytes(
@@ -114,8 +114,13 @@ def check(
 ) -> None:
     for key in kernels.split(";"):
         _core.kernel_unit_text(key)
-    want_q, want_k, want_v, want_bias = wants or (False,) * 4
-    asked = needed(spec, kernels, backward=backward, wants=(want_q, want_k, want_v, want_bias))
+    want_q, want_k, want_v, want_bias, want_slopes = (*wants, *(False,) * 5)[:5]
+    asked = needed(
+        spec,
+        kernels,
+        backward=backward,
+        wants=(want_q, want_k, want_v, want_bias, want_slopes),
+    )
     assert asked <= scratch_bytes <= asked + SLACK_BYTES, (spec, kernels)
 
 
@@ -154,6 +159,17 @@ def test_backward(arch: tuple[int, int], deterministic: bool) -> None:
                 continue
             plan = cuda_tiles.plan_backward(spec, arch, wants=wants, deterministic=deterministic)
             check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=wants)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradient_of_slopes(arch: tuple[int, int]) -> None:
+    for spec in SPECS:
+        if spec.alibi_slopes is None or not is_admitted(spec, arch):
+            continue
+        plan, parts = cuda_tiles.plan_slopes_gradient(spec, arch)
+        wants = (False, False, False, False, True)
+        check(spec, plan.kernels, plan.scratch_bytes, backward=True, wants=wants)
+        assert 1 <= parts <= -(-spec.q_len // 16)
 
 
 def runs_on_flash(spec: Spec) -> bool:

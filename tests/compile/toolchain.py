@@ -44,6 +44,7 @@ def one_key_per_family() -> dict[str, str]:
     biased = dataclasses.replace(plain, bias=(1, 1, 256, 256), bias_dtype="bfloat16")
     per_head = dataclasses.replace(biased, bias=(1, 2, 256, 256))
     moved = dataclasses.replace(plain, positions=True, band=Band(right=0))
+    sloped = dataclasses.replace(plain, alibi_slopes=(1, 2))
     hopper = (9, 0)
     few_queries = dataclasses.replace(plain, kv_len=8192, segments=False)
     plans = [
@@ -51,6 +52,7 @@ def one_key_per_family() -> dict[str, str]:
         flash_tiles.plan_forward(few_queries, for_few_queries=True).kernels,
         cuda_tiles.plan_forward(biased, hopper).kernels,
         cuda_tiles.plan_forward(moved, hopper).kernels,
+        cuda_tiles.plan_slopes_gradient(sloped, hopper)[0].kernels,
     ]
     for deterministic in (False, True):
         plan = cuda_tiles.plan_backward(

@@ -18,7 +18,7 @@ else:
 # Several worker processes share one device, which JAX would otherwise give to the first.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# XLA tries forms of its own products (of ALiBi's gradient, say) when it compiles them: for 13 of a test's 15 s.
+# XLA tries forms of its own products when it compiles them, which takes longer than most tests.
 os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import jax

@@ -214,12 +214,11 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
   });
 }
 
-// s -= log2(e) * slope * |distance|, without log2(e) if kNatural. offset: distances are column - row - offset, in the axes
-// of the fragment.
-template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
-__device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
-                                           int offset, int row0, int column0) {
-  const float slope = -(kNatural ? 1.0f : kLog2E) * __ldg(element_of_head(problem.alibi_slopes, batch, head));
+// Calls use(s[m][n][i], |distance| of that pair) for all of a fragment. offset: distances are column - row - offset, in the
+// axes of the fragment.
+template <Config kConfig, bool kTransposed, int kM, int kN, typename Use>
+__device__ __forceinline__ void each_distance(float (&s)[kM][kN][4], const ProblemParams& problem, int batch,
+                                              int offset, int row0, int column0, const Use& use) {
   if constexpr (kConfig.positions) {
     const FragmentPositions<kTransposed> positions(problem, batch);
     int row_position[kM][2];
@@ -232,10 +231,7 @@ __device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemP
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float distance = float(position - row_position[m][h]);
-            s[m][n][2 * h + e] = fmaf(slope, fabsf(distance), s[m][n][2 * h + e]);
-          }
+          for (int h = 0; h < 2; ++h) use(s[m][n][2 * h + e], fabsf(float(position - row_position[m][h])));
         }
       }
     }
@@ -249,13 +245,20 @@ __device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemP
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            s[m][n][2 * h + e] = fmaf(slope, fabsf(first + float(8 * n + e)), s[m][n][2 * h + e]);
-          }
+          for (int e = 0; e < 2; ++e) use(s[m][n][2 * h + e], fabsf(first + float(8 * n + e)));
         }
       }
     }
   }
+}
+
+// s -= log2(e) * slope * |distance|, without log2(e) if kNatural.
+template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
+__device__ __forceinline__ void add_slopes(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
+                                           int offset, int row0, int column0) {
+  const float slope = -(kNatural ? 1.0f : kLog2E) * __ldg(element_of_head(problem.alibi_slopes, batch, head));
+  each_distance<kConfig, kTransposed>(s, problem, batch, offset, row0, column0,
+                                      [&](float& x, float distance) { x = fmaf(slope, distance, x); });
 }
 
 }  // namespace jattn

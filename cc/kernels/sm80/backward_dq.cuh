@@ -2,141 +2,35 @@
 // every time.
 //
 // Unit of the family sm80_backward_dq: header "sm80/backward_dq.cuh", parameters BackwardParams, entry
-// backward_dq<kConfig>, backward_dq_threads, backward_dq_min_blocks. Built like the forward kernel: a warp owns whole
-// rows of queries.
+// backward_dq<kConfig>, backward_dq_threads, backward_dq_min_blocks.
 #pragma once
 
-#include "attn/kv_range.cuh"
-#include "attn/mask.cuh"
-#include "attn/schedule.cuh"
-#include "attn/score.cuh"
-#include "attn/sequence.cuh"
-#include "params.cuh"
-#include "sm80/backward_shape.cuh"
-#include "sm80/fragments.cuh"
-#include "sm80/mask_words.cuh"
-#include "sm80/score_gradient.cuh"
-#include "sm80/tile_copy.cuh"
+#include "sm80/query_walk.cuh"
 
 namespace jattn::sm80 {
 
 template <Config kConfig>
 __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   constexpr Element kElement = kConfig.element;
-  constexpr int kThreads = backward_dq_threads(kConfig);
-  constexpr int kTileQ = kConfig.tile_q, kTileKv = kConfig.tile_kv, kStages = kConfig.stages;
-  constexpr int kD = kConfig.head_dim, kDv = kConfig.head_dim_v, kSliceD = kD / kConfig.grad_slices;
-  constexpr int kWarpRows = kTileQ / kConfig.num_warps;
-  constexpr int kM = kWarpRows / 16, kN = kTileKv / 8;
-  constexpr bool kNarrow = kConfig.narrow_rows;
-  static_assert(kWarpRows % 16 == 0 && kTileKv % 16 == 0 && kSliceD % 16 == 0 && kStages <= 2);
-  using KeyTile = Tile<kElement, kD>;
-  using ValueTile = Tile<kElement, kDv>;
-
-  const uint32_t base = ptx::shared_base();
-  const KeyTile q_tile{base};
-  const ValueTile dout_tile{q_tile.address + KeyTile::bytes(kTileQ)};
-  const uint32_t k_base = dout_tile.address + ValueTile::bytes(kTileQ);
-  const uint32_t v_base = k_base + kStages * KeyTile::bytes(kTileKv);
+  constexpr int kD = kConfig.head_dim, kSliceD = kD / kConfig.grad_slices;
+  constexpr int kWarpRows = kConfig.tile_q / kConfig.num_warps;
+  constexpr int kM = kWarpRows / 16;
+  static_assert(kSliceD % 16 == 0);
 
   const ProblemParams& problem = params.problem;
-  const auto item_of = [&](int block) {
-    return work_item<Heaviest::kLast>(block, problem.num_heads, problem.batch, params.tiles, params.slices,
-                                      params.section_heads);
-  };
-  const WorkItem item = item_of(blockIdx.x);
-  const int kv_head = uniform(item.head / problem.group_size);
-  const int row_begin = item.tile * kTileQ;
-  const Sequence sequence = sequence_of<kConfig>(problem, item.batch);
-
-  TileRange range{0, 0, 0, 0};
-  const int row_end = min(row_begin + kTileQ, sequence.q_length);
-  if (row_begin < row_end) {
-    range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
-  }
-  TileWalk<kConfig, MaskFilter<kConfig>> walk{range.begin};
-  walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
-  walk.filter.look_at(params.mask, item.batch, item.head, item.tile);
-  const int32_t* kv_segments = nullptr;
-  if constexpr (kConfig.segments) kv_segments = problem.kv_segments + int64_t(item.batch) * problem.kv_len;
-  const auto copy_keys = [&](int tile, int stage) {
-    const bool padded = walk.filter.padding(tile);
-    const auto sees_queries = [&](int row) { return kv_segments[row] >= 0; };
-    load_tile<kElement, kD, kTileKv, kThreads, kNarrow, kConfig.segments>(
-        KeyTile{k_base + stage * KeyTile::bytes(kTileKv)},
-        head_rows<kElement>(problem.k, problem.kv_len, problem.num_kv_heads, problem.head_dim, item.batch, kv_head, 0,
-                            problem.copy_bytes),
-        tile * kTileKv, sequence.kv_length, padded, sees_queries);
-    load_tile<kElement, kDv, kTileKv, kThreads, kNarrow, kConfig.segments>(
-        ValueTile{v_base + stage * ValueTile::bytes(kTileKv)},
-        head_rows<kElement>(problem.v, problem.kv_len, problem.num_kv_heads, problem.head_dim_v, item.batch, kv_head, 0,
-                            problem.copy_bytes_v),
-        tile * kTileKv, sequence.kv_length, padded, sees_queries);
-  };
-
-  const int warp_row = (threadIdx.x / 32) * kWarpRows;
-  constexpr bool kStaged = kConfig.bias && kConfig.staged_bias;
-  // A warp copies and reads its own rows only, so one tile is enough: it is filled again right after it was read.
-  const PairTiles<kConfig> pairs{v_base + kStages * ValueTile::bytes(kTileKv)};
-  const auto copy_pairs = [&](int tile) {
-    pairs.template load<kWarpRows, 32>(problem, item.batch, item.head, row_begin + warp_row, tile * kTileKv, warp_row);
-  };
-  const auto q_operand = RowOperand<kElement, kD>::a(q_tile, warp_row);
-  const auto dout_operand = RowOperand<kElement, kDv>::a(dout_tile, warp_row);
-  RowGradientStatistics<kM> rows;
-  rows.load(params, item.batch, item.head, row_begin + warp_row);
-
+  const WorkItem item = query_item(params, blockIdx.x);
   float dq[kM][kSliceD / 8][4];
   clear(dq);
-  int tile = walk.at_or_below(range.end - 1);
-  if (tile >= 0) {
-    load_query_tiles<kConfig, kThreads>(params, q_tile, dout_tile, item.batch, item.head, row_begin, sequence.q_length);
-    if constexpr (kStages > 1) copy_keys(tile, 0);
-    copy_pairs(tile);
-    ptx::copy_commit();
-  }
-  int stage = 0;
-  bool first = true;
-  while (tile >= 0) {
-    const int next = walk.at_or_below(tile - 1);
-    if constexpr (kStages > 1) {
-      ptx::copy_wait<0>();
-      __syncthreads();  // this tile has landed; everyone is done with the stage that is filled next
-      if (next >= 0) copy_keys(next, stage ^ 1);
-      ptx::copy_commit();
-    } else {
-      __syncthreads();
-      copy_keys(tile, 0);
-      ptx::copy_commit();
-      ptx::copy_wait<0>();
-      __syncthreads();
-    }
-    if (first) {
-      clear_empty_queries<kConfig>(params, rows, q_tile, dout_tile, item.batch, item.head, row_begin, warp_row);
-      first = false;
-    }
-    const KeyTile k_tile{k_base + stage * KeyTile::bytes(kTileKv)};
-    const ValueTile v_tile{v_base + stage * ValueTile::bytes(kTileKv)};
-    float ds[kM][kN][4];
-    score_gradient<kConfig>(ds, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
-                            range.full(tile), walk.filter.same_segment(tile), walk.filter.inside_band(tile), q_operand,
-                            dout_operand, RowOperand<kElement, kD>::b(k_tile, 0),
-                            RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, true);
-    if constexpr (kStaged) {
-      __syncwarp();  // all lanes have read
-      if (next >= 0) copy_pairs(next);
-      ptx::copy_commit();
-    }
+  each_score_gradient<kConfig, true>(params, item, [&](const auto& ds, Tile<kElement, kD> k_tile, int) {
     multiply_accumulator<kConfig.tf32_chain>(
         dq, ds, ColumnOperand<kElement, kD, (kConfig.grad_slices > 1)>(k_tile, 0, item.slice * kSliceD, false));
-    if constexpr (kStages > 1) stage ^= 1;
-    tile = next;
-  }
+  });
 
   ptx::copy_wait<0>();
   __syncthreads();  // the staging tile lies where other warps may still read
-  const WorkItem end_item = item_of(ptx::block_index_anew());
-  const int end_row = end_item.tile * kTileQ + warp_row;
+  const WorkItem end_item = query_item(params, ptx::block_index_anew());
+  const int warp_row = (threadIdx.x / 32) * kWarpRows;
+  const int end_row = end_item.tile * kConfig.tile_q + warp_row;
   const int q_length = sequence_of<kConfig>(problem, end_item.batch).q_length;
   const int lane = threadIdx.x & 31;
   float factor[kM][2];
@@ -147,13 +41,13 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
       factor[m][h] = end_row + 16 * m + 8 * h + (lane >> 2) < q_length ? problem.scale : 0.0f;
     }
   }
-  const Tile<kElement, kSliceD> staging{base};
+  const Tile<kElement, kSliceD> staging{ptx::shared_base()};
   stage_accumulator(staging, dq, factor, warp_row, 0);
   __syncwarp();
   const GlobalRows dq_rows =
       head_rows<kElement>(params.dq, problem.q_len, problem.num_heads, problem.head_dim, end_item.batch, end_item.head,
                           end_item.slice * kSliceD, problem.copy_bytes);
-  store_tile<kElement, kSliceD, kWarpRows, 32, kNarrow>(staging, dq_rows, warp_row, end_row, problem.q_len);
+  store_tile<kElement, kSliceD, kWarpRows, 32, kConfig.narrow_rows>(staging, dq_rows, warp_row, end_row, problem.q_len);
 }
 
 }  // namespace jattn::sm80

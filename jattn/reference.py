@@ -24,7 +24,7 @@ from jattn.spec import Operands, Spec, distances, visibility
 class Gradients(NamedTuple):
     """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation.
 
-    ``Backend.backward`` computes those of q, k, v and bias; ``sinks`` and ``alibi_slopes`` join them in ``autodiff.py``.
+    ``Backend.backward`` computes those of q, k, v and bias; ``autodiff.py`` adds ``sinks`` and ``alibi_slopes``.
     """
 
     q: jax.Array

@@ -6,7 +6,7 @@ Shared memory is counted as the kernels count it (``cc/kernels/sm80/*_shape.cuh`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jattn.backends.kernel_plan import (
     ELEMENTS,
@@ -334,6 +334,20 @@ def keys_tile(spec: Spec, arch: tuple[int, int], *, fused: bool) -> Tile:
     raise _too_wide(spec, limit)
 
 
+def _first_that_fits(
+    tiles: Iterable[Tile],
+    spec: Spec,
+    arch: tuple[int, int],
+    bytes_of: Callable[[Tile, Spec], int],
+) -> Tile:
+    """Returns the first tile that fits into shared memory, which ``bytes_of`` counts."""
+    limit = shared_limit_bytes(arch)
+    for tile in tiles:
+        if bytes_of(tile, spec) <= limit:
+            return _stage_bias(tile, spec, arch, lambda t: bytes_of(t, spec))
+    raise _too_wide(spec, limit)
+
+
 def queries_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     """Picks the tile of the backward kernel that owns queries (dq of the deterministic form)."""
     slices = -(-spec.head_dim // 256)
@@ -349,12 +363,8 @@ def queries_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
         candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *candidates)
     else:
         candidates = ((64, 32, 4, 2), *candidates)
-    limit = shared_limit_bytes(arch)
-    for tile_q, tile_kv, num_warps, stages in candidates:
-        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages, slices)
-        if queries_shared_bytes(tile, spec) <= limit:
-            return _stage_bias(tile, spec, arch, lambda t: queries_shared_bytes(t, spec))
-    raise _too_wide(spec, limit)
+    tiles = (Tile(head_dim, head_dim_v, *candidate, slices) for candidate in candidates)
+    return _first_that_fits(tiles, spec, arch, queries_shared_bytes)
 
 
 def dbias_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
@@ -363,12 +373,8 @@ def dbias_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     candidates: _Candidates = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
     if spec.dtype != "float32":
         candidates = ((64, 64, 4, 1), *candidates)
-    limit = shared_limit_bytes(arch)
-    for tile_q, tile_kv, num_warps, stages in candidates:
-        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
-        if dbias_shared_bytes(tile, spec) <= limit:
-            return _stage_bias(tile, spec, arch, lambda t: dbias_shared_bytes(t, spec))
-    raise _too_wide(spec, limit)
+    tiles = (Tile(head_dim, head_dim_v, *candidate) for candidate in candidates)
+    return _first_that_fits(tiles, spec, arch, dbias_shared_bytes)
 
 
 def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
@@ -385,12 +391,8 @@ def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
         candidates = ((128, 64, 4, 1), *candidates)
     else:
         candidates = ((64, 32, 4, 2), *candidates)
-    limit = shared_limit_bytes(arch)
-    for tile_q, tile_kv, num_warps, stages in candidates:
-        tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
-        if queries_shared_bytes(tile, spec) <= limit:
-            return _stage_bias(tile, spec, arch, lambda t: queries_shared_bytes(t, spec))
-    raise _too_wide(spec, limit)
+    tiles = (Tile(head_dim, head_dim_v, *candidate) for candidate in candidates)
+    return _first_that_fits(tiles, spec, arch, queries_shared_bytes)
 
 
 # Blocks that the dbias kernel is given at least, if there is enough work (``cc/cuda/backward.cc``).

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import ORDER, SlopesGradient, cuda_tiles
+from jattn import ffi
+from jattn.backends import ORDER, Residuals, SlopesGradient, cuda_tiles
 from jattn.backends.cpu import CpuBackend
-from jattn.spec import Spec
+from jattn.spec import Operands, Spec
 
 
 def test_backends_that_offer_it() -> None:
@@ -51,6 +52,23 @@ def test_what_a_backend_offers_is_used_and_summed_to_the_shape_of_the_slopes(
     axes = tuple(i for i in range(2) if full[i] == 1)
     np.testing.assert_array_equal(found, per_head.sum(axes, keepdims=True).reshape(shape))
     assert [spec.sinks for spec in seen] == [None]
+
+
+@pytest.mark.parametrize(
+    ("has_slopes", "message"),
+    [(True, "the CPU kernel does not compute dslopes"), (False, "dslopes is wanted without")],
+)
+def test_the_native_module_refuses_what_it_cannot_compute(has_slopes: bool, message: str) -> None:
+    x = jnp.ones((1, 4, 2, 8))
+    spec = Spec(1, 4, 4, 2, 2, 8, 8, "float32", 0.1, alibi_slopes=(1, 2) if has_slopes else None)
+    operands = Operands(x, x, x, alibi_slopes=jnp.ones((1, 2, 1)) if has_slopes else None)
+    residuals = Residuals(out=x, lse=jnp.ones((1, 2, 4)), dout=x, dlse=None)
+
+    def call() -> jax.Array:
+        return ffi.slopes_gradient(spec, operands, residuals, {"backend": "cpu"}, (1,), 1)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(call)())
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 192, 256, 512])

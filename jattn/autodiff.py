@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jattn import blocked, counters, device, dispatch, reference
-from jattn.backends import Residuals, SlopesGradient, Wants
+from jattn.backends import Residuals, Wants
 from jattn.config import Options
 from jattn.errors import warn_caller
 from jattn.jax_interface import (
@@ -110,7 +110,7 @@ def _run_backward(
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     residuals = _residuals(rest, has_dlse)
     grads: Gradients | None = None
-    if any(wants.flags()):
+    if any(wants.of_backend().all_flags()):
         grads = backend.backward(
             spec.without_sinks(),
             operands._replace(sinks=None),
@@ -119,17 +119,11 @@ def _run_backward(
             where,
             options.determinism,
         )
-    slopes = None
-    if wants.alibi_slopes and isinstance(backend, SlopesGradient):
-        slopes = backend.slopes_gradient(
-            spec.without_sinks(), operands._replace(sinks=None), residuals, where
-        )
-    return _wanted_gradients(grads, slopes, spec, operands, residuals, wants)
+    return _wanted_gradients(grads, spec, operands, residuals, wants)
 
 
 def _wanted_gradients(
     grads: Gradients | None,
-    slopes: jax.Array | None,
     spec: Spec,
     operands: Operands[jax.Array],
     residuals: Residuals,
@@ -138,13 +132,13 @@ def _wanted_gradients(
     """Joins the gradients that a backend computed with those of sinks and slopes.
 
     Args:
-      grads: of q, k, v and bias; None if none was asked for.
-      slopes: the gradient of the slopes, (B, N, 1), if a backend computed it.
+      grads: what a backend computed; None if it was asked for nothing.
       spec, operands, residuals, wants: of the backward pass.
     """
     found: list[jax.Array | None] = [None] * 4 if grads is None else list(grads[:4])
     found += [None, None]
-    if slopes is not None and operands.alibi_slopes is not None:
+    slopes = None if grads is None else grads.alibi_slopes
+    if wants.alibi_slopes and slopes is not None and operands.alibi_slopes is not None:
         found[5] = reference.reduce_to_shape(slopes, operands.alibi_slopes.shape)
     if wants.sinks or (wants.alibi_slopes and slopes is None):
         r = residuals
@@ -172,7 +166,7 @@ def _blocked_backward(
         if any(wants.flags())
         else None
     )
-    return _wanted_gradients(grads, None, spec, operands, r, wants)
+    return _wanted_gradients(grads, spec, operands, r, wants)
 
 
 @partition.on_mesh_of_arrays
@@ -202,7 +196,7 @@ def _count_call(
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=needs_grad)
     if primitive is forward_p:
         counters.count_call(backend.name, "forward")
-    elif any(params["wants"].flags()):
+    elif any(params["wants"].of_backend().all_flags()):
         counters.count_call(backend.for_backward().name, "backward")
 
 

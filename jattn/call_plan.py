@@ -99,7 +99,7 @@ def plan_pass(
 
         trace = jax.make_jaxpr(forward)(*operand_shapes(spec).flat())
         calls = _custom_calls(trace.jaxpr)
-    elif name == "backward" and any(wants.flags()):
+    elif name == "backward" and any(wants.of_backend().all_flags()):
         # As jattn.autodiff asks a backend: the row statistics hold the sinks, so that it is given none.
         given = spec.without_sinks()
 

@@ -124,55 +124,41 @@ def backward(
     wants: Wants,
     plan: dict[str, Any],
     scratch_shape: tuple[int, ...],
+    slope_parts: int = 0,
 ) -> Gradients:
-    """Calls the backward target; a gradient that is not wanted comes back with zero elements."""
+    """Calls the backward target; a gradient that is not wanted comes back with zero elements.
+
+    ``slope_parts``: in how many parts it computes the gradient of the slopes; 0: not at all.
+    """
     shapes = spec.shapes()
-    results = [
-        (shape if wanted else (0,))
-        for shape, wanted in zip(
-            (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,)), wants.flags(), strict=True
-        )
-    ]
-    dq, dk, dv, dbias, _, _ = _backward(
-        spec, operands, residuals, plan, (*results, (0,), scratch_shape)
+    slopes_shape = (spec.batch, spec.num_heads, slope_parts)
+    of_wanted = zip(
+        (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,), slopes_shape),
+        (*wants.flags(), slope_parts > 0),
+        strict=True,
     )
-    return Gradients(dq, dk, dv, dbias if wants.bias else None)
-
-
-def slopes_gradient(
-    spec: Spec,
-    operands: Operands[jax.Array],
-    residuals: Residuals,
-    plan: dict[str, Any],
-    scratch_shape: tuple[int, ...],
-    parts: int,
-) -> jax.Array:
-    """Calls the backward target for the gradient of ALiBi slopes alone: (B, N, parts), to be added up."""
-    nothing = (0,)
-    shape = (spec.batch, spec.num_heads, parts)
-    results = (nothing, nothing, nothing, nothing, shape, scratch_shape)
-    return _backward(spec, operands, residuals, plan, results)[4]
-
-
-def _backward(
-    spec: Spec,
-    operands: Operands[jax.Array],
-    residuals: Residuals,
-    plan: dict[str, Any],
-    shapes: tuple[tuple[int, ...], ...],
-) -> list[jax.Array]:
-    """Calls the backward target for results of these shapes: dq, dk, dv, dbias, dslopes, scratch."""
-    dtype = spec.dtype
-    dtypes = (dtype, dtype, dtype, spec.bias_dtype or dtype, "float32", "uint8")
+    results = [shape if wanted else (0,) for shape, wanted in of_wanted]
+    dtypes = (*[spec.dtype] * 3, spec.bias_dtype or spec.dtype, spec.lse_dtype)
     arrays = (
         *operands.flat()[:3],
         *(residuals.out, residuals.lse, residuals.dout),
         *operands.flat()[3:],
         *(() if residuals.dlse is None else (residuals.dlse,)),
     )
-    attributes = spec_attributes(spec, has_dlse=residuals.dlse is not None)
-    results = list(zip(shapes, dtypes, strict=True))
-    return _call(BACKWARD_TARGET, arrays, results, attributes, plan)
+    dq, dk, dv, dbias, slopes, _ = _call(
+        BACKWARD_TARGET,
+        arrays,
+        [*zip(results, dtypes, strict=True), (scratch_shape, "uint8")],
+        spec_attributes(spec, has_dlse=residuals.dlse is not None),
+        plan,
+    )
+    return Gradients(
+        q=dq,
+        k=dk,
+        v=dv,
+        bias=dbias if wants.bias else None,
+        alibi_slopes=slopes.sum(-1, keepdims=True) if slope_parts > 0 else None,
+    )
 
 
 def _call(

@@ -24,7 +24,8 @@ from jattn.spec import Operands, Spec, distances, visibility
 class Gradients(NamedTuple):
     """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation.
 
-    ``Backend.backward`` computes those of q, k, v and bias; ``autodiff.py`` adds ``sinks`` and ``alibi_slopes``.
+    ``Backend.backward`` computes those of q, k, v and bias, and may compute that of ``alibi_slopes``, (B, N, 1);
+    ``autodiff.py`` adds what is missing.
     """
 
     q: jax.Array

@@ -113,8 +113,9 @@ struct BackwardBuffers {
   void* dk = nullptr;          // [B, S, K, D], summed over the query heads of the group
   void* dv = nullptr;          // [B, S, K, Dv], likewise
   void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
-  float* dslopes = nullptr;    // [B, N, dslopes_parts]: parts of the gradients of alibi_slopes, by tiles of queries
-  int64_t dslopes_parts = 0;
+  void* dslopes =
+      nullptr;  // [B, N, dslopes_parts], dtype of lse: the gradients of alibi_slopes, in parts to be added up
+  int64_t dslopes_parts = 0;  // tiles of queries on a GPU, 1 on CPUs
 };
 
 }  // namespace jattn

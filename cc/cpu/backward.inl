@@ -6,6 +6,7 @@
 #include "cpu/bias_gradient.h"
 #include "cpu/dropout.h"
 #include "cpu/few_rows.h"
+#include "cpu/slopes_gradient.h"
 
 namespace jattn::cpu {
 namespace {
@@ -28,6 +29,7 @@ class BackwardPass {
         dk_parts_(at<Acc>(scratch, plan.dk_offset)),
         dv_parts_(at<Acc>(scratch, plan.dv_offset)),
         dbias_(problem, plan, buffers.dbias, static_cast<char*>(scratch)),
+        dslopes_(problem, plan, buffers.dslopes, at<double>(scratch, plan.slope_parts_offset)),
         milestones_(at<int64_t>(scratch, plan.milestones_offset), 2 * num_groups() + 2),
         places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
@@ -44,7 +46,7 @@ class BackwardPass {
     const int64_t stages[] = {dbias_.num_pieces(),       own_heads,
                               shared_heads * head_tiles, shared_heads * plan_.num_chunks * num_key_blocks(),
                               shared_heads * head_tiles, kv_blocks,
-                              dbias_.num_pieces()};
+                              dbias_.num_pieces(),       dslopes_.is_wanted() ? 1 : 0};
     int64_t num_tasks = 0;
     for (const int64_t stage : stages) num_tasks += stage;
     const int64_t pairs = problem_.batch * problem_.num_heads * problem_.q_len * problem_.kv_len;
@@ -83,7 +85,8 @@ class BackwardPass {
           break;
         }
         case 5: join_chunks(i); break;
-        default: finish_dbias(i); break;
+        case 6: finish_dbias(i); break;
+        default: finish_dslopes(); break;
       }
     });
   }
@@ -288,6 +291,9 @@ class BackwardPass {
     QueryTile tile;
     QueryRows rows;
     Coverage covered;
+    Bits<Acc> coordinate[kTile];  // of the queries, where there are slopes
+    Acc slope[kTile];             // the same for all
+    TileDistances<Acc> distances(const KeyTile& key_tile) const { return {coordinate, key_tile.coordinate, slope}; }
   };
 
   // The tiles of queries in a chunk whose band may reach some keys.
@@ -296,6 +302,17 @@ class BackwardPass {
     const int64_t end_query = min_of(sequence.q_length, keys.first + keys.count - sequence.first_key_offset);
     if (keys.count <= 0 || end_query <= first_query) return {chunk.end, chunk.end};
     return {max_of(chunk.first, first_query / kTile), min_of(chunk.end, (end_query + kTile - 1) / kTile)};
+  }
+
+  void set_step(const Sequence& sequence, const QueryTile& tile, Step& step) const {
+    step.tile = tile;
+    for (int64_t i = 0; i < tile.count; ++i) step.rows.add(sequence, tile.first + i, tile.head);
+    if (problem_.alibi_slopes.data == nullptr) return;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      step.coordinate[i] = static_cast<Bits<Acc>>(sequence.query_coordinate(tile.first + i));
+    }
+    const Acc slope = alibi_slope(problem_, sequence.batch, tile.head);
+    for (Acc& of_key : step.slope) of_key = slope;
   }
 
   // Takes the keys and values of one tile.
@@ -317,6 +334,10 @@ class BackwardPass {
         const int64_t coordinate = i < keys.count ? sequence.key_coordinate(keys.first + i) : 0;
         key_tile.coordinate[i] = static_cast<Bits<Acc>>(coordinate);
       }
+    }
+    if (dslopes_.is_wanted()) {
+      const int64_t first_head = task.batch * problem_.num_heads + task.kv_head * group_;
+      for (int64_t g = 0; g < group_; ++g) dslopes_.part(first_head + g, task.chunk, task.kv_tile) = 0;
     }
   }
 
@@ -363,8 +384,8 @@ class BackwardPass {
     // tile of one head, counted from the end of the chunk.
     for (int64_t tile = range.end; tile-- > range.first;) {
       for (int64_t group_head = 0; group_head < group_; ++group_head) {
-        Step step{query_tile(group, group_head * plan_.query_tiles + tile, place), {}, {}};
-        for (int64_t i = 0; i < step.tile.count; ++i) step.rows.add(sequence, step.tile.first + i, step.tile.head);
+        Step step;
+        set_step(sequence, query_tile(group, group_head * plan_.query_tiles + tile, place), step);
         const int64_t steps_before = (chunk.end - 1 - tile) * group_ + group_head;
         // All heads of another task may add to the same tile of dbias.
         const int64_t turn = dbias_.needs_order() ? (chunk.end - tile) * group_ : steps_before + 1;
@@ -393,7 +414,9 @@ class BackwardPass {
       products[i].finish(key_tiles[i].keys.count);
       write_dk_dv(key_tiles[i].task, products[i]);
     }
-    if (plan_.num_chunks > 1 || dbias_.is_wanted()) milestones_.count(all_differentiated(), num_key_tiles);
+    if (plan_.num_chunks > 1 || dbias_.is_wanted() || dslopes_.is_wanted()) {
+      milestones_.count(all_differentiated(), num_key_tiles);
+    }
     return num_key_tiles;
   }
 
@@ -434,7 +457,7 @@ class BackwardPass {
     }
   }
 
-  // One tile of scores: P and dS, and what they add to dv, dk, dq and dbias, dq perhaps later (`waiting`). Calls
+  // One tile of scores: P and dS, and what they add to dv, dk, dq, dbias and dslopes, dq perhaps later (`waiting`). Calls
   // `take_turn` before adding to anything that other tasks add to.
   template <typename TakeTurn>
   void add_step(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Dropout& dropout,
@@ -443,7 +466,9 @@ class BackwardPass {
     const Task& task = key_tile.task;
     const KeyRange& keys = key_tile.keys;
     const uint64_t bad_keys = key_tile.not_finite;
-    const auto& [tile, rows, covered] = step;
+    const QueryTile& tile = step.tile;
+    const QueryRows& rows = step.rows;
+    const Coverage covered = step.covered;
     const Acc* lse = lse_ + tile.first_lse;
     const uint64_t bad_queries = not_finite_[tile.index];
     products.set_queries(packed_queries_ + tile.index * plan_.query_tile_len,
@@ -524,6 +549,11 @@ class BackwardPass {
         dbias_.add_tile(sequence, rows, keys, tiles.dp);
       }
     }
+    if (dslopes_.is_wanted()) {
+      const int64_t head_of_all = tile.batch * problem_.num_heads + tile.head;
+      dslopes_.part(head_of_all, task.chunk, task.kv_tile) +=
+          dslopes_.of_tile(rows.count, keys.count, tiles.dp, step.distances(key_tile));
+    }
     if (has_score_rule(problem_)) scale_ds(rows.count, tiles);
     if (buffers_.dk != nullptr) products.add_dk(rows.count, keys.count, cells, tiles.dp, bad_queries);
     take_turn();
@@ -574,17 +604,8 @@ class BackwardPass {
     const bool has_bias = problem_.bias.data != nullptr;
     if (has_bias) load_bias(problem_, sequence, rows, key_tile.keys, tiles.bias);
     ScoreRule<Acc> rule{scale_, static_cast<Acc>(problem_.softcap), has_bias ? tiles.bias : nullptr, nullptr};
-    Bits<Acc> query_coordinate[kTile];
-    Acc slope[kTile];
-    const TileDistances<Acc> distances{query_coordinate, key_tile.coordinate, slope};
-    if (problem_.alibi_slopes.data != nullptr) {
-      for (int64_t row = 0; row < rows.count; ++row) {
-        query_coordinate[row] = static_cast<Bits<Acc>>(sequence.query_coordinate(rows.query[row]));
-      }
-      const Acc slope_of_head = alibi_slope(problem_, sequence.batch, step.tile.head);
-      for (Acc& of_key : slope) of_key = slope_of_head;
-      rule.distances = &distances;
-    }
+    const TileDistances<Acc> distances = step.distances(key_tile);
+    if (problem_.alibi_slopes.data != nullptr) rule.distances = &distances;
     apply_score_rule<kTile, Acc>(rule, rows.count, columns_of(key_tile.keys), tiles.s, tiles.slope);
   }
 
@@ -696,6 +717,11 @@ class BackwardPass {
     dbias_.finish_piece(piece);
   }
 
+  void finish_dslopes() const {
+    milestones_.wait(all_differentiated(), plan_.num_tasks);
+    dslopes_.finish();
+  }
+
   const Problem& problem_;
   const BackwardPlan& plan_;
   const BackwardBuffers& buffers_;
@@ -704,6 +730,7 @@ class BackwardPass {
   uint64_t* not_finite_;  // rows of packed tiles
   Acc *delta_, *dq_sums_, *dk_parts_, *dv_parts_;
   BiasGradient<Acc> dbias_;
+  SlopesGradient<Acc> dslopes_;
   Milestones milestones_;
   Places places_;
   Convoy convoy_;

@@ -174,6 +174,9 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   if (wants_dbias && !plan.writes_dbias_once && !plan.sums_dbias_in_place) {
     plan.dbias_offset = arena.take(plan.dbias_count * unit_bytes);
   }
+  // Little, and taken always: the size is asked for before it is known whether there are slopes.
+  plan.slope_parts_offset = arena.take(problem.batch * problem.num_heads * plan.num_chunks * plan.kv_tiles *
+                                       static_cast<int64_t>(sizeof(double)));
   plan.scratch_bytes = arena.size_bytes;
   return plan;
 }

@@ -79,6 +79,7 @@ struct BackwardPlan {
   int64_t dq_offset;             // [B, N, query_tiles, kTile, row_len]
   int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]
   int64_t dbias_offset;          // unless written once or summed in place: the shape of dbias
+  int64_t slope_parts_offset;    // double [B, N, num_chunks, kv_tiles]
   int64_t scratch_bytes;
 };
 

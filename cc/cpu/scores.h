@@ -70,6 +70,12 @@ template <typename Acc>
 struct TileDistances {
   const Bits<Acc>*row, *column;
   const Acc* slope;
+
+  // |distance| of a row from as many columns as a vector has.
+  Vec<Acc> at(int64_t of_row, int64_t first_column) const {
+    const Vec<Bits<Acc>> difference = row[of_row] - load(column + first_column);
+    return __builtin_convertvector(difference < 0 ? -difference : difference, Vec<Acc>);
+  }
 };
 
 // What turns dot products into scores beside the scale. Null, or 0: absent.
@@ -99,9 +105,7 @@ inline void apply_score_rule(const ScoreRule<Acc>& rule, int64_t rows, int64_t c
       if (bias != nullptr) score += load(bias + at);
       if (rule.distances != nullptr) {
         const TileDistances<Acc>& distances = *rule.distances;
-        const Vec<Bits<Acc>> difference = distances.row[row] - load(distances.column + column);
-        const Vec<Bits<Acc>> distance = difference < 0 ? -difference : difference;
-        score -= rounded(load(distances.slope + column) * __builtin_convertvector(distance, Vec<Acc>));
+        score -= rounded(load(distances.slope + column) * distances.at(row, column));
       }
       store(scores + at, score);
     }

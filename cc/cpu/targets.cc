@@ -128,6 +128,7 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
         extent(bias.stride_batch, problem.batch) * extent(bias.stride_head, problem.num_heads) *
             extent(bias.stride_query, problem.q_len) * extent(bias.stride_key, problem.kv_len),
         bias.dtype);
+  clear(buffers.dslopes, problem.batch * problem.num_heads, problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
 }
 
 }  // namespace

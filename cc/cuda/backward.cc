@@ -235,7 +235,7 @@ void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, cons
   JATTN_REQUIRE(buffers.dslopes_parts == params.backward.tiles, "dslopes has ", buffers.dslopes_parts,
                 " parts, kernel ", kernel.text, " makes ", params.backward.tiles);
   params.backward.section_heads = section_heads(problem, config);
-  params.dslopes = buffers.dslopes;
+  params.dslopes = static_cast<float*>(buffers.dslopes);
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * params.backward.tiles},
           .num_threads = sm80::backward_dq_threads(config),

@@ -326,9 +326,9 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     const Dims dims = results[4].dimensions();
     check.require(p.alibi_slopes.data != nullptr, "dslopes is wanted without alibi_slopes");
     check.require(dims.size() == 3 && dims[0] == p.batch && dims[1] == p.num_heads, "dslopes has shape ", Shape{dims},
-                  ", must be (", p.batch, ", ", p.num_heads, ", tiles of queries)");
-    check.require_type("dslopes", results[4], ffi::DataType::F32);
-    buffers.dslopes = static_cast<float*>(results[4].untyped_data());
+                  ", must be (", p.batch, ", ", p.num_heads, ", parts)");
+    check.require_type("dslopes", results[4], lse_type(p));
+    buffers.dslopes = results[4].untyped_data();
     buffers.dslopes_parts = dims.size() == 3 ? dims[2] : 0;
   }
   scratch = results[5];

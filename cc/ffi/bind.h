@@ -7,7 +7,7 @@
 // Result order:
 //   forward:  out, lse, scratch
 //   backward: dq, dk, dv, dbias, dslopes, scratch      (a gradient that is not wanted has zero elements; dslopes comes in
-//             parts, (batch, heads, tiles of queries))
+//             parts, (batch, heads, parts))
 #pragma once
 
 #include <cstdint>

@@ -107,8 +107,9 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
-  if (buffers.dslopes != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: the CPU kernel does not compute dslopes");
+  if (buffers.dslopes != nullptr && buffers.dslopes_parts != 1) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
+                                                            " parts, must have 1: the CPU kernel adds them up itself");
   }
   const int64_t needed_bytes = cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr);
   if (ffi::Error error = check_scratch(scratch, needed_bytes); error.failure()) return error;

@@ -178,7 +178,7 @@ int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std:
   buffers.dk = present_if<char>(wants[1]);
   buffers.dv = present_if<char>(wants[2]);
   buffers.dbias = present_if<char>(wants[3]);
-  buffers.dslopes = present_if<float>(wants[4]);
+  buffers.dslopes = present_if<char>(wants[4]);
   return cuda::planned_backward_scratch_bytes(problem, buffers, plan);
 }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from jattn.backends.base import Backend, Residuals, SlopesGradient, Wants
+from jattn.backends.base import Backend, Residuals, Wants
 from jattn.backends.cpu import CpuBackend
 from jattn.backends.flash import FlashBackend
 from jattn.backends.mem_efficient import MemEfficientBackend
 from jattn.backends.reference import ReferenceBackend
 from jattn.backends.xla import XlaBackend
 
-__all__ = ["KNOWN_NAMES", "ORDER", "SLOW", "Backend", "Residuals", "SlopesGradient", "Wants"]
+__all__ = ["KNOWN_NAMES", "ORDER", "SLOW", "Backend", "Residuals", "Wants"]
 
 _REFERENCE = ReferenceBackend()
 _XLA = XlaBackend()

@@ -18,7 +18,7 @@ from jattn.spec import Operands, Spec
 class Wants:
     """Which gradients of a backward pass are wanted.
 
-    ``Backend.backward`` is never asked for those of sinks and slopes; for the latter see ``SlopesGradient``.
+    ``Backend.backward`` is never asked for those of sinks, and may leave those of ALiBi slopes to XLA.
     """
 
     q: bool
@@ -29,7 +29,7 @@ class Wants:
     alibi_slopes: bool = False
 
     def flags(self) -> tuple[bool, bool, bool, bool]:
-        """Of the gradients that backends compute, in the order q, k, v, bias."""
+        """Of the gradients that every backend computes, in the order q, k, v, bias."""
         return (self.q, self.k, self.v, self.bias)
 
     def all_flags(self) -> tuple[bool, ...]:
@@ -37,8 +37,8 @@ class Wants:
         return (*self.flags(), self.sinks, self.alibi_slopes)
 
     def of_backend(self) -> Wants:
-        """Those that backends compute."""
-        return dataclasses.replace(self, sinks=False, alibi_slopes=False)
+        """Those that a backend is asked for."""
+        return dataclasses.replace(self, sinks=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,29 +116,14 @@ class Backend(Protocol):
     ) -> Gradients:
         """Returns the gradients; those not wanted may hold anything. Traced inside a lowering.
 
+        That of the slopes, if it is wanted, has shape (B, N, 1) and the dtype of lse, or is None: XLA then computes it,
+        tile by tile, in much longer.
+
         Args:
           spec, operands, device: as for ``forward``.
           residuals: results of the forward pass and the gradients of these.
           wants: which gradients are wanted.
           determinism: "strict" asks for the same bits every time.
-        """
-        ...
-
-
-@runtime_checkable
-class SlopesGradient(Protocol):
-    """What a backend may offer beside ``Backend``: a fast gradient of ALiBi slopes. Otherwise XLA computes it."""
-
-    def slopes_gradient(
-        self,
-        spec: Spec,
-        operands: Operands[jax.Array],
-        residuals: Residuals,
-        device: Device,
-    ) -> jax.Array:
-        """Returns the gradient of the slopes, (B, N, 1) in float32, the same bits every time.
-
-        Arguments as for ``Backend.backward``.
         """
         ...
 

@@ -56,9 +56,10 @@ class CpuBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients."""
+        """Returns the wanted gradients, that of the slopes among them."""
         scratch_shape = _scratch_shape(spec, backward=True, wants_dbias=wants.bias)
-        return ffi.backward(spec, operands, residuals, wants, _PLAN, scratch_shape)
+        slope_parts = 1 if wants.alibi_slopes else 0  # the kernel adds its parts up
+        return ffi.backward(spec, operands, residuals, wants, _PLAN, scratch_shape, slope_parts)
 
 
 _PLAN = {"backend": "cpu", "kernels": ""}

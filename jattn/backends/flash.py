@@ -76,7 +76,23 @@ class FlashBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients."""
+        """Returns the wanted gradients; that of the slopes by the kernel that serves all devices."""
+
+        def others() -> Gradients:
+            return self._backward_on_hopper(spec, operands, residuals, wants, determinism)
+
+        return mem_efficient.with_slopes_gradient(
+            self.name, spec, operands, residuals, wants, device, others
+        )
+
+    def _backward_on_hopper(
+        self,
+        spec: Spec,
+        operands: Operands[jax.Array],
+        residuals: Residuals,
+        wants: Wants,
+        determinism: Determinism,
+    ) -> Gradients:
         padded_spec, padded = _pad(spec, operands)
         padded_residuals = dataclasses.replace(
             residuals,
@@ -98,16 +114,6 @@ class FlashBackend:
             v=grads.v[..., : spec.head_dim_v],
             bias=grads.bias,
         )
-
-    def slopes_gradient(
-        self,
-        spec: Spec,
-        operands: Operands[jax.Array],
-        residuals: Residuals,
-        device: Device,
-    ) -> jax.Array:
-        """Returns the gradient of ALiBi slopes, by the kernel that serves all devices."""
-        return mem_efficient.slopes_gradient(self.name, spec, operands, residuals, device)
 
 
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -110,41 +111,51 @@ class MemEfficientBackend:
         determinism: Determinism,
     ) -> Gradients:
         """Returns the wanted gradients."""
-        assert device.arch is not None
-        plan = cuda_tiles.plan_backward(
-            spec,
-            device.arch,
-            wants=wants.flags(),
-            deterministic=determinism == "strict",
-        )
-        attributes = plan.attributes(self.name)
-        return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
+        arch = device.arch
+        assert arch is not None
 
-    def slopes_gradient(
-        self,
-        spec: Spec,
-        operands: Operands[jax.Array],
-        residuals: Residuals,
-        device: Device,
-    ) -> jax.Array:
-        """Returns the gradient of ALiBi slopes."""
-        return slopes_gradient(self.name, spec, operands, residuals, device)
+        def others() -> Gradients:
+            plan = cuda_tiles.plan_backward(
+                spec, arch, wants=wants.flags(), deterministic=determinism == "strict"
+            )
+            attributes = plan.attributes(self.name)
+            return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
+
+        return with_slopes_gradient(self.name, spec, operands, residuals, wants, device, others)
 
 
-def slopes_gradient(
+def with_slopes_gradient(
     backend: str,
     spec: Spec,
     operands: Operands[jax.Array],
     residuals: Residuals,
+    wants: Wants,
     device: Device,
-) -> jax.Array:
-    """Computes the gradient of ALiBi slopes, (B, N, 1), in a pass of its own, for ``backend``."""
+    others: Callable[[], Gradients],
+) -> Gradients:
+    """Returns the wanted gradients; that of ALiBi slopes is computed in a pass of its own, for ``backend``.
+
+    Args:
+      backend: who computes them.
+      spec, operands, residuals, wants, device: as for ``Backend.backward``.
+      others: computes the gradients of q, k, v and bias; called if any of them is wanted.
+    """
+    if not wants.alibi_slopes:
+        return others()
     assert device.arch is not None
     plan, parts = cuda_tiles.plan_slopes_gradient(spec, device.arch)
-    found = ffi.slopes_gradient(
-        spec, operands, residuals, plan.attributes(backend), (plan.scratch_bytes,), parts
+    only = ffi.backward(
+        spec,
+        operands,
+        residuals,
+        Wants(q=False, k=False, v=False, bias=False, alibi_slopes=True),
+        plan.attributes(backend),
+        (plan.scratch_bytes,),
+        parts,
     )
-    return found.sum(-1, keepdims=True)
+    if not any(wants.flags()):
+        return only
+    return others()._replace(alibi_slopes=only.alibi_slopes)
 
 
 def cuda_kernels_missing(

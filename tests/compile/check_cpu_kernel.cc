@@ -295,7 +295,7 @@ cpu::Threads threads_of(int64_t count, Stale stale) {
 }
 
 struct Results {
-  Memory out, lse, dq, dk, dv, dbias;
+  Memory out, lse, dq, dk, dv, dbias, dslopes;
 
   bool operator==(const Results&) const = default;
 };
@@ -329,30 +329,35 @@ Results run(const Operands& operands, const Solution& solution, const Type& type
   const auto empty = [&](const std::vector<double>& like, const Type& of) {
     return Memory(static_cast<int64_t>(like.size()) * of.bytes());
   };
-  Results r{empty(solution.out, type), empty(solution.lse, lse_type), empty(solution.dq, type),
-            empty(solution.dk, type),  empty(solution.dv, type),      empty(solution.dbias, type)};
+  Results r{empty(solution.out, type),        empty(solution.lse, lse_type), empty(solution.dq, type),
+            empty(solution.dk, type),         empty(solution.dv, type),      empty(solution.dbias, type),
+            empty(solution.dslopes, lse_type)};
   const cpu::Threads threads = threads_of(num_threads, stale);
   const Memory forward_scratch(cpu::forward_scratch_bytes(p), stale);
   cpu::forward(p, {r.out.data(), r.lse.data()}, forward_scratch.data(), threads);
   BackwardBuffers buffers{r.out.data(), r.lse.data(), dout.data(), dlse.data(), r.dq.data(), r.dk.data(), r.dv.data()};
   if (p.bias.data != nullptr) buffers.dbias = r.dbias.data();
+  if (p.alibi_slopes.data != nullptr) buffers.dslopes = r.dslopes.data(), buffers.dslopes_parts = 1;
   const Memory backward_scratch(cpu::backward_scratch_bytes(p, buffers.dbias != nullptr), stale);
   cpu::backward(p, buffers, backward_scratch.data(), threads);
   return r;
 }
 
-// The largest error over its limit; infinite where an element must be exactly 0 or infinite and is not.
-//
-// The limit is a share of the largest element: eight units of the type for the steps of a pass, and the random walk of a
-// sum of `terms` in the type of sums; in float64 twice that, for the loops round as well. `reached` tells of `row_size`
-// elements at a time whether any pair contributes to them.
-double error_ratio(const Type& type, const Memory& got, const std::vector<double>& want, int64_t terms,
-                   const std::vector<bool>* reached, size_t row_size) {
-  double largest = 0, worst = 0;
-  for (const double value : want) largest = std::isfinite(value) ? std::max(largest, std::abs(value)) : largest;
+// How far results may be off, as a share of the largest of these sizes: eight units of the type for the steps of a pass,
+// and the random walk of a sum of `terms` in the type of sums; in float64 twice that, for the loops round as well.
+double error_limit(const Type& type, const std::vector<double>& sizes, int64_t terms) {
+  double largest = 0;
+  for (const double size : sizes) largest = std::isfinite(size) ? std::max(largest, std::abs(size)) : largest;
   const bool is_double = type.dtype == DType::kF64;
   const double walk = std::sqrt(static_cast<double>(terms)) * std::min(type.unit(), kTypes[0].unit());
-  const double limit = (is_double ? 2 : 1) * (8 * type.unit() + walk) * largest;
+  return (is_double ? 2 : 1) * (8 * type.unit() + walk) * largest;
+}
+
+// The largest error over its limit; infinite where an element must be exactly 0 or infinite and is not. `reached` tells of
+// `row_size` elements at a time whether any pair contributes to them.
+double error_ratio(const Type& type, const Memory& got, const std::vector<double>& want, double limit,
+                   const std::vector<bool>* reached, size_t row_size) {
+  double worst = 0;
   for (size_t i = 0; i < want.size(); ++i) {
     const double value = value_at(type, got, i);
     if (std::isinf(want[i]) || (reached != nullptr && !(*reached)[i / row_size])) {
@@ -381,18 +386,25 @@ double check_case(const Case& c, const Operands& operands, const Solution& want,
     const char* name;
     const Type& type;
     const Memory& got;
-    const std::vector<double>& want;
+    const std::vector<double>&want, &sizes;
     const std::vector<bool>* reached;
     size_t row_size;
   } tensors[] = {
-      {"out", type, got.out, want.out, &want.sees, dim_v}, {"lse", lse_type, got.lse, want.lse, nullptr, 1},
-      {"dq", type, got.dq, want.dq, &want.sees, dim},      {"dk", type, got.dk, want.dk, &want.is_seen, dim},
-      {"dv", type, got.dv, want.dv, &want.is_seen, dim_v}, {"dbias", type, got.dbias, want.dbias, nullptr, 1},
+      {"out", type, got.out, want.out, want.out, &want.sees, dim_v},
+      {"lse", lse_type, got.lse, want.lse, want.lse, nullptr, 1},
+      {"dq", type, got.dq, want.dq, want.dq, &want.sees, dim},
+      {"dk", type, got.dk, want.dk, want.dk, &want.is_seen, dim},
+      {"dv", type, got.dv, want.dv, want.dv, &want.is_seen, dim_v},
+      {"dbias", type, got.dbias, want.dbias, want.dbias, nullptr, 1},
+      {"dslopes", lse_type, got.dslopes, want.dslopes, want.dslopes_sizes, nullptr, 1},
   };
   const int64_t terms = std::max({p.q_len * p.group_size(), p.kv_len, p.head_dim, p.head_dim_v});
   double worst = 0;
   for (const auto& tensor : tensors) {
-    const double ratio = error_ratio(tensor.type, tensor.got, tensor.want, terms, tensor.reached, tensor.row_size);
+    // Terms of dslopes are made of what has the problem's type, whatever it is stored in, and mostly cancel.
+    const bool is_of_slopes = &tensor.want == &want.dslopes;
+    const double limit = error_limit(is_of_slopes ? type : tensor.type, tensor.sizes, terms);
+    const double ratio = error_ratio(tensor.type, tensor.got, tensor.want, limit, tensor.reached, tensor.row_size);
     worst = std::max(worst, ratio <= 1 ? ratio : complain(tensor.name, ratio));
   }
   if (!(run(operands, want, type, 3) == got)) worst = complain("other bits on three threads", worst);

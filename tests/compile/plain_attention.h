@@ -13,9 +13,10 @@
 namespace jattn::check {
 
 struct Solution {
-  std::vector<double> out, lse, dq, dk, dv, dbias;
-  std::vector<bool> sees;     // [B, T, N]: whether the query sees any key
-  std::vector<bool> is_seen;  // [B, S, K]: whether any query sees the key
+  std::vector<double> out, lse, dq, dk, dv, dbias, dslopes;
+  std::vector<double> dslopes_sizes;  // sums of the absolute values of what dslopes sums
+  std::vector<bool> sees;             // [B, T, N]: whether the query sees any key
+  std::vector<bool> is_seen;          // [B, S, K]: whether any query sees the key
 };
 
 inline int64_t bounded_length(const int32_t* lengths, int64_t batch, int64_t extent) {
@@ -140,6 +141,11 @@ class Row {
       add(dproduct, keys + pair.key * D, D, solution.dq.data() + query_ * D);
       add(dproduct, q, D, solution.dk.data() + pair.key * D);
       if (!solution.dbias.empty()) solution.dbias[bias_index(p_.bias, b_, n_, t_, pair.index)] += ds;
+      if (!solution.dslopes.empty()) {
+        const int64_t away = std::abs(distance(p_, b_, t_, pair.index));
+        solution.dslopes[b_ * p_.num_heads + n_] -= ds * static_cast<double>(away);
+        solution.dslopes_sizes[b_ * p_.num_heads + n_] += std::abs(ds) * static_cast<double>(away);
+      }
     }
   }
 
@@ -156,9 +162,17 @@ class Row {
 inline Solution solve(const Problem& p, const double* dout, const double* dlse, int64_t bias_size) {
   const int64_t queries = p.batch * p.q_len * p.num_heads, keys = p.batch * p.kv_len * p.num_kv_heads;
   const auto zeros = [](int64_t count) { return std::vector<double>(static_cast<size_t>(count)); };
-  Solution solution{
-      zeros(queries * p.head_dim_v), zeros(queries),   zeros(queries * p.head_dim), zeros(keys * p.head_dim),
-      zeros(keys * p.head_dim_v),    zeros(bias_size), std::vector<bool>(queries),  std::vector<bool>(keys)};
+  const int64_t slopes = p.alibi_slopes.data != nullptr ? p.batch * p.num_heads : 0;
+  Solution solution{zeros(queries * p.head_dim_v),
+                    zeros(queries),
+                    zeros(queries * p.head_dim),
+                    zeros(keys * p.head_dim),
+                    zeros(keys * p.head_dim_v),
+                    zeros(bias_size),
+                    zeros(slopes),
+                    zeros(slopes),
+                    std::vector<bool>(queries),
+                    std::vector<bool>(keys)};
   for (int64_t b = 0; b < p.batch; ++b) {
     for (int64_t n = 0; n < p.num_heads; ++n) {
       for (int64_t t = 0; t < p.q_len; ++t) Row(p, b, n, t).solve(dout, dlse, solution);

@@ -286,6 +286,15 @@ THREAD_CASES = (
     Case("long-groups", batch=2, q_len=600, kv_len=900, num_heads=6, num_kv_heads=3, softcap=9.0),
     Case("shared-bias", q_len=200, kv_len=130, num_heads=4, bias_form="ts", dtype="float16"),
     Case("own-bias", q_len=200, kv_len=130, num_heads=8, bias_form="bnts"),
+    Case(
+        "slopes",
+        q_len=600,
+        kv_len=700,
+        num_heads=6,
+        num_kv_heads=3,
+        alibi_form="bn",
+        window=(300, 9),
+    ),
     Case("lengths", batch=4, q_len=150, kv_len=150, kv_lengths=(150, 3, 0, 70), is_causal=True),
     *SHORT_CASES,
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.reference import Gradients
 
 # (batch, heads, T, S, D): few batch entries and heads, for the lengths and head dims are what matters.
 SHAPES = ((2, 3, 128, 128, 16), (2, 3, 128, 256, 32), (2, 3, 256, 128, 32), (1, 1, 23, 56, 15))
@@ -190,12 +191,14 @@ class ToyBackend:
     ) -> Any:
         self.wanted.append(wants.flags())
         assert float(operands.q.size) > 0
-        return tuple(
-            None if x is None else jnp.full(x.shape, value, x.dtype)
-            for x, value in zip(
-                (operands.q, operands.k, operands.v, operands.bias),
-                (1.0, 2.0, 3.0, 4.0),
-                strict=True,
+        return Gradients(
+            *(
+                None if x is None else jnp.full(x.shape, value, x.dtype)
+                for x, value in zip(
+                    (operands.q, operands.k, operands.v, operands.bias),
+                    (1.0, 2.0, 3.0, 4.0),
+                    strict=True,
+                )
             )
         )
 

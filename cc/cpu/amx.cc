@@ -12,6 +12,7 @@ const KernelTable kAmxKernels = {
      run_forward<float, PlanesForwardProducts<float>>, nullptr},
     {run_backward<Float16, PlanesBackwardProducts<Float16>>, run_backward<BFloat16, PairBackwardProducts<AmxUnit>>,
      run_backward<float, PlanesBackwardProducts<float>>, nullptr},
+    true,
 };
 
 }  // namespace jattn::cpu

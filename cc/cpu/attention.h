@@ -22,13 +22,20 @@ struct Threads {
 // False if there is not as much to be had.
 bool reserve_thread_memory(int64_t bytes);
 
-// Bytes of scratch memory that a pass needs. Depends on extents and flags only, never on the number of threads.
+// Bytes of scratch memory that a pass wants on this machine. Depends on extents, flags and the best instruction set, never on
+// the number of threads.
 int64_t forward_scratch_bytes(const Problem& problem);
 int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias);
 
-// `scratch` is 64-byte aligned. Results are bitwise independent of the number of threads.
-void forward(const Problem& problem, const ForwardResults& results, void* scratch, const Threads& threads);
-void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const Threads& threads);
+struct Scratch {
+  void* data;  // 64-byte aligned
+  int64_t bytes;
+};
+
+// Results are bitwise independent of the number of threads. Return false, having done nothing, if the scratch is too small. A
+// program that was compiled on a machine without a matrix unit brings enough for vectors, and is computed by them on one that has it.
+bool forward(const Problem& problem, const ForwardResults& results, Scratch scratch, const Threads& threads);
+bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch scratch, const Threads& threads);
 
 // Instruction sets compiled in that this machine can run, best first ("amx", "avx512_bf16", "avx512", "avx2", "baseline", ...).
 std::vector<std::string> instruction_sets();

@@ -35,7 +35,7 @@ class BackwardPass {
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
         group_(problem.num_heads / problem.num_kv_heads),
         scale_(static_cast<Acc>(problem.scale)),
-        scores_by_rows_(!Products::kFusesSoftmax && plan_forward(problem).by_rows) {}
+        scores_by_rows_(!Products::kFusesSoftmax && plan_forward(problem, false).by_rows) {}
 
   void run(const TaskRunner& runner) {
     const int64_t num_threads = max_of(1, runner.num_threads);

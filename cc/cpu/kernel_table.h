@@ -27,6 +27,7 @@ using BackwardKernel = void (*)(const Problem&, const BackwardPlan&, const Backw
 struct KernelTable {
   ForwardKernel forward[4];
   BackwardKernel backward[4];
+  bool in_planes = false;  // plan.h
 };
 
 extern const KernelTable kBaselineKernels;

@@ -37,7 +37,7 @@ struct Arena {
   }
 };
 
-ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
+ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows, bool in_planes) {
   ForwardPlan plan{};
   const int64_t group = problem.num_kv_heads > 0 ? problem.group_size() : 0;
   const int64_t groups = problem.batch * problem.num_kv_heads;
@@ -68,8 +68,8 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
   plan.kv_tiles = ceil_div(problem.kv_len, kTile);
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
-  // On the matrix unit a float32 takes three planes of 16 bits. One more line holds a bit for each row of keys.
-  const int64_t half_units = problem.dtype == DType::kF32 ? 3 : 2;
+  // One more line holds a bit for each row of keys.
+  const int64_t half_units = in_planes && problem.dtype == DType::kF32 ? 3 : 2;
   plan.key_tile_len = kTile * plan.row_len * half_units / 2 + kAlignment / unit_bytes;
   plan.value_tile_len = kTile * plan.row_len_v * half_units / 2;
   // A head of up to 1 MiB stays in a second-level cache, and packing it so costs more than it spares. Measured on a Xeon with
@@ -96,11 +96,11 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows) {
 
 }  // namespace
 
-ForwardPlan plan_forward(const Problem& problem) {
-  const ForwardPlan wide = plan_panels(problem, kPanelRows[static_cast<int>(problem.dtype)]);
+ForwardPlan plan_forward(const Problem& problem, bool in_planes) {
+  const ForwardPlan wide = plan_panels(problem, kPanelRows[static_cast<int>(problem.dtype)], in_planes);
   if (problem.dtype != DType::kBF16) return wide;
   constexpr int64_t kNarrowRows = 32;
-  const ForwardPlan narrow = plan_panels(problem, kNarrowRows);
+  const ForwardPlan narrow = plan_panels(problem, kNarrowRows, in_planes);
   const bool goes_in_runs = problem.softcap == 0 && problem.bias.data == nullptr && problem.mask.data == nullptr &&
                             problem.alibi_slopes.data == nullptr && problem.dropout_keys.data == nullptr &&
                             problem.scale != 0;
@@ -111,7 +111,7 @@ ForwardPlan plan_forward(const Problem& problem) {
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes) {
   BackwardPlan plan{};
   const int64_t groups = problem.batch * problem.num_kv_heads;
   const int64_t query_rows = problem.batch * problem.num_heads * problem.q_len;
@@ -154,8 +154,9 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias) {
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
-  // On the matrix unit float16 takes two planes of 16 bits and float32 three, as they are and transposed.
-  const int64_t forms = problem.dtype == DType::kF16 ? 2 : problem.dtype == DType::kF32 ? 3 : 1;
+  // Planes are kept as they are and transposed.
+  const int64_t planes = problem.dtype == DType::kF16 ? 2 : problem.dtype == DType::kF32 ? 3 : 1;
+  const int64_t forms = in_planes ? planes : 1;
   plan.query_tile_len = forms * kTile * plan.row_len;
   plan.dout_tile_len = forms * kTile * plan.row_len_v;
   plan.packed_queries_offset = arena.take(query_tiles * plan.query_tile_len * unit_bytes);

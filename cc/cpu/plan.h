@@ -1,5 +1,5 @@
 // How a pass is cut into tasks and where its scratch memory lies. Depends on extents and flags only, so that results
-// have the same bits whatever the number of threads.
+// have the same bits whatever the number of threads; what lies in scratch depends on the instruction set, too.
 //
 // These are plain data on purpose: an inline member function would be compiled once per instruction set, and the
 // linker would keep any one of the copies.
@@ -83,7 +83,8 @@ struct BackwardPlan {
   int64_t scratch_bytes;
 };
 
-ForwardPlan plan_forward(const Problem& problem);
-BackwardPlan plan_backward(const Problem& problem, bool wants_dbias);
+// in_planes: float16 and float32 are split into two and three planes of 16 bits, as the matrix unit takes them.
+ForwardPlan plan_forward(const Problem& problem, bool in_planes);
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes);
 
 }  // namespace jattn::cpu

@@ -81,10 +81,12 @@ const Target kTargets[] = {
 };
 
 const Target* best_target() {
-  for (const Target& target : kTargets) {
-    if (target.can_run()) return &target;
-  }
-  return nullptr;
+  static const Target* const best = [] {
+    const Target* found = kTargets;
+    while (!found->can_run()) ++found;  // the last one always can
+    return found;
+  }();
+  return best;
 }
 
 std::atomic<const Target*>& active_target() {
@@ -92,16 +94,16 @@ std::atomic<const Target*>& active_target() {
   return active;
 }
 
-ForwardKernel forward_kernel(DType dtype) {
-  const Target& target = *active_target().load(std::memory_order_relaxed);
-  const ForwardKernel kernel = target.kernels->forward[static_cast<int>(dtype)];
-  return kernel != nullptr ? kernel : target.other_kernels->forward[static_cast<int>(dtype)];
-}
-
-BackwardKernel backward_kernel(DType dtype) {
-  const Target& target = *active_target().load(std::memory_order_relaxed);
-  const BackwardKernel kernel = target.kernels->backward[static_cast<int>(dtype)];
-  return kernel != nullptr ? kernel : target.other_kernels->backward[static_cast<int>(dtype)];
+// Calls try_table(table) for the tables of an instruction set that have a kernel of this type, until one returns true. Returns whether
+// one did.
+template <typename Kernel, typename Try>
+bool try_tables(const Target& target, Kernel (KernelTable::*kernels)[4], DType dtype, const Try& try_table) {
+  for (const KernelTable* table : {target.kernels, target.other_kernels}) {
+    if (table == nullptr) continue;
+    const Kernel kernel = (table->*kernels)[static_cast<int>(dtype)];
+    if (kernel != nullptr && try_table(kernel, table->in_planes)) return true;
+  }
+  return false;
 }
 
 TaskRunner runner_of(const Threads& threads) {
@@ -133,25 +135,46 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
 
 }  // namespace
 
-int64_t forward_scratch_bytes(const Problem& problem) { return plan_forward(problem).scratch_bytes; }
+int64_t forward_scratch_bytes(const Problem& problem) {
+  int64_t bytes = 0;
+  try_tables(*best_target(), &KernelTable::forward, problem.dtype, [&](ForwardKernel, bool in_planes) {
+    bytes = plan_forward(problem, in_planes).scratch_bytes;
+    return true;
+  });
+  return bytes;
+}
 
 int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias) {
-  return plan_backward(problem, wants_dbias).scratch_bytes;
+  int64_t bytes = 0;
+  try_tables(*best_target(), &KernelTable::backward, problem.dtype, [&](BackwardKernel, bool in_planes) {
+    bytes = plan_backward(problem, wants_dbias, in_planes).scratch_bytes;
+    return true;
+  });
+  return bytes;
 }
 
-void forward(const Problem& problem, const ForwardResults& results, void* scratch, const Threads& threads) {
-  const ForwardPlan plan = plan_forward(problem);
-  if (plan.num_tasks == 0) return;
-  forward_kernel(problem.dtype)(problem, plan, results, scratch, runner_of(threads));
+bool forward(const Problem& problem, const ForwardResults& results, Scratch scratch, const Threads& threads) {
+  const auto run = [&](ForwardKernel kernel, bool in_planes) {
+    const ForwardPlan plan = plan_forward(problem, in_planes);
+    if (plan.scratch_bytes > scratch.bytes) return false;
+    if (plan.num_tasks > 0) kernel(problem, plan, results, scratch.data, runner_of(threads));
+    return true;
+  };
+  return try_tables(*active_target().load(std::memory_order_relaxed), &KernelTable::forward, problem.dtype, run);
 }
 
-void backward(const Problem& problem, const BackwardBuffers& buffers, void* scratch, const Threads& threads) {
+bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch scratch, const Threads& threads) {
   if (problem.batch == 0 || problem.num_heads == 0 || problem.q_len == 0 || problem.kv_len == 0) {
     clear_gradients(problem, buffers);
-    return;
+    return true;
   }
-  const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr);
-  backward_kernel(problem.dtype)(problem, plan, buffers, scratch, runner_of(threads));
+  const auto run = [&](BackwardKernel kernel, bool in_planes) {
+    const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr, in_planes);
+    if (plan.scratch_bytes > scratch.bytes) return false;
+    kernel(problem, plan, buffers, scratch.data, runner_of(threads));
+    return true;
+  };
+  return try_tables(*active_target().load(std::memory_order_relaxed), &KernelTable::backward, problem.dtype, run);
 }
 
 std::vector<std::string> instruction_sets() {

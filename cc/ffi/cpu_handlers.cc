@@ -68,27 +68,21 @@ cpu::Threads threads_of(ffi::ThreadPool pool) {
   return {pool.num_threads(), parallel_for};
 }
 
-// XLA aligns every buffer to 64 bytes on CPU; the kernel's scratch layout relies on it.
-ffi::Error check_scratch(const ffi::AnyBuffer& scratch, int64_t needed_bytes) {
-  if (static_cast<int64_t>(scratch.size_bytes()) < needed_bytes) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: scratch has " + std::to_string(scratch.size_bytes()) +
-                                                            " bytes, needs " + std::to_string(needed_bytes));
-  }
-  if (needed_bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
+// Runs a pass, which returns whether `scratch` was large enough. XLA aligns every buffer to 64 bytes on CPU; the layout of
+// scratch relies on it. No exception may leave a handler.
+template <class Pass>
+ffi::Error run_pass(ffi::AnyBuffer scratch, const Pass& pass) {
+  const auto bytes = static_cast<int64_t>(scratch.size_bytes());
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jattn: scratch is not aligned to 64 bytes");
   }
-  return ffi::Error::Success();
-}
-
-// No exception may leave a handler.
-template <class Pass>
-ffi::Error run_pass(const Pass& pass) {
   try {
-    pass();
+    if (pass(cpu::Scratch{scratch.untyped_data(), bytes})) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "jattn: scratch has " + std::to_string(bytes) + " bytes, which is too few");
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles that a thread works on");
   }
-  return ffi::Error::Success();
 }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -97,8 +91,8 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
-  if (ffi::Error error = check_scratch(scratch, cpu::forward_scratch_bytes(*problem)); error.failure()) return error;
-  return run_pass([&] { cpu::forward(*problem, results, scratch.untyped_data(), threads_of(pool)); });
+  return run_pass(scratch,
+                  [&](cpu::Scratch memory) { return cpu::forward(*problem, results, memory, threads_of(pool)); });
 }
 
 ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -111,9 +105,8 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
-  const int64_t needed_bytes = cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr);
-  if (ffi::Error error = check_scratch(scratch, needed_bytes); error.failure()) return error;
-  return run_pass([&] { cpu::backward(*problem, buffers, scratch.untyped_data(), threads_of(pool)); });
+  return run_pass(scratch,
+                  [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });
 }
 
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary) { return bind::check_attributes(spec); }

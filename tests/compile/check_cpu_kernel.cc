@@ -17,6 +17,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/kernel_table.h"
+#include "cpu/plan.h"
 #include "cpu/touch.h"
 #include "plain_attention.h"
 
@@ -75,6 +76,7 @@ class Memory {
     std::memset(data_.get(), stale, static_cast<size_t>(whole_lines));
   }
   void* data() const { return data_.get(); }
+  cpu::Scratch scratch() const { return {data(), bytes_}; }
   bool operator==(const Memory& other) const {
     return bytes_ == other.bytes_ && std::memcmp(data(), other.data(), static_cast<size_t>(bytes_)) == 0;
   }
@@ -303,8 +305,11 @@ struct Results {
 // What keys and values hold that no query sees.
 enum class Unseen { kAsGiven, kLargest };
 
+// Scratch as this machine wants it, or as a program brings it that was compiled where there is no matrix unit.
+enum class Room { kWanted, kForVectors };
+
 Results run(const Operands& operands, const Solution& solution, const Type& type, int64_t num_threads,
-            Unseen unseen = Unseen::kAsGiven, Stale stale = kNaN) {
+            Unseen unseen = Unseen::kAsGiven, Stale stale = kNaN, Room room = Room::kWanted) {
   Problem p = operands.p;
   const size_t queries = operands.p.batch * p.q_len * p.num_heads, keys = p.batch * p.kv_len * p.num_kv_heads;
   const auto typed = [&](const void* doubles, size_t count) {
@@ -333,13 +338,18 @@ Results run(const Operands& operands, const Solution& solution, const Type& type
             empty(solution.dk, type),         empty(solution.dv, type),      empty(solution.dbias, type),
             empty(solution.dslopes, lse_type)};
   const cpu::Threads threads = threads_of(num_threads, stale);
-  const Memory forward_scratch(cpu::forward_scratch_bytes(p), stale);
-  cpu::forward(p, {r.out.data(), r.lse.data()}, forward_scratch.data(), threads);
+  const bool all = room == Room::kWanted;
+  const Memory forward_scratch(all ? cpu::forward_scratch_bytes(p) : cpu::plan_forward(p, false).scratch_bytes, stale);
+  bool had_room = cpu::forward(p, {r.out.data(), r.lse.data()}, forward_scratch.scratch(), threads);
   BackwardBuffers buffers{r.out.data(), r.lse.data(), dout.data(), dlse.data(), r.dq.data(), r.dk.data(), r.dv.data()};
   if (p.bias.data != nullptr) buffers.dbias = r.dbias.data();
   if (p.alibi_slopes.data != nullptr) buffers.dslopes = r.dslopes.data(), buffers.dslopes_parts = 1;
-  const Memory backward_scratch(cpu::backward_scratch_bytes(p, buffers.dbias != nullptr), stale);
-  cpu::backward(p, buffers, backward_scratch.data(), threads);
+  const bool wants_dbias = buffers.dbias != nullptr;
+  const Memory backward_scratch(
+      all ? cpu::backward_scratch_bytes(p, wants_dbias) : cpu::plan_backward(p, wants_dbias, false).scratch_bytes,
+      stale);
+  had_room = cpu::backward(p, buffers, backward_scratch.scratch(), threads) && had_room;
+  if (!had_room) std::printf("the scratch memory is too small\n"), std::exit(1);
   return r;
 }
 
@@ -369,6 +379,17 @@ double error_ratio(const Type& type, const Memory& got, const std::vector<double
     if (!(ratio <= worst)) worst = std::isnan(ratio) ? HUGE_VAL : ratio;
   }
   return worst;
+}
+
+// Whether the matrix unit leaves a problem of float32, which it takes in planes, to vectors for want of scratch.
+bool leaves_to_vectors(const Operands& operands, const Solution& solution) {
+  const Type& type = kTypes[0];
+  const Results wanted = run(operands, solution, type, 1);
+  const Results little = run(operands, solution, type, 1, Unseen::kAsGiven, kNaN, Room::kForVectors);
+  cpu::force_instruction_set("avx512");
+  const Results by_vectors = run(operands, solution, type, 1);
+  cpu::force_instruction_set("amx");
+  return little == by_vectors && !(little == wanted);
 }
 
 // The worst ratio of the tensors; complains about those that are wrong.
@@ -435,6 +456,10 @@ int main() {
         worst = std::max(worst, check::check_case(c, operands, want, type));
         ++count;
       }
+    }
+    if (set == "amx") {
+      const check::Operands operands(cases.front());
+      if (!check::leaves_to_vectors(operands, operands.solve())) worst = HUGE_VAL;
     }
     std::printf("%s: %d problems, worst error over limit %.3g\n", set.c_str(), count, worst);
     passed = passed && worst <= 1;

@@ -113,9 +113,8 @@ struct BackwardBuffers {
   void* dk = nullptr;          // [B, S, K, D], summed over the query heads of the group
   void* dv = nullptr;          // [B, S, K, Dv], likewise
   void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
-  void* dslopes =
-      nullptr;  // [B, N, dslopes_parts], dtype of lse: the gradients of alibi_slopes, in parts to be added up
-  int64_t dslopes_parts = 0;  // tiles of queries on a GPU, 1 on CPUs
+  void* dslopes = nullptr;     // [B, N, dslopes_parts], dtype of lse: of alibi_slopes, in parts to be added up
+  int64_t dslopes_parts = 0;   // tiles of queries on a GPU, 1 on CPUs
 };
 
 }  // namespace jattn

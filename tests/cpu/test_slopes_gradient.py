@@ -105,6 +105,26 @@ def test_XLA_multiplies_nothing_and_one_pass_computes_all(others: tuple[str, ...
         np.testing.assert_allclose(found[name], expected[name], atol=2e-5 * scale)
 
 
+def test_an_exported_program_with_a_symbolic_batch() -> None:
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(q, k, v, alibi_slopes=slopes, implementation="cpu")
+        return (out**2).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 3)))
+    (batch,) = jax.export.symbolic_shape("b")
+    shapes = [(batch, 70, 4, 16), (batch, 90, 4, 16), (batch, 90, 4, 16), (4,)]
+    exported = jax.export.export(gradients, disabled_checks=jattn.export_disabled_checks())(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    )
+    rng = np.random.default_rng(0)
+    arrays = [
+        jnp.asarray(rng.normal(size=tuple(3 if x is batch else x for x in shape)), jnp.float32)
+        for shape in shapes
+    ]
+    for found, expected in zip(exported.call(*arrays), gradients(*arrays), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("offers", [True, False])
 def test_what_a_backend_returns_is_used_and_summed_to_the_shape_of_the_slopes(

@@ -271,8 +271,13 @@ void measure_passes(const char* type, int64_t length, int64_t head_dim, bool is_
   BackwardBuffers buffers;
   buffers.out = results.out, buffers.lse = results.lse, buffers.dout = random_floats<Element>(count);
   buffers.dq = memory<Element>(count), buffers.dk = memory<Element>(count), buffers.dv = memory<Element>(count);
-  const ForwardPlan forward_plan = plan_forward(problem);
-  const BackwardPlan backward_plan = plan_backward(problem, false);
+#if defined(__AMX_BF16__)
+  constexpr bool kInPlanes = true;
+#else
+  constexpr bool kInPlanes = false;
+#endif
+  const ForwardPlan forward_plan = plan_forward(problem, kInPlanes);
+  const BackwardPlan backward_plan = plan_backward(problem, false, kInPlanes);
   void* scratch = memory<char>(max_of(forward_plan.scratch_bytes, backward_plan.scratch_bytes));
   const TaskRunner runner{1, nullptr,
                           [](void*, int64_t tasks, int64_t thread_bytes, void (*body)(void*, int64_t), void* argument) {

@@ -1,15 +1,18 @@
 """A program for two processes of two virtual CPU devices each, on one mesh, and one backend.
 
-Its arguments: a backend, the port of the first process, the number of this one. Prints, for every way to cut the
-arrays, the largest error of the loss and of the shards of gradients in this process, as a share of the largest number
-of its array. Run by a test, for JAX may not have started where processes find each other.
+Its arguments: a backend, the port of the first process, the number of this one, a file. Writes there, for every way to
+cut the arrays, the largest error of the loss and of the shards of gradients in this process, as a share of the largest
+number of its array. Run by a test, for JAX may not have started where processes find each other.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -43,7 +46,7 @@ def error(found: jax.Array, wanted: jax.Array) -> float:
     return max(float(np.abs(got - want).max()) for got, want in shards) / float(np.abs(whole).max())
 
 
-def main(backend: str, port: str, number: str) -> None:
+def main(backend: str, port: str, number: str, results: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, int(number))
@@ -54,6 +57,7 @@ def main(backend: str, port: str, number: str) -> None:
     arrays = [np.asarray(normal(i, *shape)) for i, shape in enumerate(shapes)]
     arguments = tuple(range(len(arrays)))
     wanted, gradients = jax.value_and_grad(loss("reference"), arguments)(*arrays)
+    worst = []
     for cut in CUTS:
         of_bias = PartitionSpec(None, cut[2], None, None)
 
@@ -64,7 +68,9 @@ def main(backend: str, port: str, number: str) -> None:
         placed = [place(array, of_bias if i == 3 else cut) for i, array in enumerate(arrays)]
         found, shards = jax.jit(jax.value_and_grad(loss(backend), arguments))(*placed)
         errors = [error(*pair) for pair in zip((found, *shards), (wanted, *gradients), strict=True)]
-        print(max(errors), flush=True)
+        worst.append(max(errors))
+    # Not to stdout, where threads of Gloo write, too.
+    Path(results).write_text(json.dumps(worst))
 
 
 def errors(backend: str) -> list[float]:
@@ -73,25 +79,27 @@ def errors(backend: str) -> list[float]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, __file__, backend, port, str(number)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(PROCESSES)
-    ]
     found: list[float] = []
-    try:
-        for run in runs:
-            out, err = run.communicate(timeout=300)
-            assert run.returncode == 0, err[-4000:]
-            found += [float(line) for line in out.splitlines() if line[0].isdigit()]
-    finally:
-        for run in runs:
-            run.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder) / str(number) for number in range(PROCESSES)]
+        runs = [
+            subprocess.Popen(
+                [sys.executable, __file__, backend, port, str(number), str(path)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, path in enumerate(results)
+        ]
+        try:
+            for run, path in zip(runs, results, strict=True):
+                _, err = run.communicate(timeout=300)
+                assert run.returncode == 0, err[-4000:]
+                found += json.loads(path.read_text())
+        finally:
+            for run in runs:
+                run.kill()
     return found
 
 

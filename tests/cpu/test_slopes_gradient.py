@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slopes_cases import BASE, EVERYTHING
 
 import jattn
 from jattn import _core, ffi
@@ -18,33 +19,6 @@ from jattn.spec import Operands, Spec
 from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
-BASE = Case(
-    name="slopes",
-    batch=2,
-    q_len=200,
-    kv_len=264,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    head_dim_v=64,
-    alibi_form="n",
-)
-EVERYTHING = BASE.but(
-    "everything",
-    window=(150, None),
-    is_causal=True,
-    bias_form="1nts",
-    mask_form="b1ts",
-    mask_density=0.8,
-    segments="interleaved",
-    kv_lengths=(264, 100),
-    q_lengths=(200, 133),
-    softcap=20.0,
-    sinks_form="n",
-    alibi_form="bn",
-    positions="shifted",
-    dropout_rate=0.2,
-)
 CASES = [
     BASE,
     BASE.but("one-of-all-heads", alibi_form="1", is_causal=True),

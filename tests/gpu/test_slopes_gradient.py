@@ -1,9 +1,12 @@
 """The gradient of ALiBi slopes comes from a kernel, on both backends, and has the same bits every time."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import slopes_cases
 
 import jattn
 from jattn.ffi import BACKWARD_TARGET
@@ -12,33 +15,9 @@ from jattn.testing.run import verify
 
 KERNEL = "family=sm80_backward_dslopes "
 
-BASE = Case(
-    name="slopes",
-    batch=2,
-    q_len=200,
-    kv_len=264,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    head_dim_v=64,
-    dtype="bfloat16",
-    alibi_form="n",
-)
-EVERYTHING = BASE.but(
-    "everything",
-    window=(150, None),
-    is_causal=True,
-    bias_form="1nts",
-    mask_form="b1ts",
-    mask_density=0.8,
-    segments="interleaved",
-    kv_lengths=(264, 100),
-    q_lengths=(200, 133),
-    softcap=20.0,
-    sinks_form="n",
-    alibi_form="bn",
-    positions="shifted",
-    dropout_rate=0.2,
+BASE, EVERYTHING = (
+    dataclasses.replace(case, dtype="bfloat16")
+    for case in (slopes_cases.BASE, slopes_cases.EVERYTHING)
 )
 CASES = [
     BASE,

@@ -71,15 +71,16 @@ cpu::Threads threads_of(ffi::ThreadPool pool) {
 // Runs a pass, which returns whether `scratch` was large enough. XLA aligns every buffer to 64 bytes on CPU; the layout of
 // scratch relies on it. No exception may leave a handler.
 template <class Pass>
-ffi::Error run_pass(ffi::AnyBuffer scratch, const Pass& pass) {
+ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pass) {
   const auto bytes = static_cast<int64_t>(scratch.size_bytes());
   if (bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jattn: scratch is not aligned to 64 bytes");
   }
   try {
     if (pass(cpu::Scratch{scratch.untyped_data(), bytes})) return ffi::Error::Success();
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: scratch has " + std::to_string(bytes) + " bytes, which is too few");
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: scratch has " + std::to_string(bytes) +
+                                                            " bytes, which is too few: this machine wants " +
+                                                            std::to_string(wanted_bytes));
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles that a thread works on");
   }
@@ -91,7 +92,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
-  return run_pass(scratch,
+  return run_pass(scratch, cpu::forward_scratch_bytes(*problem),
                   [&](cpu::Scratch memory) { return cpu::forward(*problem, results, memory, threads_of(pool)); });
 }
 
@@ -105,7 +106,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
-  return run_pass(scratch,
+  return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });
 }
 

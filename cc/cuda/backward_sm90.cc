@@ -45,6 +45,14 @@ bool has_senders(const Kernels& kernels) {
   return kernels.fused != nullptr && sm90::has_senders(kernels.fused->config());
 }
 
+bool takes_documents(const Kernels& kernels) { return kernels.fused != nullptr && kernels.fused->config().documents; }
+
+// Tiles of queries of a head of dq_accumulator.
+int64_t accumulator_tiles(const Problem& problem, const Kernels& kernels) {
+  const int tile = kernels.fused->config().tile_q;
+  return takes_documents(kernels) ? sm90::other_tiles_room(problem.q_len, tile) : ceil_div(problem.q_len, tile);
+}
+
 bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().stores_ds; }
 
 bool sums_bias(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().sums_bias; }
@@ -72,8 +80,9 @@ struct Scratch {
   int32_t* next_item = nullptr;  // sm90::DocumentCounter
   int32_t* dq_turns = nullptr;   // sm90::BackwardParams
   void* documents = nullptr;
-  void* key_ranges = nullptr;    // for the kernel that owns keys
-  void* query_ranges = nullptr;  // for the one that owns queries
+  sm90::TileRows* row_tiles = nullptr;  // sm90::OtherTiles
+  void* key_ranges = nullptr;           // for the kernel that owns keys
+  void* query_ranges = nullptr;         // for the one that owns queries
   void* dbias_ranges = nullptr;
   void* key_mask = nullptr;  // packed masks, likewise
   void* query_mask = nullptr;
@@ -91,6 +100,11 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
     return part;
   };
   scratch.rows_padded = round_up(problem.q_len, sm90::kStatisticsRows);
+  if (takes_documents(kernels)) {
+    const int64_t tiles = accumulator_tiles(problem, kernels);
+    scratch.rows_padded = round_up(tiles * kernels.fused->config().tile_q, sm90::kStatisticsRows);
+    scratch.row_tiles = static_cast<sm90::TileRows*>(take(problem.batch * tiles * int64_t{sizeof(sm90::TileRows)}));
+  }
   const int64_t rows = problem.batch * problem.num_heads * scratch.rows_padded;
   scratch.lse_log2 = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
   scratch.delta = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
@@ -320,8 +334,9 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
 }
 
 // dk and dv; in the fused form dq's accumulator too.
-void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
-                 bool fused, const Scratch& scratch, CUstream stream) {
+void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
+                 const Scratch& scratch, CUstream stream) {
+  const Kernel& kernel = *kernels.keys();
   const Config& config = kernel.config();
   sm90::BackwardParams params = backward_params(problem, buffers, kernel, scratch);
   JATTN_REQUIRE(!config.sums_bias || buffers.dbias != nullptr, "kernel ", kernel.text,
@@ -347,15 +362,18 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                .num_threads = sm90::backward_threads(config),
-               .shared_bytes = sm90::backward_shared_bytes(config, fused)};
+               .shared_bytes = sm90::backward_shared_bytes(config, kernels.fused != nullptr)};
   if (sm90::takes_items(config)) {
     params.items = static_cast<int32_t>(shape.grid.x);
     params.next_item = scratch.next_item;
     shape.grid.x = std::min<int64_t>(params.items, sm_count);
   }
   if (config.documents) {
+    const sm90::OtherTiles queries{.tiles = scratch.row_tiles,
+                                   .tile = config.tile_q,
+                                   .room = static_cast<int32_t>(accumulator_tiles(problem, kernels))};
     params.documents = launch_document_tiles(problem, plan, config, true, scratch.key_ranges, scratch.documents,
-                                             scratch.next_item, stream);
+                                             scratch.next_item, queries, stream);
     params.rows_dk = buffers.dk;
     params.rows_dv = buffers.dv;
     shape.grid.x = sm_count;  // how many items there are is known to the device only, and may be more
@@ -368,10 +386,11 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   if (config.sums_bias) launch_bias_sums(problem, buffers, plan, kernel, scratch, stream);
 }
 
-void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& fused,
+void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                  const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "backward_cast");
   const Config& config = kernel.config();
+  const Kernel& fused = *kernels.fused;
   const Config& made_by = fused.config();
   JATTN_REQUIRE(
       config.element == made_by.element && config.head_dim == made_by.head_dim && config.tile_q == made_by.tile_q,
@@ -383,10 +402,14 @@ void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const P
   params.dq_turns = scratch.dq_turns;
   params.q_lengths = problem.q_lengths;
   params.rows_padded = scratch.rows_padded;
-  params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.tiles = static_cast<int32_t>(accumulator_tiles(problem, kernels));
   params.q_len = static_cast<int32_t>(problem.q_len);
   params.num_heads = static_cast<int32_t>(problem.num_heads);
   params.scale = static_cast<float>(problem.scale);
+  params.row_tiles = scratch.row_tiles;
+  params.counters = scratch.next_item;
+  params.rows_dq = buffers.dq;
+  params.head_dim = static_cast<int32_t>(problem.head_dim);
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * params.tiles},
           .num_threads = sm90::cast_threads(config),
@@ -457,10 +480,10 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
   const Scratch scratch = carve(problem, buffers, kernels, scratch_base);
   launch_prepare(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {
-    launch_keys(problem, buffers, plan, *kernels.fused, true, scratch, stream);
-    if (buffers.dq != nullptr) launch_cast(problem, buffers, plan, *kernels.fused, scratch, stream);
+    launch_keys(problem, buffers, plan, kernels, scratch, stream);
+    if (buffers.dq != nullptr) launch_cast(problem, buffers, plan, kernels, scratch, stream);
   } else {
-    if (wants_keys) launch_keys(problem, buffers, plan, *kernels.dkv, false, scratch, stream);
+    if (wants_keys) launch_keys(problem, buffers, plan, kernels, scratch, stream);
     if (buffers.dq != nullptr) launch_dq(problem, buffers, plan, *kernels.dq, scratch, stream);
   }
   if (buffers.dbias != nullptr && kernels.dbias != nullptr)

@@ -32,7 +32,7 @@ int64_t document_tiles_bytes(const Problem& problem, const Config& config, bool 
 
 const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Plan& plan, const Config& config,
                                                 bool owns_keys, void* ranges, void* list, int32_t* counters,
-                                                CUstream stream) {
+                                                const sm90::OtherTiles& others, CUstream stream) {
   const Kernel& kernel = require_family(plan, "document_tiles");
   const OwnedAxis axis(problem, config, owns_keys);
   const int64_t items = axis.heads * problem.batch * axis.room();
@@ -48,6 +48,7 @@ const sm90::DocumentTile* launch_document_tiles(const Problem& problem, const Pl
       .last_first = !owns_keys,
       .counters = counters,
       .tiles = tiles,
+      .others = others,
       .ranges = segment_ranges(problem, config, ranges),
   };
   const int threads = sm90::document_tiles_threads(kernel.config());

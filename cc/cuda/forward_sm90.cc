@@ -196,7 +196,7 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   launch_tile_ranges(problem, plan, passes, ranges, params.problem, stream);
   bytes += tile_ranges_bytes(problem, passes);
   if (config.documents) {
-    params.documents = launch_document_tiles(problem, plan, config, false, ranges, bytes, params.next_item, stream);
+    params.documents = launch_document_tiles(problem, plan, config, false, ranges, bytes, params.next_item, {}, stream);
     bytes += document_tiles_bytes(problem, config, false);
   }
   if (config.mask && problem.kv_len > 0) {

@@ -17,6 +17,7 @@ from jattn.backends.flash_tiles import (
     can_stage_bias,
     check_head_dims,
     document_tiles_bytes,
+    other_tiles_room,
     tile_bytes,
 )
 from jattn.backends.kernel_plan import (
@@ -292,6 +293,12 @@ def _lists_documents(spec: Spec, tile: Tile) -> bool:
     others = spec.positions or spec.q_lengths or spec.kv_lengths or spec.mask is not None
     plain = not (others or _has_step_terms(spec))
     return tile.takes_items and spec.segments and plain and spec.kv_len > tile.tile_kv
+
+
+def _rows_padded(spec: Spec, keys: Tile) -> int:
+    """Rows of a head in the statistics and in the accumulator of dq (``BackwardParams::rows_padded``)."""
+    rows = other_tiles_room(spec.q_len, keys.tile_q) * keys.tile_q if keys.documents else spec.q_len
+    return round_up(rows, _STATISTICS_ROWS)
 
 
 def _has_room_for_results(tile: Tile) -> bool:
@@ -574,7 +581,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         deterministic=deterministic,
     )
 
-    rows = spec.batch * spec.num_heads * round_up(spec.q_len, _STATISTICS_ROWS)
+    rows = spec.batch * spec.num_heads * _rows_padded(spec, keys)
     scratch = 2 * (rows * 4 + SCRATCH_ALIGNMENT) + rows // _STATISTICS_ROWS + SCRATCH_ALIGNMENT
     head_dim_v = _head_dim_tile(spec.head_dim_v)
     kernels = [compose_key("backward_prepare", KEY_ARCH, element=element, head_dim_v=head_dim_v)]
@@ -607,6 +614,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
     if keys.documents:
         listed = document_tiles_bytes(spec.kv_len, keys.tile_kv)
         scratch += spec.batch * listed + SCRATCH_ALIGNMENT
+        scratch += spec.batch * other_tiles_room(spec.q_len, keys.tile_q) * 8 + SCRATCH_ALIGNMENT
     kernels += tile_pass_keys(spec, KEY_ARCH, documents=keys.documents)
     return Plan(";".join(kernels), scratch)
 

@@ -151,6 +151,12 @@ def document_tiles_bytes(length: int, tile: int) -> int:
     return _MOST_DOCUMENT_TILES * -(-length // tile) * _DOCUMENT_TILE_BYTES
 
 
+def other_tiles_room(length: int, tile: int) -> int:
+    """Tiles of the axis that a kernel does not own, where they may begin with documents (of the same name in C++)."""
+    tiles = -(-length // tile)
+    return tiles + -(-tiles // 4)
+
+
 def _caps_by_series(spec: Spec) -> bool:
     """Whether the softcap may be a polynomial (``Config::cap_series``): no terms on it, and it ascends.
 

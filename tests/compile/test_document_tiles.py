@@ -123,11 +123,28 @@ int wrong_pairs(const sm90::ForwardParams& params, int tiles, const std::vector<
          differences<kBand>(problem, q_ids, kv_ids, seen);
 }
 
+constexpr int kQueryTile = 64;  // of the backward kernel
+
+// The rows that tiles of queries say they hold: how many are not held once, or not where a tile may begin.
+int wrong_rows(const OtherTiles& others, int batch, int length) {
+  int wrong = 0;
+  for (int entry = 0; entry < batch; ++entry) {
+    std::vector<int> owners(length);
+    for (int i = 0; i < others.room; ++i) {
+      const TileRows rows = others.tiles[entry * others.room + i];
+      for (int row = rows.begin; row < rows.end; ++row) ++owners[row];
+      wrong += rows.end - aligned_row(rows.begin) > others.tile;
+    }
+    wrong += std::count_if(owners.begin(), owners.end(), [](int n) { return n != 1; });
+  }
+  return wrong;
+}
+
 // The same of the backward kernel, whose tiles are of keys.
 template <bool kBand>
-int wrong_pairs_of_keys(const sm90::BackwardParams& params, int tiles, const std::vector<int>& q_ids,
-                        const std::vector<int>& kv_ids) {
-  constexpr Config kConfig{.tile_q = 64, .tile_kv = 128, .band = kBand, .segments = true, .schedule = 2,
+int wrong_pairs_of_keys(const sm90::BackwardParams& params, const OtherTiles& others, int tiles,
+                        const std::vector<int>& q_ids, const std::vector<int>& kv_ids) {
+  constexpr Config kConfig{.tile_q = kQueryTile, .tile_kv = 128, .band = kBand, .segments = true, .schedule = 2,
                            .documents = true};
   const ProblemParams& problem = params.problem;
   std::vector<int> owners(kv_ids.size());
@@ -141,7 +158,11 @@ int wrong_pairs_of_keys(const sm90::BackwardParams& params, int tiles, const std
     const bool ends_early = end < own.first + kConfig.tile_kv;
     const TileRange range = document_queries<kConfig>(document, end);
     for (int tile = range.begin; tile < range.end; ++tile) {
-      const int first = tile * kConfig.tile_q;
+      const int first = document.q_first + tile * kConfig.tile_q, number = document.q_number + tile;
+      if (first % kRowAlignment != 0 || first + kConfig.tile_q > others.room * kConfig.tile_q) return -2;
+      if (number >= others.room) return -3;
+      const TileRows rows = others.tiles[own.batch * others.room + number];
+      if (aligned_row(rows.begin) != first) return -4;
       const bool same = first >= document.q_begin && first + kConfig.tile_q <= document.q_end;
       for (int t = first; t < first + kConfig.tile_q; ++t) {
         if (t >= problem.q_len) {
@@ -156,6 +177,7 @@ int wrong_pairs_of_keys(const sm90::BackwardParams& params, int tiles, const std
           if (!same) visible = visible && id >= 0 && id == q_ids[own.batch * problem.q_len + t];
           if (!visible) continue;
           if (j >= problem.kv_len) return -1;
+          if (t < rows.begin || t >= rows.end) return -5;  // dq of the row would be lost
           ++seen[(own.batch * problem.q_len + t) * problem.kv_len + j];
         }
       }
@@ -168,12 +190,12 @@ int wrong_pairs_of_keys(const sm90::BackwardParams& params, int tiles, const std
 // Lists the tiles of 128 rows of one axis and prints: refused, tiles, and whether they are in order, of each run the
 // last first or the first.
 int list_tiles(const std::vector<int>* ids[2], const int (&lengths)[2], int batch, bool last_first,
-               std::vector<DocumentTile>& tiles) {
+               std::vector<DocumentTile>& tiles, const OtherTiles& others = {}) {
   tiles.resize(batch * document_tiles_room(lengths[0], 128));
   int counters[kDocumentCounters]{};
   for (blockIdx.x = 0; blockIdx.x < batch; ++blockIdx.x) {
     list_documents(
-        {{ids[0]->data(), ids[1]->data()}, {lengths[0], lengths[1]}, 128, last_first, counters, tiles.data()});
+        {{ids[0]->data(), ids[1]->data()}, {lengths[0], lengths[1]}, 128, last_first, counters, tiles.data(), others});
   }
   bool ordered = true;
   for (int i = 1; i < counters[kDocumentTiles]; ++i) {
@@ -206,14 +228,21 @@ int main() {
     }
     std::cout << " / ";
     std::swap(ids[0], ids[1]);
-    const int of_keys = list_tiles(ids, {problem.kv_len, problem.q_len}, problem.batch, false, tiles);
+    const int room = other_tiles_room(problem.q_len, kQueryTile);
+    std::vector<TileRows> row_tiles(problem.batch * room);
+    const OtherTiles others{row_tiles.data(), kQueryTile, room};
+    const int of_keys = list_tiles(ids, {problem.kv_len, problem.q_len}, problem.batch, false, tiles, others);
     sm90::BackwardParams backward{};
     backward.problem = problem;
     backward.documents = tiles.data();
     if (of_keys >= 0) {
+      const int by_runs = std::count_if(row_tiles.begin(), row_tiles.end(), [&](const TileRows& rows) {
+        return rows.begin < rows.end && rows.begin % kQueryTile != 0;
+      });
       std::cout << ' '
-                << (band ? wrong_pairs_of_keys<true>(backward, of_keys, q_ids, kv_ids)
-                         : wrong_pairs_of_keys<false>(backward, of_keys, q_ids, kv_ids));
+                << (band ? wrong_pairs_of_keys<true>(backward, others, of_keys, q_ids, kv_ids)
+                         : wrong_pairs_of_keys<false>(backward, others, of_keys, q_ids, kv_ids))
+                << ' ' << wrong_rows(others, problem.batch, problem.q_len) << ' ' << by_runs;
     }
     std::cout << std::endl;
   }
@@ -229,7 +258,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(program: Path, problems: list[str]) -> list[tuple[list[int], list[int]]]:
-    """For each problem, of tiles of queries and of keys: refused, tiles, order, wrong rows and pairs."""
+    """For each problem, of tiles of queries and of keys: refused, tiles, order, wrong rows and pairs.
+
+    Of keys also: wrong rows of the tiles of queries, and how many of these do not begin on the grid.
+    """
     done = subprocess.run(
         [program], input="\n".join(problems), capture_output=True, text=True, check=True
     )
@@ -295,9 +327,12 @@ def test_every_row_sees_what_it_may(program: Path) -> None:
         for refuses, answer in zip(sides, both, strict=True):
             assert answer[0] == refuses, text[:60]
             if not refuses:
-                _, tiles, ordered, wrong = answer
+                _, tiles, ordered, wrong = answer[:4]
                 assert (ordered, wrong) == (1, 0), text[:60]
                 assert tiles > 0
+    of_keys = [both[1] for both in found if both[1][0] == 0]
+    assert all(answer[4] == 0 for answer in of_keys)
+    assert 5 < sum(answer[5] > 0 for answer in of_keys) < len(of_keys) - 5
 
 
 def test_keys_in_two_places_are_refused(program: Path) -> None:
@@ -330,5 +365,25 @@ def test_tiles_of_a_packed_sequence(program: Path) -> None:
     lengths = (130, 1, 256, 40)
     row = [i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * 85
     [both] = answers(program, [problem(1, [row], [row], BANDS[1])])
-    for refused, tiles, ordered, wrong in both:
+    for refused, tiles, ordered, wrong, *_ in both:
         assert (refused, tiles, ordered, wrong) == (0, 2 + 1 + 2 + 1 + 1, 1, 0)
+
+
+def row_tiles_of(lengths: list[int], tile: int) -> int:
+    """Tiles of queries that begin with documents, or up to three rows before them."""
+    begins = [0, *itertools.accumulate(lengths)][:-1]
+    return sum(-(-(n + begin % 4) // tile) for begin, n in zip(begins, lengths, strict=True))
+
+
+@pytest.mark.parametrize("length", [1000, 250, 130, 129, 128, 125, 100])
+def test_queries_begin_with_documents_where_there_is_room(program: Path, length: int) -> None:
+    lengths = [length] * (3000 // length)
+    row = [i for i, n in enumerate(lengths) for _ in range(n)]
+    on_grid = -(-len(row) // 64)
+    fits = row_tiles_of(lengths, 64) <= on_grid + -(-on_grid // 4)
+    assert fits == (length not in (130, 129, 100))
+    [(_, (refused, _, _, wrong, wrong_rows, off_grid))] = answers(
+        program, [problem(1, [row], [row], BANDS[1])]
+    )
+    assert (refused, wrong, wrong_rows) == (0, 0, 0)
+    assert (off_grid > 0) == (fits and length % 64 != 0)

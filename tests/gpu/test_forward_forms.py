@@ -104,6 +104,13 @@ DOCUMENTS = [
     BASE.but("lengths-differ", segments="random", num_segments=5, kv_len=401, window=(100, 60)),
     BASE.but("lower-right", segments="random", kv_len=611, is_causal=True, lower_right=True),
     BASE.but("softcap-sinks", segments="random", softcap=30.0, sinks_form="n"),
+    # Few enough for tiles of queries of their own in the backward pass, or too many.
+    BASE.but("few", segments="random", num_segments=3, is_causal=True, window=(300, None)),
+    BASE.but(
+        "few-grouped", batch=3, segments="random", num_segments=2, num_heads=8, num_kv_heads=2
+    ),
+    BASE.but("short", segments="random", num_segments=12, is_causal=True),
+    NARROW.but("few", segments="random", num_segments=2, kv_len=611),
     BASE.but("refused-interleaved", segments="interleaved", is_causal=True),
     BASE.but("refused-many", segments="random", num_segments=300, is_causal=True),
     BASE.but("negative-scale", segments="random", num_segments=7, scale=-0.1, softcap=30.0),

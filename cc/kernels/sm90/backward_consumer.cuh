@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_gradient_rows(char* target, int64_t stride,
     const int row = i / kPieces, piece = i % kPieces;
     if (piece >= width * 2 / 16) continue;
     const unsigned source = tile + (piece / kPiecesOfChunk * kRows + first_row + row) * kChunkRowBytes +
-                            (piece % kPiecesOfChunk ^ row % 8) * 16;
+                            (piece % kPiecesOfChunk ^ (first_row + row) % 8) * 16;
     *reinterpret_cast<uint4*>(target + row * stride + piece * 16) = ptx::load_shared_u32x4(source);
   }
 }

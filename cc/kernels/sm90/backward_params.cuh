@@ -27,7 +27,7 @@ struct BackwardParams {
   const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
   // [B, N, rows_padded, head_dim of the tile] in the order of backward_cast.cuh; sm90_backward only
   float* dq_accumulator;
-  int64_t rows_padded;    // a multiple of kStatisticsRows
+  int64_t rows_padded;    // a multiple of kStatisticsRows; Config::documents: for other_tiles_room()
   int32_t tiles;          // tiles of one head along the axis that a block owns
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left
@@ -49,8 +49,8 @@ struct BackwardParams {
   // Config::documents
   const DocumentTile* documents;  // of keys
   void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
-  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows begin, by each of
-  // num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
+  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows of the accumulator begin,
+  // by each of num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
   int32_t* dq_turns;
   // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
   float* key_sums;
@@ -105,6 +105,11 @@ struct CastParams {
   int32_t tiles;  // query tiles of one head
   int32_t q_len, num_heads;
   float scale;
+  // Of a kernel with Config::documents, unless its list was refused: the rows of each tile, [B, tiles]; or null.
+  const TileRows* row_tiles;
+  const int32_t* counters;  // DocumentCounter
+  void* rows_dq;            // [B, T, N, D], where dq may not write a whole box
+  int32_t head_dim;         // D
 };
 
 }  // namespace jattn::sm90

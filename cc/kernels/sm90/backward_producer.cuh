@@ -30,6 +30,9 @@ struct KeyProducer {
   int terms_head = -1;        // query head of the records in control.terms
   int terms_unwritten = 0;    // stages whose record is still another
   bool by_documents = false;  // items are those of the list of documents
+  // Of the document at hand: the query from which tiles are counted, and how far the rows of dq_accumulator are from those of
+  // statistics. 0 on the grid.
+  int q_first = 0, accumulator_shift = 0;
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
 
@@ -103,6 +106,10 @@ struct KeyProducer {
     int mask_flags;
   };
 
+  __device__ __forceinline__ int first_query(Step step) const {
+    return step.tile * C.tile_q + (C.documents ? q_first : 0);
+  }
+
   // Tells the warps that add dq up where the next one goes.
   __device__ __forceinline__ void announce_dq(const DqTurn& turn) {
     if constexpr (has_senders(C)) {
@@ -151,7 +158,7 @@ struct KeyProducer {
 
   // What the consumers need of a step beside tiles.
   __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
-    const int stage = ring.index, first = step.tile * C.tile_q;
+    const int stage = ring.index, first = first_query(step);
     if constexpr (C.positions) {
       if (C.alibi || C.dropout_rows || (flags & kComparesPositions)) {
         load_positions<C.tile_q>(control.positions[stage], params.problem.q_positions, item.batch, first,
@@ -175,8 +182,9 @@ struct KeyProducer {
   __device__ __forceinline__ void load_queries(const BackwardItem& item, Step step, int flags, bool empty_rows,
                                                int after) {
     const int stage = ring.index;
-    const int first = step.tile * C.tile_q;
+    const int first = first_query(step);
     const int64_t row = (int64_t(item.batch) * params.problem.num_heads + step.head) * params.rows_padded + first;
+    const int64_t accumulator_row = row + (C.documents ? accumulator_shift : 0);
     Barrier* q_full = empty_rows ? &control.landed : &control.first_full[stage];
     Barrier* dout_full = empty_rows ? &control.landed : &control.second_full[stage];
     const unsigned q_tile = tiles + kLayout.q + stage * kQBytes, dout_tile = tiles + kLayout.dout + stage * kDoutBytes;
@@ -193,9 +201,9 @@ struct KeyProducer {
       __syncwarp();
     }
     write_terms(item, step, flags);
-    announce_dq({row, item.first / C.tile_kv + 1, after});
+    announce_dq({accumulator_row, item.first / C.tile_kv + 1, after});
     if (leads()) {
-      control.headers[stage] = {first, flags, row};
+      control.headers[stage] = {first, flags, accumulator_row};
       int bytes = kQBytes + statistics_bytes(C);
       if constexpr (C.mask) bytes += flags & kComparesMask ? mask_words_bytes<C, false>(params.mask) : 0;
       // One arrival completes a barrier: with both tiles on `landed` it comes below.
@@ -264,6 +272,8 @@ struct KeyProducer {
     if (of_document) {
       document = document_keys<C>(params, number);
       item = document.item;
+      q_first = document.q_first;
+      accumulator_shift = document.q_number * C.tile_q - q_first;
     } else {
       place = place_of_item<C, Heaviest::kFirst>(params, problem.num_kv_heads, number);
       item = backward_item<C>(params, place, place.tile * C.tile_kv);
@@ -313,7 +323,7 @@ struct KeyProducer {
         flags |= step.tile >= range.full_end ? kLimitsBelow : 0;
       }
       if constexpr (C.segments) {
-        const int first = step.tile * C.tile_q;
+        const int first = first_query(step);
         const bool same = of_document ? first >= document.q_begin && first + C.tile_q <= document.q_end
                                       : walk.filter.same_segment(step.tile);
         flags |= same ? 0 : kComparesSegments;
@@ -325,7 +335,12 @@ struct KeyProducer {
       if constexpr (!kEmptyRows) return false;
       if (step.tile < 0) return false;
       const int64_t head = int64_t(item.batch) * problem.num_heads + step.head;
-      return params.row_flags[(head * params.rows_padded + step.tile * C.tile_q) / kStatisticsRows] != 0;
+      const int64_t row = head * params.rows_padded + first_query(step);
+      bool has_empty = params.row_flags[row / kStatisticsRows] != 0;
+      if constexpr (C.documents) {  // a tile may lie in two blocks of statistics
+        has_empty = has_empty || params.row_flags[(row + C.tile_q - 1) / kStatisticsRows] != 0;
+      }
+      return has_empty;
     };
 
     if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, first_head, place.tile);

@@ -266,11 +266,13 @@ __device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, 
   return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
 }
 
-// An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them.
+// An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them. These are in tiles that
+// are counted from q_first on, whose places in dq_accumulator are number q_number and the following.
 struct DocumentKeys {
   BackwardItem item;
   int q_begin, q_end;
   bool is_padded;  // keys of padding are among those of the batch entry
+  int q_first, q_number;
 };
 
 template <Config C>
@@ -278,21 +280,22 @@ __device__ __forceinline__ DocumentKeys document_keys(const BackwardParams& para
   const int place = number / params.problem.num_kv_heads;
   const DocumentTile tile = params.documents[place];
   const int head = number - place * params.problem.num_kv_heads;
-  DocumentKeys found{backward_item<C>(params, {tile.batch, head, 0, 0}, tile.begin), tile.other_begin, tile.other_end,
-                     tile.own_padded != 0};
+  DocumentKeys found{backward_item<C>(params, {tile.batch, head, 0, 0}, tile.begin),
+                     tile.other_begin,
+                     tile.other_end,
+                     tile.own_padded,
+                     tile.other_first,
+                     tile.other_number};
   found.item.kv_length = tile.end;
   return found;
 }
 
-// The tiles of queries that keys [item.first, end) visit: those of the document that the band leaves.
+// The tiles of queries, from q_first on, that keys [item.first, end) visit: those of the document that the band leaves.
 template <Config C>
 __device__ __forceinline__ TileRange document_queries(const DocumentKeys& document, int end) {
-  const BackwardItem& item = document.item;
-  TileRange range =
-      visible_tiles<has_index_band(C)>(item.first, end, transposed(band_of(item)), document.q_end, C.tile_q);
-  range.begin = max(range.begin, document.q_begin / C.tile_q);
-  range.end = max(range.begin, document.q_end > document.q_begin ? range.end : 0);
-  return range;
+  const int origin = document.q_first;
+  return visible_tiles<has_index_band(C)>(document.item.first - origin, end - origin,
+                                          transposed(band_of(document.item)), document.q_end - origin, C.tile_q);
 }
 
 // Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by

@@ -95,6 +95,19 @@ struct DocumentRuns {
 
   __device__ __forceinline__ int tiles_of(int run, int tile) const { return ceil_div(end[run] - begin[run], tile); }
 
+  // Of tiles that begin where rows are aligned: how many a run has, and all runs before it.
+  __device__ __forceinline__ int aligned_tiles_of(int run, int tile) const {
+    return ceil_div(end[run] - aligned_row(begin[run]), tile);
+  }
+  __device__ __forceinline__ int aligned_tiles_before(int run, int tile) const {
+    const RunLanes lanes;
+    int tiles = 0;
+    for (int other = lanes.lane; other < count; other += lanes.count) {
+      if (begin[other] < begin[run]) tiles += aligned_tiles_of(other, tile);
+    }
+    return __reduce_add_sync(~0u, tiles);
+  }
+
   __device__ __forceinline__ int tiles_of_longer(int run, int tile) const {
     const RunLanes lanes;
     int tiles = 0;
@@ -106,14 +119,35 @@ struct DocumentRuns {
   }
 };
 
+// Lists the tiles of the other axis of a batch entry: `count` of its runs, or, if these are too many, those of the grid.
+__device__ __forceinline__ void list_other_tiles(const OtherTiles& others, const DocumentRuns& runs, int count,
+                                                 int length, int entry) {
+  TileRows* const tiles = others.tiles + int64_t(entry) * others.room;
+  const bool by_runs = count <= others.room;
+  for (int i = (by_runs ? count : 0) + threadIdx.x; i < others.room; i += blockDim.x) {
+    tiles[i] = {by_runs ? 0 : min(i * others.tile, length), by_runs ? 0 : min((i + 1) * others.tile, length)};
+  }
+  if (!by_runs) return;
+  const RunLanes lanes;
+  for (int run = lanes.warp; run < runs.count; run += lanes.warps) {
+    const int number = runs.aligned_tiles_before(run, others.tile), first = aligned_row(runs.begin[run]);
+    const int tiles_of_run = runs.aligned_tiles_of(run, others.tile);
+    for (int i = lanes.lane; i < tiles_of_run; i += lanes.count) {
+      tiles[number + i] = {max(first + i * others.tile, runs.begin[run]),
+                           min(first + (i + 1) * others.tile, runs.end[run])};
+    }
+  }
+}
+
 __device__ __forceinline__ void list_documents(const DocumentTilesParams& params) {
   __shared__ DocumentRuns own, apart;
   __shared__ int tiles, first;  // of this entry; its place among all
+  __shared__ int other_tiles;   // of runs of the other axis
   const RunLanes lanes;
   const int entry = blockIdx.x;
   const bool same = params.segments[0] == params.segments[1] && params.length[0] == params.length[1];
   DocumentRuns& others = same ? own : apart;
-  if (threadIdx.x == 0) own.count = apart.count = tiles = 0;
+  if (threadIdx.x == 0) own.count = apart.count = tiles = other_tiles = 0;
   __syncthreads();
   own.find(params.segments[0] + int64_t(entry) * params.length[0], params.length[0]);
   if (!same) apart.find(params.segments[1] + int64_t(entry) * params.length[1], params.length[1]);
@@ -126,7 +160,12 @@ __device__ __forceinline__ void list_documents(const DocumentTilesParams& params
   if (!same) apart.find_ends(params.length[1]);
   own.find_ends(params.length[0]);
   __syncthreads();
+  const bool lists_others = params.others.tiles != nullptr;
+  const int other_tile = params.others.tile;
   for (int run = threadIdx.x; run < own.count; run += blockDim.x) atomicAdd(&tiles, own.tiles_of(run, params.tile));
+  for (int run = threadIdx.x; lists_others && run < others.count; run += blockDim.x) {
+    atomicAdd(&other_tiles, others.aligned_tiles_of(run, other_tile));
+  }
   __syncthreads();
   if (tiles > document_tiles_room(params.length[0], params.tile)) {
     if (threadIdx.x == 0) atomicExch(params.counters + kDocumentsRefused, 1);
@@ -134,17 +173,25 @@ __device__ __forceinline__ void list_documents(const DocumentTilesParams& params
   }
   if (threadIdx.x == 0) first = atomicAdd(params.counters + kDocumentTiles, tiles);
   __syncthreads();
+  if (lists_others) list_other_tiles(params.others, others, other_tiles, params.length[1], entry);
+  const bool by_runs = other_tiles <= params.others.room;
   const bool own_padded = own.run_of(-1) >= 0, others_padded = others.run_of(-1) >= 0;
   for (int run = lanes.warp; run < own.count; run += lanes.warps) {
     const int begin = own.begin[run], end = own.end[run];
     const int seen = own.id[run] < 0 ? -1 : others.run_of(own.id[run]);
     const int other_begin = seen < 0 ? 0 : others.begin[seen], other_end = seen < 0 ? 0 : others.end[seen];
+    int other_first = 0, other_number = 0;
+    if (lists_others && seen >= 0) {
+      other_number = by_runs ? others.aligned_tiles_before(seen, other_tile) : other_begin / other_tile;
+      other_first = by_runs ? aligned_row(other_begin) : other_number * other_tile;
+    }
     const int place = first + own.tiles_of_longer(run, params.tile);
     const int count = own.tiles_of(run, params.tile);
     for (int i = lanes.lane; i < count; i += lanes.count) {
       const int tile = params.last_first ? count - 1 - i : i;
-      params.tiles[place + i] = {entry,        begin + tile * params.tile, end, other_begin, other_end, own_padded,
-                                 others_padded};
+      params.tiles[place + i] = {
+          entry,       begin + tile * params.tile, end, other_begin, other_end, own_padded, others_padded, other_first,
+          other_number};
     }
   }
 }

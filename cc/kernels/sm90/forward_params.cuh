@@ -24,7 +24,27 @@ struct alignas(32) DocumentTile {
   int32_t batch;
   int32_t begin, end;  // rows from this tile's first to the run's last
   int32_t other_begin, other_end;
-  int32_t own_padded, others_padded;  // rows of padding are among those of the batch entry
+  bool own_padded, others_padded;  // rows of padding are among those of the batch entry
+  // If the other axis has tiles of its own (OtherTiles): the first row of the one that other_begin is in, and its number among
+  // those of the batch entry.
+  int32_t other_first, other_number;
+};
+static_assert(sizeof(DocumentTile) == 32);
+
+// Rows [begin, end) of a tile of the other axis, none if there is no such tile. It begins at the multiple of kRowAlignment that
+// they begin at or behind.
+struct TileRows {
+  int32_t begin, end;
+};
+inline constexpr int kRowAlignment = 4;  // of float32 statistics of rows, for bulk copies of 16 bytes
+JATTN_HOST_DEVICE constexpr int32_t aligned_row(int32_t row) { return row / kRowAlignment * kRowAlignment; }
+
+// Tiles of the axis that a kernel does not own: they begin with its runs, too, or, where more than `room` would be needed, lie on
+// the grid.
+struct OtherTiles {
+  TileRows* tiles;  // [B, room]; or null: nobody needs them
+  int32_t tile;     // rows of one
+  int32_t room;     // other_tiles_room()
 };
 
 // Tiles of the list of a batch entry, for each tile of the grid. By the log's model of packed documents (an item begins
@@ -33,6 +53,13 @@ struct alignas(32) DocumentTile {
 inline constexpr int kMostDocumentTiles = 2;
 JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t length, int tile) {
   return kMostDocumentTiles * ceil_div(length, tile);
+}
+
+// Tiles of the other axis: a quarter more than on the grid, since each of them has a place in an accumulator. Enough for
+// documents of two tiles.
+JATTN_HOST_DEVICE constexpr int64_t other_tiles_room(int64_t length, int tile) {
+  const int64_t tiles = ceil_div(length, tile);
+  return tiles + ceil_div(tiles, 4);
 }
 
 // Words of the counters of a kernel that takes documents, zero before document_tiles.
@@ -46,6 +73,7 @@ struct DocumentTilesParams {
   bool last_first;      // of the tiles of a run
   int32_t* counters;    // DocumentCounter
   DocumentTile* tiles;  // room for document_tiles_room() a batch entry
+  OtherTiles others;
   SegmentRangesParams ranges;
 };
 

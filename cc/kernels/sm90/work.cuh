@@ -196,7 +196,7 @@ __device__ __forceinline__ DocumentItem document_item(const ForwardParams& param
   const int offset = problem.lower_right ? problem.kv_len - problem.q_len : 0;
   DocumentItem found;
   found.kv_begin = tile.other_begin;
-  found.keys_are_padded = tile.others_padded != 0;
+  found.keys_are_padded = tile.others_padded;
   ItemRecord& record = found.record;
   record.status = kItemRuns;
   record.q_begin = tile.begin;

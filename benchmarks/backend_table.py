@@ -72,7 +72,8 @@ def _runs(backend: Backend, spec: Spec, device: Device, *, needs_grad: bool = Tr
 
 def _listed() -> list[Backend]:
     """Every backend, in the order of preference."""
-    found = {b.name: b for platform in ("cuda", "cpu") for b in backends.ORDER[platform]}
+    chosen = [b for platform in ("cuda", "cpu") for b in backends.ORDER[platform]]
+    found = {b.name: b for b in (*chosen, *backends.BY_NAME_ONLY)}
     return sorted(found.values(), key=lambda b: backends.KNOWN_NAMES.index(b.name))
 
 

@@ -18,7 +18,7 @@ from jattn import ffi
 from jattn.backends import Backend, Residuals, Wants
 from jattn.config import Determinism
 from jattn.device import Device
-from jattn.jax_interface import equations
+from jattn.jax_interface import CUDNN_PRIMITIVES, equations
 from jattn.spec import Operands, Spec
 
 PassName = Literal["forward", "backward", "tangent"]
@@ -32,8 +32,8 @@ class Kernel:
     Attributes:
       family: name of the kernel, or "native" for that of the CPU backend.
       choices: its compile-time choices that are not defaults: name -> value, tiles among them.
-      origin: where its machine code comes from: "built in" (compiled with the package), "cache" (on disk), or
-        "NVRTC" (compiled when first needed).
+      origin: where its machine code comes from: "built in" (compiled with the package), "cache" (on disk), "NVRTC"
+        (compiled when first needed), or "cuDNN".
     """
 
     family: str
@@ -56,7 +56,7 @@ class Pass:
       flops: floating-point operations of the matrix products, counting visible pairs only; None if an
         extent is symbolic.
       moved_bytes: bytes of operands and results, each once: the least that memory must move; None likewise.
-      scratch_bytes: extra memory of the kernels; None likewise.
+      scratch_bytes: extra memory of the kernels; None likewise, and of cuDNN, which tells XLA alone.
       data_dependent: lengths, segments, positions or a mask may make ``flops`` smaller.
     """
 
@@ -227,13 +227,18 @@ def _custom_calls(jaxpr: Any) -> list[Any]:
     return [
         equation
         for equation, _, _ in equations(jaxpr)
-        if equation.primitive.name == "ffi_call"
-        and equation.params["target_name"] in (ffi.FORWARD_TARGET, ffi.BACKWARD_TARGET)
+        if equation.primitive.name in CUDNN_PRIMITIVES
+        or (
+            equation.primitive.name == "ffi_call"
+            and equation.params["target_name"] in (ffi.FORWARD_TARGET, ffi.BACKWARD_TARGET)
+        )
     ]
 
 
 def _scratch_bytes(calls: Sequence[Any]) -> int | None:
-    # The last result of a call is its scratch.
+    # The last result of a call is its scratch. XLA asks cuDNN for the size of its own when it compiles.
+    if any(call.primitive.name in CUDNN_PRIMITIVES for call in calls):
+        return None
     sizes = [_bytes(call.params["result_avals"][-1:]) for call in calls]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -243,6 +248,10 @@ def _plan_of(call: Any) -> dict[str, Any]:
 
 
 def _kernels(call: Any) -> Iterator[Kernel]:
+    if call.primitive.name in CUDNN_PRIMITIVES:
+        mask = call.params["mask_type"].name.lower()
+        yield Kernel(call.primitive.name, {"mask": mask}, "cuDNN")
+        return
     from jattn import _core
 
     plan = _plan_of(call)

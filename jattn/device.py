@@ -7,6 +7,8 @@ import functools
 
 import jax
 
+from jattn import jax_interface
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -15,6 +17,7 @@ class Device:
     Attributes:
       platform: "cpu", "cuda", "tpu", ... as JAX names it when lowering.
       arch: compute capability of a CUDA device, for example (9, 0); None elsewhere.
+      cudnn: version of the cuDNN library there, 91900 for 9.19.0, 0 if it is missing; None if that is not known.
 
     Raises:
       ValueError: another name for "cuda", or an arch that is not a pair of integers.
@@ -22,6 +25,7 @@ class Device:
 
     platform: str
     arch: tuple[int, int] | None = None
+    cudnn: int | None = None
 
     def __post_init__(self) -> None:
         if self.platform in ("gpu", "nvidia"):
@@ -68,7 +72,7 @@ def describe(platform: str) -> Device:
     except RuntimeError:
         return ASSUMED_CUDA
     major, minor = (int(part) for part in str(device.compute_capability).split("."))
-    return Device("cuda", arch=(major, minor))
+    return Device("cuda", arch=(major, minor), cudnn=jax_interface.cudnn_version())
 
 
 def checked(name: str, device: object) -> Device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Collection
 
 from jattn import backends
 from jattn.backends.base import Backend, missing_features
@@ -110,6 +111,14 @@ def _candidates(platform: str) -> tuple[Backend, ...]:
     return (*_registered.get(platform, ()), *order)
 
 
+def _order(platform: str, enabled: Collection[str]) -> list[str]:
+    """The names that "auto" walks through; of backends that run by name alone those that are enabled by name."""
+    names = [b.name for b in _candidates(platform)]
+    by_name = [b.name for b in backends.BY_NAME_ONLY if b.name in enabled and b.name not in names]
+    fused = [name for name in names if name not in backends.SLOW]
+    return fused + by_name + [name for name in names if name in backends.SLOW]
+
+
 def known_names() -> tuple[str, ...]:
     """Every backend name that may be written, registered ones included."""
     registered = [b.name for group in list(_registered.values()) for b in group]
@@ -118,7 +127,7 @@ def known_names() -> tuple[str, ...]:
 
 def _backends_for(platform: str) -> dict[str, Backend]:
     """By name: those registered for a platform, and those of the package, which refuse other platforms themselves."""
-    groups = (_registered.get(platform, ()), *backends.ORDER.values())
+    groups = (_registered.get(platform, ()), *backends.ORDER.values(), backends.BY_NAME_ONLY)
     return {backend.name: backend for group in groups for backend in group}
 
 
@@ -135,7 +144,7 @@ def _choose(
     order = (
         list(options.implementation)
         if options.implementation is not None
-        else [b.name for b in _candidates(device.platform)]
+        else _order(device.platform, options.enabled or ())
     )
     names = order + [name for name in known_names() if name not in order]
     chosen: Backend | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -18,11 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 T = TypeVar("T")
 
 __all__ = [
+    "CUDNN_PRIMITIVES",
+    "CudnnMask",
     "NamedSharding",
     "PartitionSpec",
     "Primitive",
     "ad",
     "batching",
+    "cudnn_backward",
+    "cudnn_forward",
+    "cudnn_version",
     "equations",
     "jit_primitive",
     "lowering_platforms",
@@ -98,6 +103,99 @@ def lowering_platforms(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
     own.
     """
     return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def cudnn_version() -> int:
+    """Returns the version of the cuDNN library that XLA calls, 91900 for 9.19.0, or 0 if there is none."""
+    from jax._src.lib import cuda_versions
+
+    try:
+        return 0 if cuda_versions is None else int(cuda_versions.cudnn_get_version())
+    except RuntimeError:
+        return 0
+
+
+CUDNN_PRIMITIVES = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # names in jaxprs
+
+
+class CudnnMask(NamedTuple):
+    """Which pairs a call of cuDNN shows beside what lengths hide.
+
+    Attributes:
+      causal: query t sees keys up to t alone.
+      window: how many keys up to its own a query sees, or None; with ``causal`` alone.
+    """
+
+    causal: bool
+    window: int | None
+
+
+def cudnn_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: tuple[jax.Array, jax.Array] | None,
+    mask: CudnnMask,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention by the cuDNN call of XLA, bound below JAX's rules of partitioning and derivatives.
+
+    Args:
+      q: (B, T, N, D), float16 or bfloat16.
+      k, v: (B, S, K, D).
+      lengths: of queries and keys, (B,) int32, at least 1; None if all rows are inside.
+      mask: which pairs are shown.
+      scale: multiplier of q.k, positive.
+
+    Returns:
+      out (B, T, N, D), and the log-sum-exp (B, N, T) in float32.
+    """
+    forward, parameters = _cudnn("fwd", lengths, mask, scale)
+    none = jax.numpy.zeros(0, q.dtype)
+    arrays = (q, k, v, none, *(lengths or (none, none)), *(none,) * 4)
+    out, lse = forward.bind(*arrays, is_training=True, **parameters)
+    return out, lse
+
+
+def cudnn_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    lengths: tuple[jax.Array, jax.Array] | None,
+    mask: CudnnMask,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes dq, dk and dv from the results of ``cudnn_forward`` and the gradient of out."""
+    backward, parameters = _cudnn("bwd", lengths, mask, scale)
+    none = jax.numpy.zeros(0, q.dtype)
+    arrays = (q, k, v, none, *(lengths or (none, none)), *(none,) * 4, lse, out, dout)
+    dq, dk, dv = backward.bind(*arrays, **parameters)
+    return dq, dk, dv
+
+
+def _cudnn(
+    name: str, lengths: tuple[jax.Array, jax.Array] | None, mask: CudnnMask, scale: float
+) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive "fwd" or "bwd" and its parameters."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    if lengths is None:
+        kind = cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
+    else:
+        kind = cudnn.MaskType.PADDING_CAUSAL if mask.causal else cudnn.MaskType.PADDING
+    parameters = {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),  # no bias, and no gradient of one
+        "mask_type": kind,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": mask.window,
+    }
+    return getattr(cudnn, f"_dot_product_attention_{name}_p"), parameters
 
 
 def equations(

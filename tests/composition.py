@@ -64,6 +64,10 @@ FEATURES = {
 }
 # Slopes and dropout keep heads of a group apart.
 FEATURES_OF_FEW = FEATURES | {"alibi": 1, "dropout": 1}
+FEATURES_OF_CUDNN = {
+    name: FEATURES[name] + 1
+    for name in ("is_causal", "window", "q_lengths", "kv_lengths", "scale", "dlse")
+}
 
 
 def problem(
@@ -145,6 +149,20 @@ def listed_larger(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
     return [
         _drawn(i, dtypes[i % len(dtypes)], FEATURES if i % 4 else few, LARGER, WIDER)
         for i in range(count)
+    ]
+
+
+@functools.cache
+def listed_of_cudnn(count: int) -> list[Case]:
+    """The same of larger problems with what cuDNN knows; of windows it takes those with no more queries than keys."""
+    dtypes = ("bfloat16", "float16")
+    windows = ((9, None), (0, None), (200, None))
+    cases = [_drawn(i, dtypes[i % 2], FEATURES_OF_CUDNN, LARGER, WIDER) for i in range(count)]
+    return [
+        case
+        if case.window is None
+        else dataclasses.replace(case, is_causal=True, window=windows[i % 3])
+        for i, case in enumerate(cases)
     ]
 
 

@@ -1,9 +1,8 @@
 """The acceptance rows: id -> where it is tested, or why not. test_rows_table.py checks the table against the tests.
 
 T and J rows are about dense calls (J: what JAX and this library add), R rows about ragged batches. Test functions carry
-the ids of their rows; several ids may share one. `Later` rows belong to a feature that is not in the library yet: their
-tests, where there are some, check that asking for it is refused today. `NotApplicable` rows have nothing to test in
-JAX. Of long lists every run has a short part; `--full` adds the rest.
+the ids of their rows; several ids may share one. `NotApplicable` rows have nothing to test in JAX. Of long lists every
+run has a short part; `--full` adds the rest.
 """
 
 import dataclasses
@@ -18,14 +17,6 @@ class Covered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Later:
-    """A row of a feature that arrives later; `tiers` have a test of today's refusal, if any."""
-
-    reason: str
-    tiers: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class NotApplicable:
     """A row with nothing to test, and why."""
 
@@ -33,9 +24,8 @@ class NotApplicable:
 
 
 CPU, GPU, BOTH = Covered(("cpu",)), Covered(("gpu",)), Covered(("cpu", "gpu"))
-CUDNN = "arrives with the cudnn backend"
 
-ROWS: dict[str, Covered | Later | NotApplicable] = {
+ROWS: dict[str, Covered | NotApplicable] = {
     "T001": BOTH,
     "T002": CPU,
     "T003": BOTH,
@@ -137,8 +127,8 @@ ROWS: dict[str, Covered | Later | NotApplicable] = {
     "T085": CPU,
     "T086": CPU,
     "T087": CPU,
-    "T088": Later(CUDNN, ("cpu",)),
-    "T089": Later(CUDNN, ("cpu",)),
+    "T088": GPU,
+    "T089": CPU,
     "J01": CPU,
     "J02": BOTH,
     "J03": Covered(("cpu",), "works on every backend, no error on fused ones"),

@@ -215,7 +215,8 @@ def symbolic_extents(
     rule: str = "must be a known number; only the batch may be symbolic",
 ) -> tuple[Reason, ...]:
     """The reasons why a backend cannot run a problem of which extents that it needs are symbolic, if so."""
-    symbolic = [name for name in EXTENTS if not isinstance(getattr(spec, name), int)]
+    extents = dict.fromkeys((*EXTENTS, *needed))
+    symbolic = [name for name in extents if not isinstance(getattr(spec, name), int)]
     elsewhere = "reference" if set(symbolic) & set(LENGTHS) else "xla"
     return tuple(
         Reason(

@@ -21,9 +21,10 @@ from jattn.testing import compare, inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
 
-# Backends made of XLA's own operations; every other one shows in the lowered program as a custom call of this prefix.
+# Backends made of XLA's own operations; every other one shows in the lowered program as a custom call of some prefix.
 PLAIN_BACKENDS = frozenset({"reference", "xla"})
 TARGET_PREFIX = "jattn_"
+OTHER_PREFIXES = {"cudnn": "__cudnn$fmha"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Outcome:
 
 def backward_backend(backend: str) -> str:
     """The name of the backend that runs the backward pass of problems that `backend` runs forward."""
-    for group in backends.ORDER.values():
+    for group in (*backends.ORDER.values(), backends.BY_NAME_ONLY):
         for candidate in group:
             if candidate.name == backend:
                 return candidate.for_backward().name
@@ -185,12 +186,13 @@ def assert_ran(
     }
     if ran != wanted:
         raise AssertionError(f"lowered {sorted(ran)}, must be {sorted(wanted)}")
-    has_custom_call = TARGET_PREFIX in lowered
-    if has_custom_call == (backend in PLAIN_BACKENDS):
-        found = "has a" if has_custom_call else "has no"
-        raise AssertionError(
-            f"backend {backend} was asked for, but the lowered program {found} custom call of jattn"
-        )
+    wanted_call = None if backend in PLAIN_BACKENDS else OTHER_PREFIXES.get(backend, TARGET_PREFIX)
+    for prefix in (TARGET_PREFIX, *OTHER_PREFIXES.values()):
+        if (prefix in lowered) != (prefix == wanted_call):
+            found = "has a" if prefix in lowered else "has no"
+            raise AssertionError(
+                f"backend {backend} was asked for, but the lowered program {found} custom call {prefix}..."
+            )
 
 
 def verify(case: Case, backend: str, *, backward: bool = True, kernel: str = "") -> compare.Report:

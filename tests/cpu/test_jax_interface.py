@@ -27,6 +27,13 @@ PIECES = {
         "register_lowering",
     ),
     "jax._src.dispatch": ("prim_requires_devices_during_lowering",),
+    "jax._src.lib": ("cuda_versions",),
+    "jax._src.cudnn.fused_attention_stablehlo": (
+        "AttentionLayout",
+        "MaskType",
+        "_dot_product_attention_bwd_p",
+        "_dot_product_attention_fwd_p",
+    ),
     "jax.experimental.custom_partitioning": ("custom_partitioning",),
     "jax.lax": ("pcast",),
     "jax.sharding": ("AxisType", "ManualAxisType", "NamedSharding", "PartitionSpec", "reshard"),

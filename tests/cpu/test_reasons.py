@@ -59,7 +59,14 @@ REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], jattn.Device, tuple[str, ..
     ("bare", "MASK", PLAIN, MASK, SM90, ("mask",)),
     ("bare", "FEATURE", PLAIN, {"is_causal": True}, SM90, ("band",)),
     ("bare", "FEATURE", PLAIN, {"logits_soft_cap": 3.0}, SM90, ("softcap",)),
-    ("cudnn", "NOT_BUILT", PLAIN, {}, SM90, ("cudnn",)),
+    (
+        "cudnn",
+        "NOT_BUILT",
+        PLAIN,
+        {},
+        jattn.Device("cuda", arch=(9, 0), cudnn=90100),
+        ("version of cuDNN is 90100", "90800", "jax[cuda13]"),
+    ),
 )
 
 

@@ -61,16 +61,29 @@ def test_T070_determinism_is_spoken_of_once_while_tracing(
 @pytest.mark.filterwarnings("ignore:jattn:UserWarning")
 def test_T070_cudnn_is_never_taken_for_deterministic() -> None:
     x = jax.ShapeDtypeStruct((1, 64, 8, 64), "float16")
-    with jattn.deterministic("strict"), pytest.raises(jattn.NoBackendError):
+    with jattn.deterministic("strict"), pytest.raises(jattn.NoBackendError) as caught:
         jattn.select_backend(x, x, x, implementation="cudnn", device=SM90, needs_grad=True)
+    assert [reason.code for reason in caught.value.reasons] == ["DETERMINISTIC"]
 
 
-@pytest.mark.parametrize("case", ["T088", "T089"])
-def test_T088_T089_cudnn_arrives_later(case: str) -> None:
-    """cuDNN is no backend yet: naming it is refused with a reason, never served by another."""
-    head_dim, head_dim_v = {"T088": (128, 64), "T089": (128, 144)}[case]
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "head_dim_v", "codes"),
+    [
+        ((8, 0), 128, 64, []),
+        ((8, 0), 128, 144, ["HEAD_DIM"]),
+        ((8, 0), 136, 136, ["HEAD_DIM", "HEAD_DIM"]),
+        ((9, 0), 128, 144, []),
+        ((9, 0), 128, 264, ["HEAD_DIM"]),
+        ((9, 0), 12, 12, []),  # zeros make it 16
+    ],
+)
+def test_T035_T089_head_dims_of_cudnn(
+    arch: tuple[int, int], head_dim: int, head_dim_v: int, codes: list[str]
+) -> None:
+    """The largest depends on the device; any below it is served."""
     q, k = alike(1, 128, 2, head_dim, dtype="bfloat16")[:2]
     v = jax.ShapeDtypeStruct((1, 128, 2, head_dim_v), "bfloat16")
-    explanation = jattn.explain(q, k, v, implementation="cudnn", device=SM90)
-    assert explanation.chosen is None
-    assert "NOT_BUILT" in [reason.code for reason in explanation.reasons["cudnn"]]
+    device = jattn.Device("cuda", arch=arch)
+    explanation = jattn.explain(q, k, v, implementation="cudnn", device=device, needs_grad=True)
+    assert explanation.chosen == (None if codes else "cudnn")
+    assert [reason.code for reason in explanation.reasons.get("cudnn", ())] == codes

@@ -9,18 +9,20 @@ from jattn import backends
 from jattn.backends.base import Backend, missing_features
 from jattn.device import Device
 from jattn.masks import Band
-from jattn.spec import FEATURES, FLOAT_DTYPES, Dropout, Spec
+from jattn.spec import FLOAT_DTYPES, Dropout, Spec
 
 ARCHS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 GPUS = tuple(Device("cuda", arch=arch) for arch in ARCHS)
 CPU = Device("cpu")
 LARGEST_HEAD_DIM_ASKED = 1024
 
-# The arguments behind each feature of a problem; a feature that is not here fails the check of the tables.
+# The arguments behind each feature of a problem; a feature that is not here fails the check of the tables. "causal" is
+# the band that every backend has.
 ARGUMENTS = {
+    "causal": "`is_causal`, upper left",
     "bias": "`bias`, any broadcast form",
     "mask": "`mask`, bool, any broadcast form",
-    "band": "`is_causal`, `local_window_size`, either alignment",
+    "band": "`local_window_size`, lower-right alignment",
     "lengths": "`query_seq_lengths`, `key_value_seq_lengths`",
     "segments": "segment ids",
     "softcap": "`logits_soft_cap`",
@@ -42,7 +44,8 @@ def _problem(feature: str, dtype: str) -> Spec:
     changes: dict[str, dict[str, Any]] = {
         "bias": {"bias": (1, 4, 256, 256), "bias_dtype": dtype},
         "mask": {"mask": (2, 1, 256, 256)},
-        "band": {"band": Band(left=64, right=0, lower_right=True)},
+        "causal": {"band": Band(right=0)},
+        "band": {"band": Band(left=64, right=32, lower_right=True)},
         "lengths": {"q_lengths": True, "kv_lengths": True},
         "segments": {"segments": True},
         "softcap": {"softcap": 30.0},
@@ -60,7 +63,7 @@ def _problem(feature: str, dtype: str) -> Spec:
         },
     }
     spec = dataclasses.replace(_PLAIN, dtype=dtype, **changes[feature])
-    assert feature in spec.features()
+    assert ("band" if feature == "causal" else feature) in spec.features()
     return spec
 
 
@@ -141,8 +144,15 @@ def _largest_head_dim(backend: Backend) -> str:
     if largest == LARGEST_HEAD_DIM_ASKED:
         assert not smaller
         return "any"
-    notes = [f"{problem}: {dim} on {', '.join(archs)}" for (problem, dim), archs in smaller.items()]
-    return f"{largest} ({'; '.join(notes)})" if notes else str(largest)
+    notes: dict[str, list[str]] = {}
+    for (problem, dim), archs in smaller.items():
+        notes.setdefault(f"{dim} on {', '.join(archs)}", []).append(problem)
+    every = sorted({dtype for _, dtype in _places(backend)})
+    texts = [
+        note if sorted(problems) == every else f"{', '.join(problems)}: {note}"
+        for note, problems in notes.items()
+    ]
+    return f"{largest} ({'; '.join(texts)})" if texts else str(largest)
 
 
 def _answer(backend: Backend, feature: str) -> str:
@@ -164,7 +174,7 @@ def rows() -> list[list[str]]:
         ["largest head dim", *(_largest_head_dim(backend) for backend in listed)],
         *(
             [ARGUMENTS[feature], *(_answer(backend, feature) for backend in listed)]
-            for feature in FEATURES
+            for feature in ARGUMENTS
         ),
     ]
 
@@ -173,10 +183,10 @@ def summary() -> list[list[str]]:
     """One row for each backend, with the features it refuses."""
     found = [["backend", "devices", "dtypes", "head dim", "features it refuses"]]
     for backend in _listed():
-        answers = {f: _answer(backend, f) for f in FEATURES}
-        refused = [ARGUMENTS[f] for f in FEATURES if answers[f] == "no"]
+        answers = {f: _answer(backend, f) for f in ARGUMENTS}
+        refused = [ARGUMENTS[f] for f in ARGUMENTS if answers[f] == "no"]
         refused += [
-            f"gradients with {ARGUMENTS[f]}" for f in FEATURES if answers[f] == "forward only"
+            f"gradients with {ARGUMENTS[f]}" for f in ARGUMENTS if answers[f] == "forward only"
         ]
         found.append(
             [

@@ -114,6 +114,24 @@ def test_is_lowered_to_calls_of_cudnn() -> None:
     assert "PADDING_CAUSAL" in text
 
 
+def test_is_lowered_inside_shard_map() -> None:
+    """The types of the calls vary over the axes of the mesh, as those of the arrays do."""
+
+    def gradients(*arrays: jax.Array) -> Any:
+        out, pullback = jax.vjp(
+            lambda *x: jattn.dot_product_attention(*x, implementation="cudnn"), *arrays
+        )
+        return pullback(out)
+
+    axis_types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=axis_types, devices=jax.devices()[:1])
+    specs = (jax.sharding.PartitionSpec("x"),) * 3
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)
+    with jattn.target_device(SM90):
+        text = jax.jit(sharded).trace(X, X, X).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax") == 2
+
+
 def test_explain_names_its_kernels() -> None:
     found = jattn.explain(
         X, X, X, device=SM90, implementation="cudnn", is_causal=True, needs_grad=True

@@ -91,14 +91,15 @@ def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_feature_has_words_and_a_row() -> None:
-    assert set(backend_table.ARGUMENTS) == set(FEATURES)
+    assert set(backend_table.ARGUMENTS) == {"causal", *FEATURES}
     first = [row[0] for row in backend_table.rows()]
-    assert first[4:] == [backend_table.ARGUMENTS[feature] for feature in FEATURES]
+    assert first[4:] == list(backend_table.ARGUMENTS.values())
     largest = dict(zip(backend_table.rows()[0], backend_table.rows()[3], strict=True))
     assert largest["`flash`"] == "256"
     assert largest["`mem_efficient`"] == "512 (float32 with gradients: 384 on sm_86, sm_89, sm_120)"
     names = [row[0] for row in backend_table.summary()[1:]]
-    assert names == ["`flash`", "`mem_efficient`", "`cpu`", "`xla`", "`reference`"]
+    assert names == ["`flash`", "`mem_efficient`", "`cudnn`", "`cpu`", "`xla`", "`reference`"]
+    assert largest["`cudnn`"] == "256 (128 on sm_80, sm_86, sm_89)"
 
 
 @pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.json")), ids=lambda p: p.stem)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import jattn
 from jattn import config, dispatch, ffi
+from jattn.jax_interface import cudnn_version
 from jattn.spec import FLOAT_DTYPES
 
 
@@ -44,6 +45,7 @@ def _info(_: argparse.Namespace) -> int:
     )
     print(f"  NVIDIA driver         {_core.driver_status()}")
     print(f"  NVRTC                 {_core.nvrtc_status()}")
+    print(f"  cuDNN                 {cudnn_version() or 'none that XLA calls'}")
     hot = _core.hot_set()
     print(f"  kernels built in      {len(hot)}")
     cache = _core.cache_info()

@@ -20,7 +20,7 @@ import numpy as np
 from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
 from jattn.arguments import Call, result_flags
-from jattn.backends import Wants
+from jattn.backends import BY_NAME_ONLY, Wants
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
 from jattn.config import Options
@@ -100,9 +100,11 @@ class Explanation:
         return lines
 
     def _others(self) -> list[str]:
+        by_name = {backend.name for backend in BY_NAME_ONLY}
         lines: list[str] = []
         for backend, reasons in self.reasons.items():
-            lines.append(f"{backend}: {'would run' if not reasons else 'refuses'}")
+            runs = "would run where it is named" if backend in by_name else "would run"
+            lines.append(f"{backend}: {'refuses' if reasons else runs}")
             lines.extend(f"  - {reason}" for reason in reasons)
         return lines
 

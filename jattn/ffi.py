@@ -14,7 +14,7 @@ import numpy as np
 from jattn import config
 from jattn.backends.base import Residuals, Wants
 from jattn.errors import Reason
-from jattn.jax_interface import NamedSharding, PartitionSpec, manual_axes
+from jattn.jax_interface import CUDNN_TARGETS, NamedSharding, PartitionSpec, manual_axes
 from jattn.reference import Gradients
 from jattn.spec import Operands, Spec
 
@@ -182,11 +182,11 @@ def _call(
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Returns what ``jax.export.export(..., disabled_checks=)`` needs to accept the custom calls of jattn.
+    """Returns what ``jax.export.export(..., disabled_checks=)`` needs to accept custom calls of jattn and cuDNN.
 
     The program that loads the exported function must import jattn first.
     """
     return [
         jax.export.DisabledSafetyCheck.custom_call(name)
-        for name in (FORWARD_TARGET, BACKWARD_TARGET)
+        for name in (FORWARD_TARGET, BACKWARD_TARGET, *CUDNN_TARGETS)
     ]

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 __all__ = [
     "CUDNN_PRIMITIVES",
+    "CUDNN_TARGETS",
     "CudnnMask",
     "NamedSharding",
     "PartitionSpec",
@@ -116,6 +117,7 @@ def cudnn_version() -> int:
 
 
 CUDNN_PRIMITIVES = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # names in jaxprs
+CUDNN_TARGETS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")  # names in lowered programs
 
 
 class CudnnMask(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 import jattn
 from jattn import api, backends, dispatch
 from jattn.arguments import Call
+from jattn.jax_interface import CUDNN_TARGETS
 from jattn.testing import compare, inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
@@ -24,7 +25,7 @@ from jattn.testing.inputs import Array, Operands
 # Backends made of XLA's own operations; every other one shows in the lowered program as a custom call of some prefix.
 PLAIN_BACKENDS = frozenset({"reference", "xla"})
 TARGET_PREFIX = "jattn_"
-OTHER_PREFIXES = {"cudnn": "__cudnn$fmha"}
+OTHER_PREFIXES = {"cudnn": CUDNN_TARGETS[0]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
+from jattn.jax_interface import CUDNN_TARGETS
 
 SM80, SM90 = jattn.Device("cuda", arch=(8, 0)), jattn.Device("cuda", arch=(9, 0))
 X = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
@@ -108,8 +109,7 @@ def test_is_lowered_to_calls_of_cudnn() -> None:
         gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
         text = gradients.trace(X, X, X, LENGTHS).lower(lowering_platforms=("cuda",)).as_text()
     assert jattn.call_counters() == {"cudnn": {"forward": 1, "backward": 1}}
-    assert text.count("@__cudnn$fmhaSoftmax(") == 1
-    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
+    assert [text.count(f"@{target}(") for target in CUDNN_TARGETS] == [1, 2]
     assert "jattn_" not in text
     assert "PADDING_CAUSAL" in text
 
@@ -129,7 +129,22 @@ def test_is_lowered_inside_shard_map() -> None:
     sharded = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)
     with jattn.target_device(SM90):
         text = jax.jit(sharded).trace(X, X, X).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmhaSoftmax") == 2
+    assert [text.count(f"@{target}(") for target in CUDNN_TARGETS] == [1, 1]
+
+
+def test_is_exported() -> None:
+    def gradient(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out, pullback = jax.vjp(
+            lambda q: jattn.dot_product_attention(q, k, v, implementation="cudnn"), q
+        )
+        return pullback(out)[0]
+
+    checks = jattn.export_disabled_checks()
+    with jattn.target_device(SM90):
+        exported = jax.export.export(jax.jit(gradient), platforms=["cuda"], disabled_checks=checks)
+        text = exported(X, X, X).mlir_module()
+    for target in CUDNN_TARGETS:
+        assert f"@{target}(" in text
 
 
 def test_explain_names_its_kernels() -> None:

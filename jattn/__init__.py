@@ -31,6 +31,10 @@ from jattn.explanation import explain as explain
 from jattn.explanation import select_backend as select_backend
 from jattn.ffi import export_disabled_checks as export_disabled_checks
 from jattn.ffi import register_targets as _register_targets
+from jattn.fusion import FusionRecord as FusionRecord
+from jattn.fusion import clear_fusion_log as clear_fusion_log
+from jattn.fusion import fuse_attention as fuse_attention
+from jattn.fusion import fusion_log as fusion_log
 from jattn.masks import CausalBias as CausalBias
 from jattn.masks import causal_lower_right as causal_lower_right
 from jattn.masks import causal_upper_left as causal_upper_left

@@ -5,13 +5,13 @@ A new JAX release that moves one of these fails in ``tests/cpu/test_jax_interfac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,7 +20,10 @@ T = TypeVar("T")
 __all__ = [
     "CUDNN_PRIMITIVES",
     "CUDNN_TARGETS",
+    "ClosedJaxpr",
     "CudnnMask",
+    "Jaxpr",
+    "Literal",
     "NamedSharding",
     "PartitionSpec",
     "Primitive",
@@ -30,6 +33,9 @@ __all__ = [
     "cudnn_forward",
     "cudnn_version",
     "equations",
+    "evaluate",
+    "inlined_jaxpr",
+    "jaxpr_as_fun",
     "jit_primitive",
     "lowering_platforms",
     "manual_axes",
@@ -218,6 +224,28 @@ def equations(
                 body = getattr(part, "jaxpr", part)
                 if hasattr(body, "eqns"):
                     yield from equations(body, inner, (equation, *around))
+
+
+def inlined_jaxpr(equation: Any) -> Any | None:
+    """The closed jaxpr of a ``jit`` call that says nothing about shardings and donates nothing; None for all else."""
+    params = equation.params
+    if equation.primitive.name not in ("jit", "pjit"):
+        return None
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+    return params["jaxpr"] if is_plain and not any(params["donated_invars"]) else None
+
+
+def evaluate(equation: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation of a jaxpr, with parameters of its own or changed ones."""
+    from jax._src import source_info_util
+
+    bound = equation.primitive.get_bind_params(params)
+    source = equation.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=names), equation.ctx.manager:
+        results = equation.primitive.bind(*inputs, **bound)
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def source_line(equations: tuple[Any, ...], skipped: tuple[Path, ...]) -> str:

@@ -9,7 +9,6 @@ import pytest
 from jax.interpreters import mlir
 
 PIECES = {
-    "jax.extend.core": ("Primitive",),
     "jax.interpreters.ad": (
         "Zero",
         "instantiate_zeros",
@@ -28,6 +27,8 @@ PIECES = {
     ),
     "jax._src.dispatch": ("prim_requires_devices_during_lowering",),
     "jax._src.lib": ("cuda_versions",),
+    "jax._src.source_info_util": ("current_name_stack", "user_context"),
+    "jax.extend.core": ("ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "jaxpr_as_fun"),
     "jax._src.cudnn.fused_attention_stablehlo": (
         "AttentionLayout",
         "MaskType",

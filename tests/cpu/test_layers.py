@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autodiff", "call_timing"),  # transformations
     ("arguments", "api", "explanation"),  # the public functions
     ("ragged_attention",),  # lowered to them
-    ("flax.*",),  # built on them
+    ("flax.*", "fusion.*"),  # built on them
 )
 # Beside the layers: may import anything, and nothing above imports them.
 BESIDE = ("__init__", "__main__", "testing.*")

@@ -1,0 +1,172 @@
+"""Masks that are bands: comparisons of row and column numbers, as ``tril`` and ``iota >= iota`` make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jattn.fusion.graph import Value, number
+
+Axes = tuple[str, ...]  # a name for each axis of a value
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """A sum of numbers of rows, times small integers, and a constant: ``slopes`` by axis name."""
+
+    slopes: tuple[tuple[str, int], ...]
+    constant: int
+
+    @staticmethod
+    def of(slopes: dict[str, int], constant: int) -> Affine:
+        return Affine(tuple(sorted((k, v) for k, v in slopes.items() if v)), constant)
+
+    def plus(self, other: Affine, sign: int = 1) -> Affine:
+        slopes = dict(self.slopes)
+        for name, slope in other.slopes:
+            slopes[name] = slopes.get(name, 0) + sign * slope
+        return Affine.of(slopes, self.constant + sign * other.constant)
+
+
+def _affine(value: Value, axes: Axes) -> Affine | None:
+    known = number(value)
+    if known is not None:
+        return Affine.of({}, int(known)) if known == int(known) else None
+    node = value.node
+    if node is None:
+        return None
+    if node.name == "iota":
+        return Affine.of({axes[node.params["dimension"]]: 1}, 0)
+    if (inner := _rearranged(value, axes)) is not None:
+        return _affine(*inner)
+    if node.name in ("add", "sub"):
+        one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
+        if one is None or other is None:
+            return None
+        return one.plus(other, 1 if node.name == "add" else -1)
+    return None
+
+
+def _axes_of_input(value: Value, axes: Axes) -> Axes:
+    return axes if value.shape else ()
+
+
+def _rearranged(value: Value, axes: Axes) -> tuple[Value, Axes] | None:
+    """What a value holds in another arrangement of its axes, or in another type."""
+    node = value.node
+    if node is None:
+        return None
+    (inner, *_), params = node.inputs or [value], node.params
+    if node.name == "broadcast_in_dim":
+        return inner, tuple(axes[i] for i in params["broadcast_dimensions"])
+    if node.name == "transpose":
+        names = dict(zip(params["permutation"], axes, strict=True))
+        return inner, tuple(names[i] for i in range(len(axes)))
+    if node.name in ("convert_element_type", "copy", "stop_gradient", "pvary", "pcast"):
+        return inner, axes
+    return None
+
+
+_COMPARISONS = {
+    "ge": (1, 0),
+    "gt": (1, -1),
+    "le": (-1, 0),
+    "lt": (-1, -1),
+}  # sign of x - y, and a constant: >= 0
+
+
+def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
+    """The sums that must not be negative where a bool value is true; None if it is not made of such comparisons."""
+    known = number(value)
+    if known is not None:
+        return frozenset() if known else None
+    node = value.node
+    if node is None:
+        return None
+    if node.name in _COMPARISONS:
+        one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
+        if one is None or other is None:
+            return None
+        sign, constant = _COMPARISONS[node.name]
+        difference = one.plus(other, -1) if sign > 0 else other.plus(one, -1)
+        return frozenset({difference.plus(Affine.of({}, constant))})
+    if node.name == "and":
+        both = [conditions(x, _axes_of_input(x, axes)) for x in node.inputs]
+        return None if None in both else frozenset().union(*(x for x in both if x is not None))
+    if node.name == "select_n" and len(node.inputs) == 3 and number(node.inputs[1]) == 0:
+        both = [conditions(x, _axes_of_input(x, axes)) for x in (node.inputs[0], node.inputs[2])]
+        return None if None in both else frozenset().union(*(x for x in both if x is not None))
+    if node.name == "ne" and number(node.inputs[1]) == 0:
+        return conditions(node.inputs[0], axes)
+    if (inner := _rearranged(value, axes)) is not None:
+        return conditions(*inner)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Keys from t - left to t + right are visible to query t; None: without a limit."""
+
+    left: int | None
+    right: int | None
+
+    def intersect(self, other: Band) -> Band:
+        return Band(_least(self.left, other.left), _least(self.right, other.right))
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    known = [x for x in (one, other) if x is not None]
+    return min(known) if known else None
+
+
+def options_of(band: Band, rows: int, columns: int) -> dict[str, object] | None:
+    """What says a band to ``dot_product_attention`` with so many queries and keys; None if nothing does."""
+    options: dict[str, object] = {}
+    left, right = band.left, band.right
+    if right is not None and right == columns - rows:
+        options = {"is_causal": True}
+        if rows != columns:
+            options["causal_alignment"] = "lower_right"
+            left = None if left is None else left + columns - rows
+        right = None
+    elif right == 0:
+        options, right = {"is_causal": True}, None
+    if any(limit is not None and limit < 0 for limit in (left, right)):
+        return None
+    if left is not None or right is not None:
+        options["local_window_size"] = (left, right)
+    return options
+
+
+def band_of(found: frozenset[Affine], row: str, column: str) -> Band | None:
+    """The band that conditions on these two axes are, or None if they are something else."""
+    band = Band(None, None)
+    for condition in found:
+        slopes = dict(condition.slopes)
+        if slopes == {row: 1, column: -1}:
+            band = band.intersect(Band(None, condition.constant))
+        elif slopes == {row: -1, column: 1}:
+            band = band.intersect(Band(condition.constant, None))
+        else:
+            return None
+    return band
+
+
+def band_of_array(mask: Any, axes: Axes, row: str, column: str) -> Band | None:
+    """The band that a bool array is, or None; along other axes it has to repeat itself."""
+    if row not in axes or column not in axes:
+        return None
+    places = axes.index(row), axes.index(column)
+    tables = np.moveaxis(mask, places, (-2, -1))
+    rows, columns = tables.shape[-2:]
+    tables = tables.reshape(-1, rows, columns)
+    if tables.size == 0 or not tables[0].any() or (tables != tables[0]).any():
+        return None
+    distance = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+    visible = distance[tables[0]]
+    left, right = -int(visible.min()), int(visible.max())
+    if ((distance >= -left) & (distance <= right) != tables[0]).any():
+        return None
+    return Band(left if left < rows - 1 else None, right if right < columns - 1 else None)

@@ -1,0 +1,183 @@
+"""A program as a graph: the equations of a jaxpr, nested ``jit`` calls among them, and who uses what.
+
+Values know who makes and who uses them, so that a pattern can be followed backwards through helpers that are
+functions of their own in the jaxpr (``_where``, ``_bernoulli``, ``tril``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.jax_interface import Literal, inlined_jaxpr
+
+# Operations on numbers that are evaluated while matching: what makes a scale or a probability of literals.
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "neg": np.negative,
+    "exp": np.exp,
+    "log": np.log,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "pow": np.power,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+# Those that leave a number of any shape what it is.
+_SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast")
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of the program; compared by identity.
+
+    Attributes:
+      aval: its type.
+      node: who makes it; None for arguments and constants.
+      held: its value, where it is a literal or a constant; it may be one of a trace around this one.
+      known: the same, where it is there while tracing.
+      users: the nodes that read it.
+      is_result: whether the program returns it.
+    """
+
+    aval: Any
+    node: Node | None = None
+    held: Any = None
+    users: list[Node] = dataclasses.field(default_factory=list)
+    is_result: bool = False
+
+    @property
+    def known(self) -> Any:
+        return None if isinstance(self.held, jax.core.Tracer) else self.held
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    def made_by(self, *names: str) -> Node | None:
+        """The node that makes it, if that is one of these operations."""
+        return self.node if self.node is not None and self.node.name in names else None
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation; compared by identity."""
+
+    equation: Any
+    inputs: list[Value]
+    outputs: list[Value]
+
+    @property
+    def name(self) -> str:
+        return str(self.equation.primitive.name)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return dict(self.equation.params)
+
+
+@dataclasses.dataclass
+class Graph:
+    """The nodes in the order of the program, its arguments (constants of the jaxpr first), and its results."""
+
+    nodes: list[Node]
+    arguments: list[Value]
+    results: list[Value]
+
+    @staticmethod
+    def of(jaxpr: Any, constants: Sequence[Any]) -> Graph:
+        """Reads an open jaxpr; ``constants`` belong to its constvars."""
+        nodes: list[Node] = []
+        given = [Value(v.aval, held=c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
+        given += [Value(v.aval) for v in jaxpr.invars]
+        results = _read(jaxpr, given, nodes)
+        for node in nodes:
+            for value in node.inputs:
+                value.users.append(node)
+        for value in results:
+            value.is_result = True
+        return Graph(nodes, given, results)
+
+
+def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+
+    def value_of(atom: Any) -> Value:
+        return Value(atom.aval, held=atom.val) if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [value_of(atom) for atom in equation.invars]
+        inner = inlined_jaxpr(equation)
+        if inner is not None:
+            constants = [
+                Value(v.aval, held=c)
+                for v, c in zip(inner.jaxpr.constvars, inner.consts, strict=True)
+            ]
+            outputs = _read(inner.jaxpr, [*constants, *inputs], nodes)
+        else:
+            node = Node(equation, inputs, [Value(v.aval) for v in equation.outvars])
+            for output in node.outputs:
+                output.node = node
+            outputs = node.outputs
+            nodes.append(node)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def number(value: Value) -> float | None:
+    """The number that every element of a value is, if it is known while tracing; ``inf`` and bools included."""
+    if value.known is not None:
+        known = value.known
+        if np.size(known) != 1 or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return None
+        return float(
+            np.asarray(known, np.float64 if np.asarray(known).dtype != bool else bool).reshape(())
+        )
+    node = value.node
+    if node is None:
+        return None
+    if node.name in _SAME:
+        return number(node.inputs[0])
+    if node.name == "convert_element_type":
+        inner = number(node.inputs[0])
+        return None if inner is None else float(np.asarray(inner).astype(value.dtype))
+    if node.name == "integer_pow":
+        inner = number(node.inputs[0])
+        return None if inner is None else float(inner ** node.params["y"])
+    if node.name not in _FOLDED:
+        return None
+    inputs = [number(x) for x in node.inputs]
+    if any(x is None for x in inputs):
+        return None
+    return float(_FOLDED[node.name](*inputs))
+
+
+def through(value: Value, *names: str) -> Iterator[Value]:
+    """Yields a value, what it is made of by one of these operations of one array, what that is made of, and so on."""
+    yield value
+    while (node := value.made_by(*names)) is not None:
+        value = node.inputs[0]
+        yield value
+
+
+def known_array(value: Value) -> Any | None:
+    """The bools that a value is, if they are there while tracing: a constant, or whether it is not 0."""
+    node = value.node
+    if node is None:
+        is_array = value.known is not None and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return np.asarray(value.known) != 0 if is_array else None
+    if node.name == "convert_element_type" or (node.name == "ne" and number(node.inputs[1]) == 0):
+        return known_array(node.inputs[0])
+    return None

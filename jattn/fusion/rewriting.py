@@ -1,0 +1,388 @@
+"""``fuse_attention``: a function whose hand-written attention is computed by ``jattn.dot_product_attention``."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.api import dot_product_attention
+from jattn.fusion.bands import Axes
+from jattn.fusion.graph import Graph, Node, Value
+from jattn.fusion.matching import Match, Miss, Named, find
+from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
+
+_MOST_RECORDS = 1024  # the oldest are forgotten then
+_lock = threading.Lock()
+_log: collections.deque[FusionRecord] = collections.deque(maxlen=_MOST_RECORDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionRecord:
+    """What ``fuse_attention`` did with one attention of a program that it traced.
+
+    Attributes:
+      pattern: what acts on the scores: "plain", or "causal", "window", "mask", "bias", "dropout", joined by "+"; empty
+        if it was not recognised.
+      miss: why it was left as it is; empty if it was replaced.
+      shapes: of query, key and value as the program has them; empty if they are not known.
+      where: the line of the program, or an empty string.
+    """
+
+    pattern: str
+    miss: str
+    shapes: tuple[tuple[int, ...], ...]
+    where: str
+
+
+def fusion_log() -> tuple[FusionRecord, ...]:
+    """Returns what ``fuse_attention`` found since the log was cleared, one record for each attention and trace.
+
+    Attention inside the body of a loop counts once.
+    """
+    with _lock:
+        return tuple(_log)
+
+
+def clear_fusion_log() -> None:
+    """Forgets all records."""
+    with _lock:
+        _log.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    disable: frozenset[str]
+    finite_fill: bool
+    exact_dropout: bool
+    implementation: Any
+    in_shard_map: bool = False
+
+
+def fuse_attention(
+    function: Any = None,
+    *,
+    disable: str | Collection[str] = (),
+    finite_fill: bool = True,
+    exact_dropout: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Any:
+    """Returns a function that computes the hand-written attention in ``function`` by ``dot_product_attention``.
+
+    A softmax between two products is found in whatever layout and spelling it has: ``einsum`` or ``matmul``, heads
+    before or behind the length, grouped heads, a scale on the scores, masks by ``where``, biases, causal masks and
+    windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of ``jit``, ``scan``,
+    ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the program is left
+    as it is; of a program without attention, all. Fuse before you differentiate, ``jax.grad(fuse_attention(loss))``:
+    in the other order probabilities have a second use, and stay. ``fusion_log`` tells what was found, and what was
+    not taken and why.
+
+    Args:
+      function: any function that JAX can trace. Arguments that are no arrays (numbers of Python among them) are
+        constants of the trace. Without it, a decorator is returned.
+      disable: patterns that stay as they are, as ``FusionRecord.pattern`` has them, or parts of them, as "dropout".
+      finite_fill: whether a mask may write a large negative number (-1e9 and less) instead of -inf. The difference: a
+        query that sees no key gets 0, and not the mean of the values.
+      exact_dropout: whether dropout must drop the weights that the program drops. It then stays as it is; otherwise the
+        same key drops others, as often (``jattn.dropout_mask``).
+      implementation: as for ``dot_product_attention``.
+
+    Raises:
+      TypeError: ``function`` is not callable.
+      ValueError: an unknown pattern in ``disable``.
+    """
+    words = frozenset([disable] if isinstance(disable, str) else disable)
+    known = {"plain", "causal", "window", "mask", "bias", "dropout"}
+    for word in words:
+        if not set(word.split("+")) <= known:
+            raise ValueError(
+                f"jattn.fuse_attention: disable has {word!r}, must be made of {', '.join(sorted(known))}"
+            )
+    options = _Options(words, finite_fill, exact_dropout, implementation)
+    if function is None:
+        return functools.partial(_fused, options=options)
+    return _fused(function, options=options)
+
+
+def _fused(function: Any, *, options: _Options) -> Any:
+    if not callable(function):
+        raise TypeError(f"jattn.fuse_attention: function is {function!r}, must be callable")
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        arrays = [x for x, traced in zip(leaves, is_array, strict=True) if traced]
+        result_tree: Any = None
+
+        def flat(*traced: Any) -> Any:
+            nonlocal result_tree
+            rest = iter(traced)
+            merged = [next(rest) if t else x for x, t in zip(leaves, is_array, strict=True)]
+            again_args, again_kwargs = jax.tree.unflatten(tree, merged)
+            results, result_tree = jax.tree.flatten(function(*again_args, **again_kwargs))
+            return results
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        plan = _Plan.of(closed.jaxpr, closed.consts, options)
+        run = plan.run if plan.changes else jaxpr_as_fun(closed)
+        constants = closed.consts if plan.changes else ()
+        return jax.tree.unflatten(result_tree, run(*constants, *arrays))
+
+    return fused
+
+
+@dataclasses.dataclass
+class _Plan:
+    """A program, and what of it is computed otherwise.
+
+    Attributes:
+      graph: the program.
+      matches: by the node whose result is replaced.
+      parameters: of nodes with programs of their own, in which something changes.
+      sharded: the programs of ``shard_map``, likewise; they can be traced inside of one alone.
+    """
+
+    graph: Graph
+    matches: dict[Node, Match]
+    parameters: dict[Node, dict[str, Any]]
+    sharded: dict[Node, _Plan]
+    options: _Options
+
+    @staticmethod
+    def of(jaxpr: Any, constants: Sequence[Any], options: _Options) -> _Plan:
+        plan = _Plan(Graph.of(jaxpr, constants), {}, {}, {}, options)
+        for node in plan.graph.nodes:
+            match = _find(node, options)
+            if match is not None:
+                plan.matches[node] = match
+            elif node.name == "shard_map":
+                inside = dataclasses.replace(options, in_shard_map=True)
+                inner = _Plan.of(node.params["jaxpr"], (), inside)
+                if inner.changes:
+                    plan.sharded[node] = inner
+            elif (parameters := _changed_parameters(node, options)) is not None:
+                plan.parameters[node] = parameters
+        return plan
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.matches or self.parameters or self.sharded)
+
+    def run(self, *arguments: Any) -> list[Any]:
+        """Computes the results of the program; ``arguments``: constants of the jaxpr first."""
+        arrays = dict(zip(self.graph.arguments, arguments, strict=True))
+
+        def read(value: Value) -> Any:
+            return arrays.get(value, value.held)
+
+        needed = self._needed()
+        for node in self.graph.nodes:
+            if node not in needed:
+                continue
+            if node in self.matches:
+                results = [_attend(self.matches[node], read, self.options)]
+            elif node in self.sharded:
+                results = _in_shard_map(node, self.sharded[node], [read(x) for x in node.inputs])
+            else:
+                parameters = self.parameters.get(node, node.params)
+                results = evaluate(node.equation, parameters, [read(x) for x in node.inputs])
+            arrays.update(zip(node.outputs, results, strict=True))
+        return [read(value) for value in self.graph.results]
+
+    def _needed(self) -> set[Node]:
+        """Nodes that are still needed: scores and probabilities are not."""
+        needed: set[Node] = set()
+        values = set(self.graph.results)
+        for node in reversed(self.graph.nodes):
+            if node.equation.effects or any(value in values for value in node.outputs):
+                needed.add(node)
+                match = self.matches.get(node)
+                values.update(node.inputs if match is None else match.inputs())
+        return needed
+
+
+# ---- What is found --------------------------------------------------------------------------------------------------
+
+
+def _find(node: Node, options: _Options) -> Match | None:
+    match: Match | None = None
+    miss, pattern = "", ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    try:
+        match = find(node, fuses_finite_fill=options.finite_fill)
+        if match is None:
+            return None
+        shapes = tuple(x.value.shape for x in (match.q, match.k, match.v))
+        pattern = match.pattern
+        words = set(pattern.split("+"))
+        if any(set(word.split("+")) <= words for word in options.disable):
+            raise Miss("disabled")
+        if match.dropout is not None and options.exact_dropout:
+            raise Miss("its dropout must drop the same weights")
+    except Miss as reason:
+        match, miss = None, str(reason)
+    where = source_line((node.equation,), ())
+    with _lock:
+        _log.append(FusionRecord(pattern, miss, shapes, where))
+    return match
+
+
+# ---- What takes its place -------------------------------------------------------------------------------------------
+
+
+def _arranged(array: Any, axes: Axes, order: Sequence[str]) -> Any:
+    """An array with its axes in another order, with size 1 where it has none, and without others, of size 1."""
+    present = [name for name in order if name in axes]
+    others = [name for name in axes if name not in order]
+    permutation = [axes.index(name) for name in (*others, *present)]
+    if permutation != list(range(len(axes))):
+        array = jnp.transpose(array, permutation)
+    sizes = dict(zip((*others, *present), array.shape, strict=True))
+    assert all(sizes[name] == 1 for name in others)
+    return _reshaped(array, [sizes.get(name, 1) for name in order])
+
+
+def _reshaped(array: Any, shape: Sequence[int]) -> Any:
+    return array if tuple(array.shape) == tuple(shape) else array.reshape(shape)
+
+
+def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> Any:
+    heads = tuple(name for name in (match.head, match.group) if name is not None)
+    extents: dict[str, int] = {}
+    for named in (match.v, match.k, match.q):
+        extents |= dict(zip(named.axes, named.value.shape, strict=True))
+
+    def size(names: Sequence[str]) -> int:
+        return math.prod(extents[name] for name in names)
+
+    def tokens(named: Named, row: str, of_heads: Axes, width: str) -> Any:
+        array = _arranged(read(named.value), named.axes, (*match.batch, row, *of_heads, width))
+        shape = size(match.batch), extents[row], size(of_heads), extents[width]
+        return _reshaped(array, shape)
+
+    def scores(named: Named) -> Any:
+        order = (*match.batch, *heads, match.row, "column")
+        array = _arranged(read(named.value), named.axes, order)
+        leading, rest = array.shape[: len(order) - 2], array.shape[len(order) - 2 :]
+        folded = []
+        for names, sizes in (
+            (match.batch, leading[: len(match.batch)]),
+            (heads, leading[len(match.batch) :]),
+        ):
+            whole = math.prod(sizes) > 1
+            folded.append(tuple(extents[n] for n in names) if whole else sizes)
+        array = jnp.broadcast_to(array, (*folded[0], *folded[1], *rest))
+        return _reshaped(array, (math.prod(folded[0]), math.prod(folded[1]), *rest))
+
+    of_keys = heads[:1] if match.head is not None else ()
+    bias = (
+        sum((scores(x) for x in match.biases[1:]), scores(match.biases[0]))
+        if match.biases
+        else None
+    )
+    mask = None
+    for named, visible_if_true in match.masks:
+        own = scores(named)
+        own = own if visible_if_true else ~own
+        mask = own if mask is None else mask & own
+    dropout: dict[str, Any] = {}
+    if match.dropout is not None:
+        dropout = {
+            "dropout_rate": match.dropout.rate,
+            "dropout_key": read(match.dropout.key),
+            "broadcast_dropout": match.dropout.broadcast,
+        }
+    attention: Callable[..., Any] = dot_product_attention
+    out = attention(
+        tokens(match.q, match.row, heads, "depth"),
+        tokens(match.k, "column", of_keys, "depth"),
+        tokens(match.v, "column", of_keys, "width"),
+        bias,
+        mask,
+        scale=match.scale,
+        implementation=options.implementation,
+        **match.band_options(),
+        **dropout,
+    )
+    order = (*match.batch, match.row, *heads, "width")
+    out = _reshaped(out, [extents[name] for name in order])
+    return _arranged(out, order, match.result).astype(match.node.outputs[0].dtype)
+
+
+# ---- Programs inside of programs ------------------------------------------------------------------------------------
+
+
+# The operations whose programs are programs of the user's; others have some of their own (kernels).
+_CALLS: tuple[str, ...] = (
+    "scan",
+    "while",
+    "cond",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "jit",
+    "pjit",
+    "closed_call",
+)
+_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def _changed_parameters(node: Node, options: _Options) -> dict[str, Any] | None:
+    """The parameters of a node with other programs in them, or None if nothing in them changes."""
+    if node.name not in _CALLS or options.in_shard_map:
+        return None
+    changed = {name: _changed(value, options) for name, value in node.params.items()}
+    if all(value is None for value in changed.values()):
+        return None
+    return {k: v if changed[k] is None else changed[k] for k, v in node.params.items()}
+
+
+def _changed(parameter: Any, options: _Options) -> Any:
+    if isinstance(parameter, tuple):
+        parts = [_changed(part, options) for part in parameter]
+        if all(part is None for part in parts):
+            return None
+        return tuple(p if c is None else c for p, c in zip(parameter, parts, strict=True))
+    if isinstance(parameter, ClosedJaxpr):
+        return _rewritten(parameter.jaxpr, parameter.consts, options)
+    if isinstance(parameter, Jaxpr) and not parameter.constvars:
+        closed = _rewritten(parameter, (), options)
+        return None if closed is None else closed.jaxpr
+    return None
+
+
+def _rewritten(jaxpr: Any, constants: Sequence[Any], options: _Options) -> Any:
+    plan = _Plan.of(jaxpr, constants, options)
+    if not plan.changes:
+        return None
+    shapes = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        if hasattr(v.aval, "weak_type")
+        else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in jaxpr.invars
+    ]
+    closed = jax.make_jaxpr(lambda *arrays: plan.run(*constants, *arrays))(*shapes)
+    # A body without constants is what loops, branches and checkpoints take.
+    return None if closed.consts else closed
+
+
+def _in_shard_map(node: Node, plan: _Plan, arrays: Sequence[Any]) -> list[Any]:
+    params = node.params
+    run: Callable[..., Any] = jax.shard_map(
+        lambda *local: tuple(plan.run(*local)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return list(run(*arrays))

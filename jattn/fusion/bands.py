@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.fusion.graph import Value, number
@@ -39,6 +40,10 @@ def _affine(value: Value, axes: Axes) -> Affine | None:
         return None
     if node.name == "iota":
         return Affine.of({axes[node.params["dimension"]]: 1}, 0)
+    if node.name == "convert_element_type" and not all(
+        jnp.dtype(x.dtype).itemsize >= 4 for x in (value, node.inputs[0])
+    ):
+        return None  # bools, and numbers that would not fit
     if (inner := _rearranged(value, axes)) is not None:
         return _affine(*inner)
     if node.name in ("add", "sub"):

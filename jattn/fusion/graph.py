@@ -178,6 +178,7 @@ def known_array(value: Value) -> Any | None:
     if node is None:
         is_array = value.known is not None and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
         return np.asarray(value.known) != 0 if is_array else None
-    if node.name == "convert_element_type" or (node.name == "ne" and number(node.inputs[1]) == 0):
+    keeps = node.name == "convert_element_type" and bool in (value.dtype, node.inputs[0].dtype)
+    if keeps or (node.name == "ne" and number(node.inputs[1]) == 0):
         return known_array(node.inputs[0])
     return None

@@ -192,7 +192,7 @@ class _Search:
 
     def _rearranged(self, found: Named) -> Named | None:
         node = found.value.made_by("transpose", *_CASTS, *_ONES)
-        if node is None:
+        if node is None or str(node.inputs[0].dtype) not in FLOAT_DTYPES:
             return None
         axes = found.axes
         if node.name == "transpose":
@@ -294,21 +294,18 @@ class _Search:
         quotient = found.value.made_by("div")
         assert quotient is not None
         top, bottom = quotient.inputs
-        exponential = self._last(top, _CASTS).made_by("exp")
+        exponential = _before_casts(top).made_by("exp")
         total = _reduction(bottom, found.axes, "reduce_sum")
         if exponential is None or total is None:
             return None
-        if (
-            self._last(total.inputs[0], _CASTS).node is not exponential
-            or top.shape != found.value.shape
-        ):
+        if _before_casts(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
             return None
         self._take(top, exponential)
         self._take(bottom, total)
         self._take(total.inputs[0], exponential)
         self.nodes += [quotient, exponential, total]
         scores = exponential.inputs[0]
-        shifted = self._last(scores, _CASTS).made_by("sub")
+        shifted = _before_casts(scores).made_by("sub")
         if shifted is not None and self._takes_maximum(shifted, found.axes):
             self._take(scores, shifted)
             self.nodes.append(shifted)
@@ -320,19 +317,14 @@ class _Search:
         largest = _reduction(shifted.inputs[1], axes, "reduce_max")
         if largest is None or shifted.inputs[0].shape != shifted.outputs[0].shape:
             return False
-        own = self._last(shifted.inputs[0], _CASTS)
-        if self._last(largest.inputs[0], _CASTS) is not own:
+        own = _before_casts(shifted.inputs[0])
+        if _before_casts(largest.inputs[0]) is not own:
             return False
         self._take(shifted.inputs[1], largest)
         if largest.inputs[0] is not shifted.inputs[0]:
             self._take_casts(largest.inputs[0], own)
         self.nodes.append(largest)
         return True
-
-    @staticmethod
-    def _last(value: Value, names: Sequence[str]) -> Value:
-        *_, last = through(value, *names)
-        return last
 
     def _take(self, value: Value, until: Node) -> None:
         """Notes the nodes between a value and another node."""
@@ -375,7 +367,7 @@ class _Search:
         if fill is None:
             raise Miss("a mask that chooses between two arrays")
         lowest = _FILL_OF_FLOAT16 if node.outputs[0].dtype == jnp.float16 else _FILL
-        if fill > lowest:
+        if not fill <= lowest:  # NaN is not
             raise Miss(f"a mask that writes {fill:g}, which scores may reach")
         if fill != -math.inf and not self.fuses_finite_fill:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
@@ -394,7 +386,7 @@ class _Search:
         if scaled:
             raise Miss("a bias in front of the scale")
         compact = _compact(Named(bias, axes))
-        source = self._last(compact.value, (*_CASTS, "broadcast_in_dim", "reshape"))
+        *_, source = through(compact.value, *_CASTS, "broadcast_in_dim", "reshape")
         if str(compact.value.dtype) not in FLOAT_DTYPES or str(source.dtype) not in FLOAT_DTYPES:
             raise Miss(f"a bias of {source.dtype}")
         self.biases.append(compact)
@@ -542,6 +534,15 @@ def _long(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     return [name for name, n in zip(names, shape, strict=True) if n != 1]
 
 
+def _before_casts(value: Value) -> Value:
+    """What a value was in another float type."""
+    for inner in through(value, *_CASTS):
+        if str(inner.dtype) not in FLOAT_DTYPES:
+            break
+        value = inner
+    return value
+
+
 def _leads_to_product(value: Value, depth: int = 16) -> bool:
     """Whether a value is a product of two arrays with scores' operations on it."""
     node = value.node
@@ -573,10 +574,8 @@ def _query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
     count = len(batch[0])
     free = [len(product.inputs[i].shape) - count - 1 for i in (0, 1)]
     names = axes[count : count + free[0]], axes[count + free[0] :]
-    if (
-        any(not name.startswith("batch") for name in axes[:count])
-        or len(set(axes[:count])) != count
-    ):
+    is_known = all(name.startswith(("batch", ONE)) for name in axes[:count])
+    if not is_known or len(set(axes[:count])) != count:
         raise Miss("query and key share an axis that probabilities and values do not")
     operands = [
         Named(

@@ -403,6 +403,13 @@ NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
     ),
     "finite fill, scaled": lambda s, v, b: jax.nn.softmax(jnp.where(b > 0, s, -1e9) * 1e-9) @ v,
     "one row for all": lambda s, v, b: jax.nn.softmax(s[:, :, :1] + b) @ v,
+    "rounded to integers": lambda s, v, b: jax.nn.softmax(s.astype(jnp.int32).astype(s.dtype)) @ v,
+    "weights of integers": lambda s, v, b: (
+        jax.nn.softmax(s * 9).astype(jnp.int32).astype(s.dtype) @ v
+    ),
+    "NaN where hidden": lambda s, v, b: jnp.nan_to_num(
+        jax.nn.softmax(jnp.where(b > 0, s, jnp.nan)) @ v
+    ),
     "two products": lambda s, v, b: jax.nn.softmax(s + s.swapaxes(-1, -2)) @ v,
 }
 
@@ -653,6 +660,12 @@ BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
     "upper": (lambda: jnp.triu(jnp.ones((T, S), bool), -9), "mask", ""),
     "known": (lambda: TRIANGLE, "causal", "(unbounded, 0)"),
     "known window": (lambda: TRIANGLE & ~np.tri(T, S, -4, dtype=bool), "window", "(3, 0)"),
+    "row 0 and others": (
+        lambda: jnp.arange(T)[:, None].astype(bool).astype(jnp.int32) >= jnp.arange(S)[None, :],
+        "mask",
+        "",
+    ),
+    "known, rounded": (lambda: jnp.asarray(TRIANGLE * 1.0 + 0.5).astype(jnp.int32) != 0, "mask", ""),
     "known, none": (lambda: TRIANGLE ^ (np.arange(S) == 3), "mask", ""),
 }  # fmt: skip
 

@@ -11,48 +11,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from jattn.fusion.axes import (
+    CASTS,
+    ONE,
+    ONES,
+    Miss,
+    Named,
+    axes_before,
+    axes_of_products,
+    before_casts,
+    compact_of,
+    extents_of,
+    long_of,
+    query_and_key,
+    result_axes,
+    roles,
+)
 from jattn.fusion.bands import Axes, Band, band_of, band_of_array, conditions, options_of
+from jattn.fusion.dropout import Dropout, dropout_of
 from jattn.fusion.graph import Node, Value, known_array, number, through
 from jattn.spec import FLOAT_DTYPES
 
-_CASTS = (
-    "convert_element_type",
-    "copy",
-    "pvary",
-    "pcast",
-)  # of types, and of how they vary in a shard_map
-_ONES = ("squeeze", "broadcast_in_dim", "reshape")  # where they add or take away axes of size 1
-ONE = "one"  # begins the names of axes that only some of the arrays have
 _FILL = -1e9  # a mask writes this or less: no score is near
 _FILL_OF_FLOAT16 = 0.9 * float(jnp.finfo(jnp.float16).min)
-# Keep probabilities are written twice, as a threshold and as a divisor, which may be rounded to 8 bits.
-_ROUNDED = 2.0**-7
-
-
-class Miss(Exception):  # noqa: N818 (it is an answer, not an error)
-    """Why something that has a softmax between two products is not taken for attention."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A value with a name for each of its axes; axes of scores that it lacks have size 1."""
-
-    value: Value
-    axes: Axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Dropout:
-    """Attributes: rate; key: a JAX key; broadcast: one mask for all batch entries and heads."""
-
-    rate: float
-    key: Value
-    broadcast: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +106,7 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
     if node.name != "dot_general":
         return None
     for place in (0, 1):
-        axes = _axes_of_products(node, place)
+        axes = axes_of_products(node, place)
         if axes is None:
             continue
         search = _Search(fuses_finite_fill)
@@ -130,35 +114,6 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
         if scores is not None:
             return search.finish(node, place, axes[1], scores)
     return None
-
-
-def _axes_of_products(node: Node, place: int) -> tuple[Axes, Axes] | None:
-    """Names of the axes of probabilities and of values, if the operand at ``place`` may be the probabilities."""
-    (contracted, batch) = node.params["dimension_numbers"]
-    of_p, of_v = (contracted[place], batch[place]), (contracted[1 - place], batch[1 - place])
-    p, v = node.inputs[place], node.inputs[1 - place]
-    rows = len(p.shape) - len(of_p[1]) - 1
-    if len(of_p[0]) != 1 or len(v.shape) - len(of_v[1]) != 2 or rows not in (1, 2):
-        return None
-    names = [f"batch{i}" for i in range(len(of_p[1]))]
-    return (
-        _named(len(p.shape), names, of_p, "column", [f"row{i}" for i in range(rows)]),
-        _named(len(v.shape), names, of_v, "column", ["width"]),
-    )
-
-
-def _named(
-    rank: int,
-    batch_names: Sequence[str],
-    numbers: tuple[Sequence[int], Sequence[int]],
-    contracted_name: str,
-    free_names: Sequence[str],
-) -> Axes:
-    """Names the axes of an operand of a product; free ones in order."""
-    (contracted,), batch = numbers
-    names = dict(zip(batch, batch_names, strict=True)) | {contracted: contracted_name}
-    free = iter(free_names)
-    return tuple(names[i] if i in names else next(free) for i in range(rank))
 
 
 @dataclasses.dataclass
@@ -191,43 +146,20 @@ class _Search:
         return None
 
     def _rearranged(self, found: Named) -> Named | None:
-        node = found.value.made_by("transpose", *_CASTS, *_ONES)
+        node = found.value.made_by("transpose", *CASTS, *ONES)
         if node is None or str(node.inputs[0].dtype) not in FLOAT_DTYPES:
             return None
         axes = found.axes
         if node.name == "transpose":
             names = dict(zip(node.params["permutation"], found.axes, strict=True))
             axes = tuple(names[i] for i in range(len(found.axes)))
-        elif node.name in _ONES:
-            before = self._axes_before(node, found.axes)
+        elif node.name in ONES:
+            before = axes_before(node, found.axes, self._name_of_one)
             if before is None:
                 return None
             axes = before
         self.nodes.append(node)
         return Named(node.inputs[0], axes)
-
-    def _axes_before(self, node: Node, axes: Axes) -> Axes | None:
-        """Axes of an array that differs by axes of size 1; they get names of their own. None if it is another array."""
-        before, after = node.inputs[0].shape, node.outputs[0].shape
-        if node.name == "broadcast_in_dim":
-            places = node.params["broadcast_dimensions"]
-            lost = [axes[i] for i in range(len(after)) if i not in places]
-            is_same = before == tuple(after[i] for i in places) and math.prod(before) == math.prod(
-                after
-            )
-            is_known = all(name.startswith((ONE, "batch")) for name in lost)
-            return tuple(axes[i] for i in places) if is_same and is_known else None
-        kept = iter(axes)
-        if node.name == "reshape":
-            # Which axes of size 1 are which is not known: those that are nobody's may come and go.
-            if any(n == 1 and not x.startswith(ONE) for x, n in zip(axes, after, strict=True)):
-                return axes if before == after else None
-            if [n for n in before if n != 1] != [n for n in after if n != 1]:
-                return None
-            kept = iter([name for name, n in zip(axes, after, strict=True) if n != 1])
-            return tuple(self._name_of_one() if n == 1 else next(kept) for n in before)
-        gone = {i % len(before) for i in node.params["dimensions"]}
-        return tuple(self._name_of_one() if i in gone else next(kept) for i in range(len(before)))
 
     def _name_of_one(self) -> str:
         self.ones += 1
@@ -267,7 +199,7 @@ class _Search:
             if value.dtype == bool:
                 self.factor *= factor
                 return value, axes
-            if node.name in _CASTS:
+            if node.name in CASTS:
                 value = node.inputs[0]
             elif node.name == "broadcast_in_dim":
                 axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
@@ -294,18 +226,18 @@ class _Search:
         quotient = found.value.made_by("div")
         assert quotient is not None
         top, bottom = quotient.inputs
-        exponential = _before_casts(top).made_by("exp")
+        exponential = before_casts(top).made_by("exp")
         total = _reduction(bottom, found.axes, "reduce_sum")
         if exponential is None or total is None:
             return None
-        if _before_casts(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
+        if before_casts(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
             return None
         self._take(top, exponential)
         self._take(bottom, total)
         self._take(total.inputs[0], exponential)
         self.nodes += [quotient, exponential, total]
         scores = exponential.inputs[0]
-        shifted = _before_casts(scores).made_by("sub")
+        shifted = before_casts(scores).made_by("sub")
         if shifted is not None and self._takes_maximum(shifted, found.axes):
             self._take(scores, shifted)
             self.nodes.append(shifted)
@@ -317,8 +249,8 @@ class _Search:
         largest = _reduction(shifted.inputs[1], axes, "reduce_max")
         if largest is None or shifted.inputs[0].shape != shifted.outputs[0].shape:
             return False
-        own = _before_casts(shifted.inputs[0])
-        if _before_casts(largest.inputs[0]) is not own:
+        own = before_casts(shifted.inputs[0])
+        if before_casts(largest.inputs[0]) is not own:
             return False
         self._take(shifted.inputs[1], largest)
         if largest.inputs[0] is not shifted.inputs[0]:
@@ -373,7 +305,9 @@ class _Search:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
         if scaled and not (fill == -math.inf and self.scale > 0):
             raise Miss("a mask in front of the scale")
-        self.masks.append((_compact(Named(choice, axes if choice.shape else ())), visible_if_true))
+        self.masks.append(
+            (compact_of(Named(choice, axes if choice.shape else ())), visible_if_true)
+        )
         return Named(if_true if visible_if_true else if_false, axes)
 
     def _biased(self, node: Node, axes: Axes, scaled: bool) -> Named:
@@ -385,8 +319,8 @@ class _Search:
             raise Miss("a number is added to the scores")
         if scaled:
             raise Miss("a bias in front of the scale")
-        compact = _compact(Named(bias, axes))
-        *_, source = through(compact.value, *_CASTS, "broadcast_in_dim", "reshape")
+        compact = compact_of(Named(bias, axes))
+        *_, source = through(compact.value, *CASTS, "broadcast_in_dim", "reshape")
         if str(compact.value.dtype) not in FLOAT_DTYPES or str(source.dtype) not in FLOAT_DTYPES:
             raise Miss(f"a bias of {source.dtype}")
         self.biases.append(compact)
@@ -411,11 +345,11 @@ class _Search:
         product_of = self.scores(probabilities)
         product = product_of.value.node
         assert product is not None
-        q, k = _query_and_key(product, product_of.axes)
+        q, k = query_and_key(product, product_of.axes)
         v = Named(node.inputs[1 - place], v_axes)
         self._check_users({*self.nodes, product}, node)
         known = extents_of(k) | extents_of(q)
-        p_axes = _axes_of_products(node, place)
+        p_axes = axes_of_products(node, place)
         assert p_axes is not None
         for name, n in zip(p_axes[0], node.inputs[place].shape, strict=True):
             if known.get(name, 1) != n:
@@ -423,7 +357,7 @@ class _Search:
         dtypes = {str(x.value.dtype) for x in (q, k, v)}
         if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):
             raise Miss(f"query, key and value of {', '.join(sorted(dtypes))}")
-        batch, head, group, row = _roles(q)
+        batch, head, group, row = roles(q)
         rows, columns = (x.value.shape[x.axes.index(name)] for x, name in ((q, row), (k, "column")))
         band, masks = _split_bands(self.masks, row, rows, columns)
         return Match(
@@ -435,12 +369,12 @@ class _Search:
             head=head,
             group=group,
             row=row,
-            result=_result_axes(node, place, q.axes, v_axes),
+            result=result_axes(node, place, q.axes, v_axes),
             scale=self.scale,
             masks=masks,
             biases=tuple(self.biases),
             band=band,
-            dropout=self._dropout(row, extents_of(q) | extents_of(k)),
+            dropout=self._dropout(row, dict(zip(p_axes[0], node.inputs[place].shape, strict=True))),
         )
 
     def _check_users(self, inside: set[Node], last: Node) -> None:
@@ -459,46 +393,7 @@ class _Search:
             return None
         if self.masks_of_dropout > 1:
             raise Miss("there are two masks on the probabilities")
-        kept = _compact(Named(self.kept, self.kept_axes))
-        threshold = kept.value.made_by("lt")
-        probability = None if threshold is None else number(threshold.inputs[1])
-        bits = None if threshold is None else _random_bits(threshold.inputs[0])
-        if threshold is None or probability is None or bits is None:
-            raise Miss("the mask on the probabilities is not jax.random.bernoulli of a number")
-        if abs(self.factor * probability - 1) > _ROUNDED:
-            raise Miss("kept probabilities are not divided by the probability of keeping them")
-        if bits.inputs[0].shape or not _is_key(bits.inputs[0]):
-            raise Miss("dropout has several keys")
-        present = {name for name, n in zip(kept.axes, kept.value.shape, strict=True) if n > 1}
-        full = {name for name, n in extents.items() if n > 1 and name not in ("depth", "width")}
-        if present == full:
-            return Dropout(1 - probability, bits.inputs[0], broadcast=False)
-        if present == full & {row, "column"}:
-            return Dropout(1 - probability, bits.inputs[0], broadcast=True)
-        raise Miss("one dropout mask for some of the axes")
-
-
-def _is_key(value: Value) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
-
-
-# What makes numbers between 0 and 1 of random bits: operations, and the number that is their other input.
-_UNIFORM = {"max": 0.0, "add": 0.0, "mul": 1.0, "sub": 1.0}
-_OF_BITS = ("bitcast_convert_type", "or", "shift_right_logical", "reshape", *_CASTS)
-
-
-def _random_bits(value: Value) -> Node | None:
-    """The bits that uniform numbers from 0 to 1 are made of."""
-    while (node := value.node) is not None:
-        if node.name == "random_bits":
-            return node
-        rest = [x for x in node.inputs if number(x) is None]
-        numbers = [number(x) for x in node.inputs if number(x) is not None]
-        is_step = node.name in _OF_BITS or [_UNIFORM.get(node.name)] == numbers
-        if len(rest) != 1 or not is_step:
-            return None
-        value = rest[0]
-    return None
+        return dropout_of(Named(self.kept, self.kept_axes), self.factor, row, extents)
 
 
 def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
@@ -512,35 +407,21 @@ def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
         if node.name == "broadcast_in_dim":
             names = tuple(names[i] for i in node.params["broadcast_dimensions"])
         elif node.name in ("reshape", "squeeze"):
-            if _long(inner.shape, inner.shape) != _long(value.shape, value.shape):
+            if long_of(inner.shape, inner.shape) != long_of(value.shape, value.shape):
                 return None
-            long = iter(_long(names, value.shape))
+            long = iter(long_of(names, value.shape))
             names = tuple("" if n == 1 else next(long) for n in inner.shape)
         elif node.name == "max":
             if -math.inf not in [number(x) for x in node.inputs]:
                 return None
-        elif node.name not in (*_CASTS, "stop_gradient"):
+        elif node.name not in (*CASTS, "stop_gradient"):
             return None
         value = inner
     if node is None or tuple(node.params["axes"]) != (axes.index("column"),):
         return None
     whole = node.inputs[0].shape
-    rows = [x for x in _long(axes, whole) if x != "column"]
-    return node if _long(names, value.shape) == rows else None
-
-
-def _long(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """The names of axes that are longer than 1."""
-    return [name for name, n in zip(names, shape, strict=True) if n != 1]
-
-
-def _before_casts(value: Value) -> Value:
-    """What a value was in another float type."""
-    for inner in through(value, *_CASTS):
-        if str(inner.dtype) not in FLOAT_DTYPES:
-            break
-        value = inner
-    return value
+    rows = [x for x in long_of(axes, whole) if x != "column"]
+    return node if long_of(names, value.shape) == rows else None
 
 
 def _leads_to_product(value: Value, depth: int = 16) -> bool:
@@ -550,89 +431,9 @@ def _leads_to_product(value: Value, depth: int = 16) -> bool:
         return False
     if node.name == "dot_general":
         return True
-    if node.name in ("transpose", "neg", "select_n", "add", "mul", "div", *_CASTS, *_ONES):
+    if node.name in ("transpose", "neg", "select_n", "add", "mul", "div", *CASTS, *ONES):
         return any(_leads_to_product(x, depth - 1) for x in node.inputs)
     return False
-
-
-def _compact(found: Named) -> Named:
-    """The smallest array that is broadcast to a value."""
-    while (node := found.value.made_by("broadcast_in_dim", "transpose")) is not None:
-        if node.name == "broadcast_in_dim":
-            axes = tuple(found.axes[i] for i in node.params["broadcast_dimensions"])
-        else:
-            names = dict(zip(node.params["permutation"], found.axes, strict=True))
-            axes = tuple(names[i] for i in range(len(found.axes)))
-        found = Named(node.inputs[0], axes)
-    return found
-
-
-def _query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
-    (contracted, batch) = product.params["dimension_numbers"]
-    if len(contracted[0]) != 1:
-        raise Miss("query and key are summed over several axes")
-    count = len(batch[0])
-    free = [len(product.inputs[i].shape) - count - 1 for i in (0, 1)]
-    names = axes[count : count + free[0]], axes[count + free[0] :]
-    is_known = all(name.startswith(("batch", ONE)) for name in axes[:count])
-    if not is_known or len(set(axes[:count])) != count:
-        raise Miss("query and key share an axis that probabilities and values do not")
-    operands = [
-        Named(
-            product.inputs[i],
-            _named(
-                len(product.inputs[i].shape),
-                axes[:count],
-                (contracted[i], batch[i]),
-                "depth",
-                names[i],
-            ),
-        )
-        for i in (0, 1)
-    ]
-    if names[1] == ("column",):
-        q, k = operands
-    elif names[0] == ("column",):
-        k, q = operands
-    else:
-        raise Miss("keys have an axis that probabilities do not share with values")
-    if any(name.startswith("batch") for name in q.axes if name not in k.axes):
-        raise Miss("heads of values that keys do not have")
-    return q, k
-
-
-def _roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
-    """Which axes are batch, key/value heads, query heads of a group, and queries."""
-    shared = [name for name in q.axes if name.startswith("batch")]
-    rows = [name for name in q.axes if name.startswith("row")]
-    if len(rows) == 1:
-        head = shared[-1] if len(shared) > 1 else None
-        return tuple(shared[: len(shared) - (head is not None)]), head, None, rows[0]
-    if not shared:
-        raise Miss("queries have two axes, and no heads")
-    behind = q.axes.index(shared[-1]) + 1
-    extents = dict(zip(q.axes, q.value.shape, strict=True))
-    is_next = behind < len(q.axes) and q.axes[behind] in rows
-    group = q.axes[behind] if is_next else min(rows, key=lambda name: extents[name])
-    (row,) = (name for name in rows if name != group)
-    return tuple(shared[:-1]), shared[-1], group, row
-
-
-def _result_axes(node: Node, place: int, q_axes: Axes, v_axes: Axes) -> Axes:
-    """Names of the axes of the product with the values."""
-    (contracted, batch) = node.params["dimension_numbers"]
-    p_axes = _axes_of_products(node, place)
-    assert p_axes is not None
-    names = [p_axes[0][i] for i in batch[place]]
-    free = [
-        [axes[i] for i in range(len(axes)) if i not in (*contracted[side], *batch[side])]
-        for side, axes in ((place, p_axes[0]), (1 - place, v_axes))
-    ]
-    return tuple(names + (free[0] + free[1] if place == 0 else free[1] + free[0]))
-
-
-def extents_of(named: Named) -> dict[str, int]:
-    return dict(zip(named.axes, named.value.shape, strict=True))
 
 
 def _band(mask: Named, row: str) -> Band | None:

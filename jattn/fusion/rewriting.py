@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.api import dot_product_attention
+from jattn.fusion.axes import Miss, Named
 from jattn.fusion.bands import Axes
 from jattn.fusion.graph import Graph, Node, Value
-from jattn.fusion.matching import Match, Miss, Named, find
+from jattn.fusion.matching import Match, find
 from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
 
 _MOST_RECORDS = 1024  # the oldest are forgotten then

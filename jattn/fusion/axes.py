@@ -1,0 +1,182 @@
+"""Names of axes: what they are to attention, carried along from its last product backwards.
+
+"batch0", "batch1", ... are shared by all arrays, "row0" (and "row1", of groups of heads) belong to queries, "column" to
+keys, "depth" is summed over in scores, and "width" is that of values. "one1", ... have size 1 and belong to some of the
+arrays alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jattn.fusion.bands import Axes
+from jattn.fusion.graph import Node, Value, through
+from jattn.spec import FLOAT_DTYPES
+
+# Changes of type, and of how an array varies in a shard_map.
+CASTS = ("convert_element_type", "copy", "pvary", "pcast")
+ONES = ("squeeze", "broadcast_in_dim", "reshape")  # where they add or take away axes of size 1
+ONE = "one"  # begins the names of axes that only some of the arrays have
+
+
+class Miss(Exception):  # noqa: N818 (it is an answer, not an error)
+    """Why something that has a softmax between two products is not taken for attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A value with a name for each of its axes; axes of scores that it lacks have size 1."""
+
+    value: Value
+    axes: Axes
+
+
+def extents_of(named: Named) -> dict[str, int]:
+    """Axis name -> size."""
+    return dict(zip(named.axes, named.value.shape, strict=True))
+
+
+def axes_of_products(node: Node, place: int) -> tuple[Axes, Axes] | None:
+    """Names of the axes of probabilities and of values, if the operand at ``place`` may be the probabilities."""
+    (contracted, batch) = node.params["dimension_numbers"]
+    of_p, of_v = (contracted[place], batch[place]), (contracted[1 - place], batch[1 - place])
+    p, v = node.inputs[place], node.inputs[1 - place]
+    rows = len(p.shape) - len(of_p[1]) - 1
+    if len(of_p[0]) != 1 or len(v.shape) - len(of_v[1]) != 2 or rows not in (1, 2):
+        return None
+    names = [f"batch{i}" for i in range(len(of_p[1]))]
+    return (
+        _named(len(p.shape), names, of_p, "column", [f"row{i}" for i in range(rows)]),
+        _named(len(v.shape), names, of_v, "column", ["width"]),
+    )
+
+
+def _named(
+    rank: int,
+    batch_names: Sequence[str],
+    numbers: tuple[Sequence[int], Sequence[int]],
+    contracted_name: str,
+    free_names: Sequence[str],
+) -> Axes:
+    """Names the axes of an operand of a product; free ones in order."""
+    (contracted,), batch = numbers
+    names = dict(zip(batch, batch_names, strict=True)) | {contracted: contracted_name}
+    free = iter(free_names)
+    return tuple(names[i] if i in names else next(free) for i in range(rank))
+
+
+def axes_before(node: Node, axes: Axes, name_of_one: Callable[[], str]) -> Axes | None:
+    """Axes of an array that differs by axes of size 1; they get names of their own. None if it is another array."""
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if node.name == "broadcast_in_dim":
+        places = node.params["broadcast_dimensions"]
+        lost = [axes[i] for i in range(len(after)) if i not in places]
+        is_same = before == tuple(after[i] for i in places) and math.prod(before) == math.prod(
+            after
+        )
+        is_known = all(name.startswith((ONE, "batch")) for name in lost)
+        return tuple(axes[i] for i in places) if is_same and is_known else None
+    kept = iter(axes)
+    if node.name == "reshape":
+        # Which axes of size 1 are which is not known: those that are nobody's may come and go.
+        if any(n == 1 and not x.startswith(ONE) for x, n in zip(axes, after, strict=True)):
+            return axes if before == after else None
+        if [n for n in before if n != 1] != [n for n in after if n != 1]:
+            return None
+        kept = iter([name for name, n in zip(axes, after, strict=True) if n != 1])
+        return tuple(name_of_one() if n == 1 else next(kept) for n in before)
+    gone = {i % len(before) for i in node.params["dimensions"]}
+    return tuple(name_of_one() if i in gone else next(kept) for i in range(len(before)))
+
+
+def long_of(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """The names of axes that are longer than 1."""
+    return [name for name, n in zip(names, shape, strict=True) if n != 1]
+
+
+def before_casts(value: Value) -> Value:
+    """What a value was in another float type."""
+    for inner in through(value, *CASTS):
+        if str(inner.dtype) not in FLOAT_DTYPES:
+            break
+        value = inner
+    return value
+
+
+def compact_of(found: Named) -> Named:
+    """The smallest array that is broadcast to a value."""
+    while (node := found.value.made_by("broadcast_in_dim", "transpose")) is not None:
+        if node.name == "broadcast_in_dim":
+            axes = tuple(found.axes[i] for i in node.params["broadcast_dimensions"])
+        else:
+            names = dict(zip(node.params["permutation"], found.axes, strict=True))
+            axes = tuple(names[i] for i in range(len(found.axes)))
+        found = Named(node.inputs[0], axes)
+    return found
+
+
+def query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
+    (contracted, batch) = product.params["dimension_numbers"]
+    if len(contracted[0]) != 1:
+        raise Miss("query and key are summed over several axes")
+    count = len(batch[0])
+    free = [len(product.inputs[i].shape) - count - 1 for i in (0, 1)]
+    names = axes[count : count + free[0]], axes[count + free[0] :]
+    is_known = all(name.startswith(("batch", ONE)) for name in axes[:count])
+    if not is_known or len(set(axes[:count])) != count:
+        raise Miss("query and key share an axis that probabilities and values do not")
+    operands = [
+        Named(
+            product.inputs[i],
+            _named(
+                len(product.inputs[i].shape),
+                axes[:count],
+                (contracted[i], batch[i]),
+                "depth",
+                names[i],
+            ),
+        )
+        for i in (0, 1)
+    ]
+    if names[1] == ("column",):
+        q, k = operands
+    elif names[0] == ("column",):
+        k, q = operands
+    else:
+        raise Miss("keys have an axis that probabilities do not share with values")
+    if any(name.startswith("batch") for name in q.axes if name not in k.axes):
+        raise Miss("heads of values that keys do not have")
+    return q, k
+
+
+def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
+    """Which axes are batch, key/value heads, query heads of a group, and queries."""
+    shared = [name for name in q.axes if name.startswith("batch")]
+    rows = [name for name in q.axes if name.startswith("row")]
+    if len(rows) == 1:
+        head = shared[-1] if len(shared) > 1 else None
+        return tuple(shared[: len(shared) - (head is not None)]), head, None, rows[0]
+    if not shared:
+        raise Miss("queries have two axes, and no heads")
+    behind = q.axes.index(shared[-1]) + 1
+    extents = dict(zip(q.axes, q.value.shape, strict=True))
+    is_next = behind < len(q.axes) and q.axes[behind] in rows
+    group = q.axes[behind] if is_next else min(rows, key=lambda name: extents[name])
+    (row,) = (name for name in rows if name != group)
+    return tuple(shared[:-1]), shared[-1], group, row
+
+
+def result_axes(node: Node, place: int, q_axes: Axes, v_axes: Axes) -> Axes:
+    """Names of the axes of the product with the values."""
+    (contracted, batch) = node.params["dimension_numbers"]
+    p_axes = axes_of_products(node, place)
+    assert p_axes is not None
+    names = [p_axes[0][i] for i in batch[place]]
+    free = [
+        [axes[i] for i in range(len(axes)) if i not in (*contracted[side], *batch[side])]
+        for side, axes in ((place, p_axes[0]), (1 - place, v_axes))
+    ]
+    return tuple(names + (free[0] + free[1] if place == 0 else free[1] + free[0]))

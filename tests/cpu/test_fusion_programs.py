@@ -1,0 +1,359 @@
+"""``fuse_attention`` in whole programs: loops, transformations, closures, bands, modules of Flax, blocks of models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from fusion_patterns import (
+    DV,
+    PATTERNS,
+    Array,
+    B,
+    D,
+    N,
+    S,
+    T,
+    attend,
+    close,
+    found,
+    masks,
+    missed,
+    normal,
+    operands,
+    transposed,
+)
+
+import jattn
+
+
+@pytest.fixture(autouse=True)
+def clean_log() -> Iterator[None]:
+    jattn.clear_fusion_log()
+    yield
+    jattn.clear_fusion_log()
+
+
+def self_attend(x: Array) -> Array:
+    return attend(x, x, x)
+
+
+def in_custom_vjp(x: Array) -> Array:
+    @jax.custom_vjp
+    def inner(x: Array) -> Array:
+        return self_attend(x)
+
+    inner.defvjp(lambda x: (inner(x), x), lambda x, g: (g,))
+    return inner(x)
+
+
+def in_shard_map(x: Array) -> Array:
+    mesh = jax.make_mesh(
+        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(self_attend, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+INSIDE: dict[str, tuple[Callable[[Array], Array], int]] = {
+    "jit": (jax.jit(self_attend), 1),
+    "jit in jit": (jax.jit(lambda x: jax.jit(self_attend)(x) + 1), 1),
+    "scan": (lambda x: jax.lax.scan(lambda c, _: (self_attend(c), None), x, None, length=3)[0], 1),
+    "while": (
+        lambda x: jax.lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, self_attend(c[1])), (0, x)
+        )[1],
+        1,
+    ),
+    "cond": (lambda x: jax.lax.cond(x[0, 0, 0, 0] > 9, lambda x: x, self_attend, x), 1),
+    "checkpoint": (jax.checkpoint(self_attend), 1),
+    "custom_vjp": (in_custom_vjp, 1),
+    "shard_map": (in_shard_map, 1),
+    "twice": (lambda x: self_attend(self_attend(x)), 2),
+    "vmap": (jax.vmap(self_attend), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_P111_inside_of_other_programs(name: str) -> None:
+    function, count = INSIDE[name]
+    x = normal(B, N, T, D)
+    fused = jattn.fuse_attention(function)
+    close(fused(x), function(x), "float32")
+    assert found() == ["plain"] * count
+    close(jax.jit(fused)(x), function(x), "float32")
+    if name not in ("while",):
+        gradients = [jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (fused, function)]
+        close(*gradients, "float32")
+
+
+def test_transformations_of_a_fused_function() -> None:
+    q, k, v = operands("heads first")
+    fused = jattn.fuse_attention(attend)
+    close(jax.jit(fused)(q, k, v), attend(q, k, v), "float32")
+    close(jax.vmap(fused)(q, k, v), attend(q, k, v), "float32")
+    close(jax.checkpoint(fused)(q, k, v), attend(q, k, v), "float32")
+    tangents = (q * 0.1, k * 0.2, v)
+    close(jax.jvp(fused, (q, k, v), tangents), jax.jvp(attend, (q, k, v), tangents), "float32")
+
+
+def test_names_and_constants_of_the_program_stay() -> None:
+    """Scopes are in the lowered program; an array that a jitted helper holds is there."""
+    table = jnp.arange(float(D))
+    helper = jax.jit(lambda x: x + table)
+
+    def named(q: Array, k: Array, v: Array) -> Array:
+        with jax.named_scope("around"):
+            return jnp.tanh(attend(helper(q), k, v))
+
+    q, k, v = operands("heads first")
+    fused = jattn.fuse_attention(named)
+    close(fused(q, k, v), named(q, k, v), "float32")
+    assert "around/tanh" in jax.jit(fused).lower(q, k, v).as_text(debug_info=True)
+
+    @jax.jit
+    def outer(x: Array, q: Array) -> Array:
+        inner = jax.jit(lambda q: q * x.sum())  # holds a value of the trace around it
+        return jattn.fuse_attention(lambda q: attend(inner(q), k, v))(q)
+
+    close(outer(q, q), attend(q * q.sum(), k, v), "float32")
+
+
+def test_closures_and_other_arguments() -> None:
+    """Arrays and tracers that are closed over; structures, names and numbers of Python as arguments."""
+    q, k, v = operands("heads first")
+
+    @jattn.fuse_attention
+    def by_name(
+        x: dict[str, Array], how: str, *, scale: float = 1.0, bias: Array | None = None
+    ) -> Any:
+        assert how == "plain"
+        s = x["q"] @ transposed(k) * scale
+        return {"out": jax.nn.softmax(s if bias is None else s + bias) @ v, "scale": scale}
+
+    out = by_name({"q": q}, "plain", scale=0.25)
+    close(out["out"], attend(q, k, v), "float32")
+    assert out["scale"] == 0.25
+
+    @jax.jit
+    def outer(q: Array, k: Array, v: Array) -> Array:
+        return jattn.fuse_attention(lambda q: attend(q, k, v))(q)
+
+    close(outer(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["plain", "plain"]
+
+
+@pytest.mark.parametrize("how", ["merged", "apart"])
+def test_groups_of_heads(how: str) -> None:
+    """Query heads that share a key/value head have an axis of their own; keys are not repeated."""
+    q = normal(B, T, 2, 3, D)
+    k, v = normal(B, S, 2, D, seed=1), normal(B, S, 2, DV, seed=2)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        scores = jnp.einsum("btkgd,bskd->bkgts" if how == "merged" else "btkgd,bskd->btkgs", q, k)
+        p = jax.nn.softmax(scores / 4.0)
+        return jnp.einsum("bkgts,bskd->btkgd" if how == "merged" else "btkgs,bskd->btkgd", p, v)
+
+    fused = jattn.fuse_attention(attend)
+    close(fused(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["plain"]
+    text = str(jax.make_jaxpr(fused)(q, k, v))
+    assert f"q float32 ({B}, {T}, 6, {D})   k ({B}, {S}, 2, {D})" in text
+
+
+def test_one_head_and_further_axes() -> None:
+    q, k, v = normal(T, D), normal(S, D, seed=1), normal(S, DV, seed=2)
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    many = [
+        jnp.broadcast_to(x, (2, 3, N, *x.shape)) * np.arange(1, 3).reshape(2, 1, 1, 1, 1)
+        for x in (q, k, v)
+    ]
+    close(jattn.fuse_attention(attend)(*many), attend(*many), "float32")
+    assert found() == ["plain", "plain"]
+
+
+TRIANGLE = np.tri(T, S, dtype=bool)
+BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
+    "tril": (lambda: jnp.tril(jnp.ones((T, S), bool)), "causal", "(unbounded, 0)"),
+    "iota": (lambda: jnp.arange(T)[:, None] >= jnp.arange(S)[None, :], "causal", "(unbounded, 0)"),
+    "iota of lax": (
+        lambda: jax.lax.broadcasted_iota(jnp.int32, (T, S), 1) <= jax.lax.broadcasted_iota(jnp.int32, (T, S), 0),
+        "causal",
+        "(unbounded, 0)",
+    ),
+    "lower right": (lambda: jnp.tril(jnp.ones((T, S), bool), S - T), "causal", "(unbounded, 0, lower right)"),
+    "window": (
+        lambda: (jnp.arange(S)[None] <= jnp.arange(T)[:, None]) & (jnp.arange(S)[None] > jnp.arange(T)[:, None] - 5),
+        "window",
+        "(4, 0)",
+    ),
+    "both sides": (lambda: jnp.tril(jnp.ones((T, S), bool), 3), "causal", "(unbounded, 3)"),
+    "of floats": (lambda: jnp.tril(jnp.ones((T, S))) != 0, "causal", "(unbounded, 0)"),
+    "upper": (lambda: jnp.triu(jnp.ones((T, S), bool), -9), "mask", ""),
+    "known": (lambda: TRIANGLE, "causal", "(unbounded, 0)"),
+    "known window": (lambda: TRIANGLE & ~np.tri(T, S, -4, dtype=bool), "window", "(3, 0)"),
+    "row 0 and others": (
+        lambda: jnp.arange(T)[:, None].astype(bool).astype(jnp.int32) >= jnp.arange(S)[None, :],
+        "mask",
+        "",
+    ),
+    "known, rounded": (lambda: jnp.asarray(TRIANGLE * 1.0 + 0.5).astype(jnp.int32) != 0, "mask", ""),
+    "known, none": (lambda: TRIANGLE ^ (np.arange(S) == 3), "mask", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_P114_masks_that_are_bands(name: str) -> None:
+    """They become arguments without arrays; a mask that is an array of the program stays one."""
+    make, pattern, band = BANDS[name]
+    q, k, v = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        scores = jnp.where(make(), q @ transposed(k) / 4.0, -1e30)
+        return jax.nn.softmax(scores) @ v
+
+    rows = np.asarray(make()).any(-1)  # queries that see a key
+    fused = jattn.fuse_attention(attend)
+    close(fused(q, k, v)[:, :, rows], attend(q, k, v)[:, :, rows], "float32")
+    assert found() == [pattern]
+    if band:
+        assert f"band {band}" in str(jax.make_jaxpr(fused)(q, k, v))
+
+
+def test_P115_a_differentiated_program_is_left_as_it_is() -> None:
+    q, k, v = operands("heads first")
+    gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))
+    close(jattn.fuse_attention(gradient)(q, k, v), gradient(q, k, v), "float32")
+    assert found() == []
+    assert any("by a gradient" in text for text in missed())
+
+
+def test_P117_no_array_of_all_pairs_is_left() -> None:
+    x = jax.ShapeDtypeStruct((1, 2, 4096, 64), jnp.float32)
+
+    def causal(q: Array, k: Array, v: Array) -> Array:
+        s = q @ transposed(k) / 8.0
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((4096, 4096), bool)), s, -jnp.inf)) @ v
+
+    def peak(function: Callable[..., Array]) -> int:
+        memory = jax.jit(function).lower(x, x, x).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes)
+
+    fused = jattn.fuse_attention(causal)
+    assert "4096,4096" not in str(jax.make_jaxpr(fused)(x, x, x))
+    assert peak(fused) < peak(causal) / 4
+
+
+def test_P118_the_log() -> None:
+    q, k, v = operands("heads last")
+    layout, pattern, function = PATTERNS["15 and 17"]
+    assert layout == "heads last"
+    _, c = masks()
+    jattn.fuse_attention(lambda q, k, v: function(q, k, v, None, c, None))(q, k, v)
+    [record] = jattn.fusion_log()
+    assert (record.pattern, record.miss) == (pattern, "")
+    assert [sorted(shape) for shape in record.shapes] == [sorted(x.shape) for x in (q, k, v)]
+    assert "fusion_patterns.py" in record.where
+    jattn.clear_fusion_log()
+    assert jattn.fusion_log() == ()
+
+
+# ---- Modules of Flax, and blocks as models have them ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_P113_flax_linen(dropout: float) -> None:
+    layers = [
+        nn.MultiHeadDotProductAttention(
+            num_heads=4, dropout_rate=dropout, deterministic=dropout == 0
+        )
+        for _ in range(2)
+    ]
+    x = normal(B, T, 32)
+    mask = nn.make_causal_mask(jnp.ones((B, T)))
+    variables = [layer.init(jax.random.key(i), x, x) for i, layer in enumerate(layers)]
+
+    def model(variables: Any, x: Array) -> Array:
+        for layer, own in zip(layers, variables, strict=True):
+            x = x + layer.apply(own, x, x, mask=mask, rngs={"dropout": jax.random.key(5)})
+        return x
+
+    out = jattn.fuse_attention(model)(variables, x)
+    assert found() == ["causal" if dropout == 0 else "causal+dropout"] * 2
+    if dropout == 0:
+        close(out, model(variables, x), "float32")
+
+
+def test_P113_flax_nnx() -> None:
+    layer = nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0))
+    x = normal(B, T, 32)
+
+    def model(x: Array) -> Array:
+        return layer(x, mask=nnx.make_causal_mask(jnp.ones((B, T))))
+
+    close(jattn.fuse_attention(model)(x), model(x), "float32")
+    assert found() == ["causal"]
+
+
+def test_P113_blocks_of_models() -> None:
+    """BERT adds a mask of large numbers; DistilBERT fills by a mask of numbers; GPT-2 fills and returns k and v too."""
+    x = normal(B, T, 32)
+    weights = normal(3, 32, 32, seed=4) / 6
+    shown = jnp.asarray(np.arange(T)[None] < np.array([[T], [9]]), jnp.int32)
+
+    def heads(x: Array, w: Array) -> Array:
+        return (x @ w).reshape(B, T, 4, 8).transpose(0, 2, 1, 3)
+
+    def merged(x: Array) -> Array:
+        return x.transpose(0, 2, 1, 3).reshape(B, T, 32)
+
+    def bert(x: Array) -> Array:
+        q, k, v = (heads(x, w) for w in weights)
+        bias = (1.0 - shown[:, None, None, :]) * jnp.finfo(jnp.float32).min
+        return merged(jax.nn.softmax(q @ transposed(k) / np.sqrt(8) + bias) @ v)
+
+    def distil(x: Array) -> Array:
+        q, k, v = (heads(x, w) for w in weights)
+        hidden = (shown == 0).reshape(B, 1, 1, T)
+        scores = (q / math.sqrt(8)) @ transposed(k)
+        hidden = jnp.broadcast_to(hidden, scores.shape)
+        return merged(jax.nn.softmax(jnp.where(hidden, -jnp.inf, scores)) @ v)
+
+    def gpt2(x: Array) -> tuple[Array, Array, Array]:
+        q, k, v = (heads(x, w) for w in weights)
+        scores = q @ transposed(k) / jnp.full((), math.sqrt(8), q.dtype)
+        causal = jnp.tril(jnp.ones((64, 64), bool))[None, None, :T, :T]
+        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
+        return merged(jax.nn.softmax(scores).astype(v.dtype) @ v), k, v
+
+    for model, pattern in ((bert, "bias"), (distil, "mask"), (gpt2, "mask")):
+        jattn.clear_fusion_log()
+        close(jattn.fuse_attention(model)(x), model(x), "float32")
+        assert found() == [pattern]
+
+
+def test_the_xla_attention_of_jax_nn() -> None:
+    q, k, _ = operands("heads last")
+    v = k + 1
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+    rows = min(T, S)
+    out = jattn.fuse_attention(attend)(q, k, v)
+    close(out[:, :rows], attend(q, k, v)[:, :rows], "float32")
+    assert found() == ["causal"]
+
+
+def test_the_backend_can_be_named() -> None:
+    x = operands("heads first")
+    jattn.reset_call_counters()
+    jax.jit(jattn.fuse_attention(attend, implementation="xla"))(*x)
+    assert jattn.call_counters() == {"xla": {"forward": 1}}

@@ -219,7 +219,8 @@ def words_of(name: str, value: ArrayLike) -> jax.Array:
         number = int(value)
         if not 0 <= number < 1 << 64:
             raise ValueError(f"{name} is {number}, must be at least 0 and below 2**64")
-        return jnp.asarray([number & 0xFFFFFFFF, number >> 32], jnp.uint32)
+        # Of two numbers and not of an array: bodies of loops take no constants.
+        return jnp.stack([jnp.uint32(number & 0xFFFFFFFF), jnp.uint32(number >> 32)])
     try:
         words = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:

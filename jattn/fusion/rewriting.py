@@ -134,6 +134,8 @@ def _fused(function: Any, *, options: _Options) -> Any:
 
         closed = jax.make_jaxpr(flat)(*arrays)
         plan = _Plan.of(closed.jaxpr, closed.consts, options)
+        with _lock:
+            _log.extend(plan.records)
         run = plan.run if plan.changes else jaxpr_as_fun(closed)
         constants = closed.consts if plan.changes else ()
         return jax.tree.unflatten(result_tree, run(*constants, *arrays))
@@ -150,27 +152,30 @@ class _Plan:
       matches: by the node whose result is replaced.
       parameters: of nodes with programs of their own, in which something changes.
       sharded: the programs of ``shard_map``, likewise; they can be traced inside of one alone.
+      records: of what was found, in programs inside of this one, too.
     """
 
     graph: Graph
     matches: dict[Node, Match]
     parameters: dict[Node, dict[str, Any]]
     sharded: dict[Node, _Plan]
+    records: list[FusionRecord]
     options: _Options
 
     @staticmethod
     def of(jaxpr: Any, constants: Sequence[Any], options: _Options) -> _Plan:
-        plan = _Plan(Graph.of(jaxpr, constants), {}, {}, {}, options)
+        plan = _Plan(Graph.of(jaxpr, constants), {}, {}, {}, [], options)
         for node in plan.graph.nodes:
-            match = _find(node, options)
+            match = _find(node, options, plan.records)
             if match is not None:
                 plan.matches[node] = match
             elif node.name == "shard_map":
                 inside = dataclasses.replace(options, in_shard_map=True)
                 inner = _Plan.of(node.params["jaxpr"], (), inside)
+                plan.records += inner.records
                 if inner.changes:
                     plan.sharded[node] = inner
-            elif (parameters := _changed_parameters(node, options)) is not None:
+            elif (parameters := _changed_parameters(node, options, plan.records)) is not None:
                 plan.parameters[node] = parameters
         return plan
 
@@ -214,7 +219,7 @@ class _Plan:
 # ---- What is found --------------------------------------------------------------------------------------------------
 
 
-def _find(node: Node, options: _Options) -> Match | None:
+def _find(node: Node, options: _Options, records: list[FusionRecord]) -> Match | None:
     match: Match | None = None
     miss, pattern = "", ""
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -231,9 +236,7 @@ def _find(node: Node, options: _Options) -> Match | None:
             raise Miss("its dropout must drop the same weights")
     except Miss as reason:
         match, miss = None, str(reason)
-    where = source_line((node.equation,), ())
-    with _lock:
-        _log.append(FusionRecord(pattern, miss, shapes, where))
+    records.append(FusionRecord(pattern, miss, shapes, source_line((node.equation,), ())))
     return match
 
 
@@ -337,33 +340,38 @@ _CALLS: tuple[str, ...] = (
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-def _changed_parameters(node: Node, options: _Options) -> dict[str, Any] | None:
+def _changed_parameters(
+    node: Node, options: _Options, records: list[FusionRecord]
+) -> dict[str, Any] | None:
     """The parameters of a node with other programs in them, or None if nothing in them changes."""
     if node.name not in _CALLS or options.in_shard_map:
         return None
-    changed = {name: _changed(value, options) for name, value in node.params.items()}
+    changed = {name: _changed(value, options, records) for name, value in node.params.items()}
     if all(value is None for value in changed.values()):
         return None
     return {k: v if changed[k] is None else changed[k] for k, v in node.params.items()}
 
 
-def _changed(parameter: Any, options: _Options) -> Any:
+def _changed(parameter: Any, options: _Options, records: list[FusionRecord]) -> Any:
     if isinstance(parameter, tuple):
-        parts = [_changed(part, options) for part in parameter]
+        parts = [_changed(part, options, records) for part in parameter]
         if all(part is None for part in parts):
             return None
         return tuple(p if c is None else c for p, c in zip(parameter, parts, strict=True))
     if isinstance(parameter, ClosedJaxpr):
-        return _rewritten(parameter.jaxpr, parameter.consts, options)
+        return _rewritten(parameter.jaxpr, parameter.consts, options, records)
     if isinstance(parameter, Jaxpr) and not parameter.constvars:
-        closed = _rewritten(parameter, (), options)
+        closed = _rewritten(parameter, (), options, records)
         return None if closed is None else closed.jaxpr
     return None
 
 
-def _rewritten(jaxpr: Any, constants: Sequence[Any], options: _Options) -> Any:
+def _rewritten(
+    jaxpr: Any, constants: Sequence[Any], options: _Options, records: list[FusionRecord]
+) -> Any:
     plan = _Plan.of(jaxpr, constants, options)
     if not plan.changes:
+        records += plan.records
         return None
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -372,8 +380,13 @@ def _rewritten(jaxpr: Any, constants: Sequence[Any], options: _Options) -> Any:
         for v in jaxpr.invars
     ]
     closed = jax.make_jaxpr(lambda *arrays: plan.run(*constants, *arrays))(*shapes)
-    # A body without constants is what loops, branches and checkpoints take.
-    return None if closed.consts else closed
+    if closed.consts:
+        # A body without constants is what loops, branches and checkpoints take.
+        miss = "the body of a loop, a branch or a checkpoint would have constants"
+        records += [r if r.miss else dataclasses.replace(r, miss=miss) for r in plan.records]
+        return None
+    records += plan.records
+    return closed
 
 
 def _in_shard_map(node: Node, plan: _Plan, arrays: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from fusion_patterns import (
     DV,
+    KEEP,
     PATTERNS,
     Array,
     B,
@@ -92,6 +93,31 @@ def test_P111_inside_of_other_programs(name: str) -> None:
     if name not in ("while",):
         gradients = [jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (fused, function)]
         close(*gradients, "float32")
+
+
+def test_layers_with_masks_biases_and_dropout_in_a_scan() -> None:
+    """The body of a loop takes no constants: nothing of what takes attention's place may need one."""
+    q, k, v = operands("heads first")
+    v = k + 1
+    bias = normal(3, N, T, S, seed=7)
+    shown = np.tri(T, S, dtype=bool) ^ (np.arange(S) == 3)
+
+    def layers(x: Array, key: Array) -> Array:
+        def layer(x: Array, step: Any) -> tuple[Array, None]:
+            own, key = step
+            s = jnp.where(shown, x @ transposed(k) / 4.0 + own, -1e30)
+            p = jax.nn.softmax(s)
+            keep = jax.random.bernoulli(key, KEEP, p.shape)
+            return jnp.where(keep, p / KEEP, 0) @ v, None
+
+        return jax.lax.scan(layer, x, (bias, jax.random.split(key, 3)))[0]
+
+    fused = jattn.fuse_attention(layers)
+    out = fused(q, jax.random.key(0))
+    assert (found(), missed()) == (["mask+bias+dropout"], [])
+    assert np.isfinite(np.asarray(out)).all()
+    gradient = jax.grad(lambda x: (fused(x, jax.random.key(0)) ** 2).sum())(q)
+    assert np.isfinite(np.asarray(gradient)).all()
 
 
 def test_transformations_of_a_fused_function() -> None:

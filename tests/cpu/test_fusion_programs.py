@@ -383,3 +383,21 @@ def test_the_backend_can_be_named() -> None:
     jattn.reset_call_counters()
     jax.jit(jattn.fuse_attention(attend, implementation="xla"))(*x)
     assert jattn.call_counters() == {"xla": {"forward": 1}}
+
+
+def test_the_kernels_of_a_gpu_compute_it() -> None:
+    """Lowered for a Hopper GPU: `flash`, forward and backward, and nothing that reads all pairs."""
+    x = jax.ShapeDtypeStruct((2, 4, 512, 64), jnp.bfloat16)
+
+    def loss(q: Array, k: Array, v: Array) -> Array:
+        s = (q @ transposed(k)).astype(jnp.float32) / 8.0
+        p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((512, 512), bool)), s, -jnp.inf))
+        return (p.astype(v.dtype) @ v).astype(jnp.float32).sum()
+
+    jattn.reset_call_counters()
+    with jattn.target_device(jattn.Device("cuda", arch=(9, 0))):
+        gradient = jax.jit(jax.grad(jattn.fuse_attention(loss), (0, 1, 2)))
+        text = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert found() == ["causal"]
+    assert jattn.call_counters() == {"flash": {"forward": 1, "backward": 1}}
+    assert "512x512" not in text

@@ -33,6 +33,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 }
 # Those that leave a number of any shape what it is.
 _SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast")
+_WITH_NUMBERS = {*_SAME, *_FOLDED, "convert_element_type", "integer_pow"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,6 +45,7 @@ class Value:
       node: who makes it; None for arguments and constants.
       held: its value, where it is a literal or a constant; it may be one of a trace around this one.
       known: the same, where it is there while tracing.
+      number: what all elements are, if it is known while tracing.
       users: the nodes that read it.
       is_result: whether the program returns it.
     """
@@ -51,8 +53,13 @@ class Value:
     aval: Any
     node: Node | None = None
     held: Any = None
+    number: float | None = None
     users: list[Node] = dataclasses.field(default_factory=list)
     is_result: bool = False
+
+    def __post_init__(self) -> None:
+        if self.held is not None:
+            self.number = _held_number(self)
 
     @property
     def known(self) -> Any:
@@ -130,6 +137,8 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
             node = Node(equation, inputs, [Value(v.aval) for v in equation.outvars])
             for output in node.outputs:
                 output.node = node
+            if node.name in _WITH_NUMBERS:
+                node.outputs[0].number = _made_number(node)
             outputs = node.outputs
             nodes.append(node)
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -138,30 +147,34 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
 
 def number(value: Value) -> float | None:
     """The number that every element of a value is, if it is known while tracing; ``inf`` and bools included."""
-    if value.known is not None:
-        known = value.known
-        if np.size(known) != 1 or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    return value.number
+
+
+def _held_number(value: Value) -> float | None:
+    known = value.known
+    if known is None or np.size(known) != 1 or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    return float(np.asarray(known).reshape(()))
+
+
+def _made_number(node: Node) -> float | None:
+    """The number that a node makes of numbers, in the type of its result."""
+    inputs = [x.number for x in node.inputs if x.number is not None]
+    if len(node.outputs) != 1 or not inputs or len(inputs) != len(node.inputs):
+        return None
+    dtype = node.outputs[0].dtype
+    with np.errstate(all="ignore"):
+        if node.name in _SAME:
+            return inputs[0]
+        if node.name == "convert_element_type":
+            made = inputs[0]
+        elif node.name == "integer_pow":
+            made = np.power(inputs[0], node.params["y"])
+        elif node.name in _FOLDED and jnp.issubdtype(dtype, jnp.floating):
+            made = _FOLDED[node.name](*inputs)
+        else:
             return None
-        return float(
-            np.asarray(known, np.float64 if np.asarray(known).dtype != bool else bool).reshape(())
-        )
-    node = value.node
-    if node is None:
-        return None
-    if node.name in _SAME:
-        return number(node.inputs[0])
-    if node.name == "convert_element_type":
-        inner = number(node.inputs[0])
-        return None if inner is None else float(np.asarray(inner).astype(value.dtype))
-    if node.name == "integer_pow":
-        inner = number(node.inputs[0])
-        return None if inner is None else float(inner ** node.params["y"])
-    if node.name not in _FOLDED:
-        return None
-    inputs = [number(x) for x in node.inputs]
-    if any(x is None for x in inputs):
-        return None
-    return float(_FOLDED[node.name](*inputs))
+        return float(np.asarray(made).astype(dtype))
 
 
 def through(value: Value, *names: str) -> Iterator[Value]:

@@ -120,6 +120,22 @@ def test_layers_with_masks_biases_and_dropout_in_a_scan() -> None:
     assert np.isfinite(np.asarray(gradient)).all()
 
 
+def test_long_programs() -> None:
+    """Thousands of operations in a row, and numbers that are made of themselves again and again."""
+    q, k, v = operands("heads first")
+
+    def long(q: Array, k: Array, v: Array) -> Array:
+        scale = jnp.float32(1.0)
+        for _ in range(100):
+            scale = (scale + scale) / 2.0
+        for _ in range(2000):
+            q = q + 0.001 * k[:, :, :1]
+        return attend(q * scale, k, v)
+
+    close(jattn.fuse_attention(long)(q, k, v), long(q, k, v), "float32")
+    assert found() == ["plain"]
+
+
 def test_transformations_of_a_fused_function() -> None:
     q, k, v = operands("heads first")
     fused = jattn.fuse_attention(attend)

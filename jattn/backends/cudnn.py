@@ -30,7 +30,7 @@ from jattn.reference import Gradients
 from jattn.spec import Operands, Spec, clamped_lengths
 
 OLDEST_ARCH = (8, 0)
-OLDEST_VERSION = 90800  # 9.8.0
+OLDEST_VERSION = 90800  # 9.8.0: what the CUDA packages of the oldest supported JAX ask for
 DTYPES = ("float16", "bfloat16")
 LARGEST_HEAD_DIM, LARGEST_BEFORE_HOPPER = 256, 128
 _HEAD_DIM_MULTIPLE = 8

@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jattn.fusion.bands import Axes
-from jattn.fusion.graph import Node, Value, through
+from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, through
 from jattn.spec import FLOAT_DTYPES
 
 # Changes of type, and of how an array varies in a shard_map.
@@ -112,8 +111,7 @@ def compact_of(found: Named) -> Named:
         if node.name == "broadcast_in_dim":
             axes = tuple(found.axes[i] for i in node.params["broadcast_dimensions"])
         else:
-            names = dict(zip(node.params["permutation"], found.axes, strict=True))
-            axes = tuple(names[i] for i in range(len(found.axes)))
+            axes = axes_before_transpose(node, found.axes)
         found = Named(node.inputs[0], axes)
     return found
 
@@ -162,7 +160,7 @@ def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
     if not shared:
         raise Miss("queries have two axes, and no heads")
     behind = q.axes.index(shared[-1]) + 1
-    extents = dict(zip(q.axes, q.value.shape, strict=True))
+    extents = extents_of(q)
     is_next = behind < len(q.axes) and q.axes[behind] in rows
     group = q.axes[behind] if is_next else min(rows, key=lambda name: extents[name])
     (row,) = (name for name in rows if name != group)

@@ -8,9 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.fusion.graph import Value, number
-
-Axes = tuple[str, ...]  # a name for each axis of a value
+from jattn.fusion.graph import Axes, Value, axes_before_transpose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +30,15 @@ class Affine:
 
 
 def _affine(value: Value, axes: Axes) -> Affine | None:
-    known = number(value)
+    known = value.number
     if known is not None:
         return Affine.of({}, int(known)) if known == int(known) else None
     node = value.node
     if node is None:
         return None
     if node.name == "iota":
-        return Affine.of({axes[node.params["dimension"]]: 1}, 0)
+        along = node.params["dimension"]  # of size 1 it may be repeated, and is 0 everywhere
+        return Affine.of({axes[along]: 1} if value.shape[along] > 1 else {}, 0)
     if node.name == "convert_element_type" and not all(
         jnp.dtype(x.dtype).itemsize >= 4 for x in (value, node.inputs[0])
     ):
@@ -67,8 +66,7 @@ def _rearranged(value: Value, axes: Axes) -> tuple[Value, Axes] | None:
     if node.name == "broadcast_in_dim":
         return inner, tuple(axes[i] for i in params["broadcast_dimensions"])
     if node.name == "transpose":
-        names = dict(zip(params["permutation"], axes, strict=True))
-        return inner, tuple(names[i] for i in range(len(axes)))
+        return inner, axes_before_transpose(node, axes)
     if node.name in ("convert_element_type", "copy", "stop_gradient", "pvary", "pcast"):
         return inner, axes
     return None
@@ -84,7 +82,7 @@ _COMPARISONS = {
 
 def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
     """The sums that must not be negative where a bool value is true; None if it is not made of such comparisons."""
-    known = number(value)
+    known = value.number
     if known is not None:
         return frozenset() if known else None
     node = value.node
@@ -100,10 +98,10 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
     if node.name == "and":
         both = [conditions(x, _axes_of_input(x, axes)) for x in node.inputs]
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
-    if node.name == "select_n" and len(node.inputs) == 3 and number(node.inputs[1]) == 0:
+    if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
         both = [conditions(x, _axes_of_input(x, axes)) for x in (node.inputs[0], node.inputs[2])]
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
-    if node.name == "ne" and number(node.inputs[1]) == 0:
+    if node.name == "ne" and node.inputs[1].number == 0:
         return conditions(node.inputs[0], axes)
     if (inner := _rearranged(value, axes)) is not None:
         return conditions(*inner)

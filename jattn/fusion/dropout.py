@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.fusion.axes import CASTS, Miss, Named, compact_of, extents_of
-from jattn.fusion.graph import Node, Value, number
+from jattn.fusion.graph import Node, Value
 
 # Keep probabilities are written twice, as a threshold and as a divisor, which may be rounded to 8 bits.
 _ROUNDED = 2.0**-7
@@ -37,7 +37,7 @@ def dropout_of(kept: Named, factor: float, row: str, extents: dict[str, int]) ->
     """
     small = compact_of(kept)
     threshold = small.value.made_by("lt")
-    probability = None if threshold is None else number(threshold.inputs[1])
+    probability = None if threshold is None else threshold.inputs[1].number
     bits = None if threshold is None else _random_bits(threshold.inputs[0])
     if probability is None or bits is None:
         raise Miss("the mask on the probabilities is not jax.random.bernoulli of a number")
@@ -65,8 +65,8 @@ def _random_bits(value: Value) -> Node | None:
     while (node := value.node) is not None:
         if node.name == "random_bits":
             return node
-        rest = [x for x in node.inputs if number(x) is None]
-        numbers = [number(x) for x in node.inputs if number(x) is not None]
+        rest = [x for x in node.inputs if x.number is None]
+        numbers = [x.number for x in node.inputs if x.number is not None]
         is_step = node.name in _OF_BITS or [_UNIFORM.get(node.name)] == numbers
         if len(rest) != 1 or not is_step:
             return None

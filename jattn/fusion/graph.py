@@ -16,6 +16,8 @@ import numpy as np
 
 from jattn.jax_interface import Literal, inlined_jaxpr
 
+Axes = tuple[str, ...]  # a name for each axis of a value
+
 # Operations on numbers that are evaluated while matching: what makes a scale or a probability of literals.
 _FOLDED: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt,
@@ -45,7 +47,7 @@ class Value:
       node: who makes it; None for arguments and constants.
       held: its value, where it is a literal or a constant; it may be one of a trace around this one.
       known: the same, where it is there while tracing.
-      number: what all elements are, if it is known while tracing.
+      number: what every element is, if that is known while tracing; inf and bools (0 or 1) included.
       users: the nodes that read it.
       is_result: whether the program returns it.
     """
@@ -145,11 +147,6 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def number(value: Value) -> float | None:
-    """The number that every element of a value is, if it is known while tracing; ``inf`` and bools included."""
-    return value.number
-
-
 def _held_number(value: Value) -> float | None:
     known = value.known
     if known is None or np.size(known) != 1 or jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -177,6 +174,12 @@ def _made_number(node: Node) -> float | None:
         return float(np.asarray(made).astype(dtype))
 
 
+def axes_before_transpose(node: Node, axes: Axes) -> Axes:
+    """The names of the axes of what a node transposes."""
+    names = dict(zip(node.params["permutation"], axes, strict=True))
+    return tuple(names[i] for i in range(len(axes)))
+
+
 def through(value: Value, *names: str) -> Iterator[Value]:
     """Yields a value, what it is made of by one of these operations of one array, what that is made of, and so on."""
     yield value
@@ -192,6 +195,6 @@ def known_array(value: Value) -> Any | None:
         is_array = value.known is not None and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
         return np.asarray(value.known) != 0 if is_array else None
     keeps = node.name == "convert_element_type" and bool in (value.dtype, node.inputs[0].dtype)
-    if keeps or (node.name == "ne" and number(node.inputs[1]) == 0):
+    if keeps or (node.name == "ne" and node.inputs[1].number == 0):
         return known_array(node.inputs[0])
     return None

@@ -30,9 +30,16 @@ from jattn.fusion.axes import (
     result_axes,
     roles,
 )
-from jattn.fusion.bands import Axes, Band, band_of, band_of_array, conditions, options_of
+from jattn.fusion.bands import Band, band_of, band_of_array, conditions, options_of
 from jattn.fusion.dropout import Dropout, dropout_of
-from jattn.fusion.graph import Node, Value, known_array, number, through
+from jattn.fusion.graph import (
+    Axes,
+    Node,
+    Value,
+    axes_before_transpose,
+    known_array,
+    through,
+)
 from jattn.spec import FLOAT_DTYPES
 
 _FILL = -1e9  # a mask writes this or less: no score is near
@@ -151,8 +158,7 @@ class _Search:
             return None
         axes = found.axes
         if node.name == "transpose":
-            names = dict(zip(node.params["permutation"], found.axes, strict=True))
-            axes = tuple(names[i] for i in range(len(found.axes)))
+            axes = axes_before_transpose(node, found.axes)
         elif node.name in ONES:
             before = axes_before(node, found.axes, self._name_of_one)
             if before is None:
@@ -169,12 +175,12 @@ class _Search:
         """What a value was before a factor, or before some of its elements became 0."""
         node = found.value.node
         assert node is not None
-        if node.name == "select_n" and len(node.inputs) == 3 and number(node.inputs[1]) == 0:
+        if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
             choice = node.inputs[0]
             self._keep(choice, found.axes if choice.shape else ())
             self.nodes.append(node)
             return Named(node.inputs[2], found.axes)
-        if node.name == "div" and (divisor := number(node.inputs[1])):
+        if node.name == "div" and (divisor := node.inputs[1].number):
             self.factor /= divisor
             self.nodes.append(node)
             return Named(node.inputs[0], found.axes)
@@ -182,7 +188,7 @@ class _Search:
             return None
         for place in (0, 1):
             factor, rest = node.inputs[place], node.inputs[1 - place]
-            if (known := number(factor)) is not None:
+            if (known := factor.number) is not None:
                 self.factor *= known
             elif (kept := self._kept_factor(Named(factor, found.axes))) is not None:
                 self._keep(*kept)
@@ -204,12 +210,12 @@ class _Search:
             elif node.name == "broadcast_in_dim":
                 axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
                 value = node.inputs[0]
-            elif node.name == "div" and (known := number(node.inputs[1])):
+            elif node.name == "div" and (known := node.inputs[1].number):
                 factor, value = factor / known, node.inputs[0]
-            elif node.name == "mul" and (known := number(node.inputs[1])) is not None:
+            elif node.name == "mul" and (known := node.inputs[1].number) is not None:
                 factor, value = factor * known, node.inputs[0]
-            elif node.name == "select_n" and number(node.inputs[1]) == 0 and len(node.inputs) == 3:
-                known = number(node.inputs[2])
+            elif node.name == "select_n" and node.inputs[1].number == 0 and len(node.inputs) == 3:
+                known = node.inputs[2].number
                 if known is None:
                     return None
                 factor, value = factor * known, node.inputs[0]
@@ -262,7 +268,7 @@ class _Search:
         """Notes the nodes between a value and another node."""
         while value.node is not None and value.node is not until:
             self.nodes.append(value.node)
-            (value,) = [x for x in value.node.inputs if number(x) is None]
+            (value,) = [x for x in value.node.inputs if x.number is None]
 
     def _take_casts(self, value: Value, origin: Value) -> None:
         while value is not origin and value.node is not None:
@@ -293,7 +299,7 @@ class _Search:
 
     def _masked(self, node: Node, axes: Axes, scaled: bool) -> Named:
         choice, if_false, if_true = node.inputs
-        fills = number(if_false), number(if_true)
+        fills = if_false.number, if_true.number
         visible_if_true = fills[0] is not None
         fill = fills[0] if visible_if_true else fills[1]
         if fill is None:
@@ -315,7 +321,7 @@ class _Search:
         if len(places) != 1:
             raise Miss("a sum of which both parts are products, or none")
         bias = node.inputs[1 - places[0]]
-        if number(bias) is not None:
+        if bias.number is not None:
             raise Miss("a number is added to the scores")
         if scaled:
             raise Miss("a bias in front of the scale")
@@ -332,7 +338,7 @@ class _Search:
             return Named(node.inputs[0], axes)
         places = (1,) if node.name == "div" else (1, 0)
         for place in places:
-            known = number(node.inputs[place])
+            known = node.inputs[place].number
             if known is not None and math.isfinite(known) and known != 0:
                 self.scale *= known if node.name == "mul" else 1 / known
                 return Named(node.inputs[1 - place], axes)
@@ -374,7 +380,7 @@ class _Search:
             masks=masks,
             biases=tuple(self.biases),
             band=band,
-            dropout=self._dropout(row, dict(zip(p_axes[0], node.inputs[place].shape, strict=True))),
+            dropout=self._dropout(row, extents_of(Named(node.inputs[place], p_axes[0]))),
         )
 
     def _check_users(self, inside: set[Node], last: Node) -> None:
@@ -400,7 +406,7 @@ def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
     """The sum or the maximum over "column" that a value is, one for each row: it must stand where the rows are."""
     names = axes
     while (node := value.node) is not None and node.name != name:
-        rest = [x for x in node.inputs if number(x) is None]
+        rest = [x for x in node.inputs if x.number is None]
         if len(rest) != 1:
             return None
         (inner,) = rest
@@ -412,7 +418,7 @@ def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
             long = iter(long_of(names, value.shape))
             names = tuple("" if n == 1 else next(long) for n in inner.shape)
         elif node.name == "max":
-            if -math.inf not in [number(x) for x in node.inputs]:
+            if -math.inf not in [x.number for x in node.inputs]:
                 return None
         elif node.name not in (*CASTS, "stop_gradient"):
             return None
@@ -427,7 +433,7 @@ def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
 def _leads_to_product(value: Value, depth: int = 16) -> bool:
     """Whether a value is a product of two arrays with scores' operations on it."""
     node = value.node
-    if node is None or depth == 0 or number(value) is not None:
+    if node is None or depth == 0 or value.number is not None:
         return False
     if node.name == "dot_general":
         return True
@@ -436,8 +442,11 @@ def _leads_to_product(value: Value, depth: int = 16) -> bool:
     return False
 
 
-def _band(mask: Named, row: str) -> Band | None:
+def _band(mask: Named, row: str, rows: int, columns: int) -> Band | None:
     """The band that a mask is, if it is one: of comparisons, or an array that is known."""
+    extents = extents_of(mask)
+    if (extents.get(row), extents.get("column")) != (rows, columns):
+        return None  # one row, or one column, for all
     known = known_array(mask.value)
     if known is not None:
         return band_of_array(known, mask.axes, row, "column")
@@ -451,7 +460,7 @@ def _split_bands(
     """Takes the masks that together are a band out of the others."""
     band, others = Band(None, None), []
     for mask, visible_if_true in masks:
-        own = _band(mask, row) if visible_if_true else None
+        own = _band(mask, row, rows, columns) if visible_if_true else None
         if own is None:
             others.append((mask, visible_if_true))
         else:

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.api import dot_product_attention
-from jattn.fusion.axes import Miss, Named
-from jattn.fusion.bands import Axes
-from jattn.fusion.graph import Graph, Node, Value
+from jattn.fusion.axes import Miss, Named, extents_of
+from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
 from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
 
@@ -263,7 +262,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
     heads = tuple(name for name in (match.head, match.group) if name is not None)
     extents: dict[str, int] = {}
     for named in (match.v, match.k, match.q):
-        extents |= dict(zip(named.axes, named.value.shape, strict=True))
+        extents |= extents_of(named)
 
     def size(names: Sequence[str]) -> int:
         return math.prod(extents[name] for name in names)

@@ -241,6 +241,18 @@ BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
     "upper": (lambda: jnp.triu(jnp.ones((T, S), bool), -9), "mask", ""),
     "known": (lambda: TRIANGLE, "causal", "(unbounded, 0)"),
     "known window": (lambda: TRIANGLE & ~np.tri(T, S, -4, dtype=bool), "window", "(3, 0)"),
+    "one row for all": (
+        lambda: jnp.broadcast_to(jnp.arange(1)[:, None] >= jnp.arange(S)[None, :], (T, S)),
+        "mask",
+        "",
+    ),
+    "one number of rows for all": (
+        lambda: jnp.broadcast_to(jnp.arange(1)[:, None], (T, S)) >= jnp.arange(S)[None, :],
+        "mask",
+        "",
+    ),
+    "one known row for all": (lambda: TRIANGLE[:1], "mask", ""),
+    "one known column for all": (lambda: TRIANGLE[:, 3:4], "mask", ""),
     "row 0 and others": (
         lambda: jnp.arange(T)[:, None].astype(bool).astype(jnp.int32) >= jnp.arange(S)[None, :],
         "mask",
@@ -261,7 +273,7 @@ def test_P114_masks_that_are_bands(name: str) -> None:
         scores = jnp.where(make(), q @ transposed(k) / 4.0, -1e30)
         return jax.nn.softmax(scores) @ v
 
-    rows = np.asarray(make()).any(-1)  # queries that see a key
+    rows = np.broadcast_to(make(), (T, S)).any(-1)  # queries that see a key
     fused = jattn.fuse_attention(attend)
     close(fused(q, k, v)[:, :, rows], attend(q, k, v)[:, :, rows], "float32")
     assert found() == [pattern]

@@ -10,6 +10,8 @@ from jattn.autodiff import checkpoint_policy as checkpoint_policy
 from jattn.backends.base import Backend as Backend
 from jattn.backends.base import Residuals as Residuals
 from jattn.backends.base import Wants as Wants
+from jattn.block_mask import BlockMask as BlockMask
+from jattn.block_mask import create_block_mask as create_block_mask
 from jattn.config import deterministic as deterministic
 from jattn.config import sdpa_kernel as sdpa_kernel
 from jattn.config import set_enabled as set_enabled

@@ -51,6 +51,9 @@ def configure(
 def kernel_unit_text(key: str) -> str:
     """Returns the translation unit of a kernel key: what both compilers are given."""
 
+def register_program(text: str) -> str:
+    """Remembers the text of a score program, for keys that name it by ``digest``. Returns that digest."""
+
 def canonical_kernel_key(key: str) -> str:
     """Returns the one spelling of a kernel key, with every member written out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jattn import autodiff
 from jattn.arguments import Call, Window, result_flags
+from jattn.block_mask import BlockMask
 from jattn.config import Options
 from jattn.jax_interface import unify
 from jattn.masks import Alignment, CausalBias
@@ -48,6 +49,9 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = ...,
     dropout_offset: ArrayLike | None = ...,
     broadcast_dropout: bool = ...,
+    score_mod: Callable[..., Any] | None = ...,
+    captures: Sequence[ArrayLike] = ...,
+    block_mask: BlockMask | None = ...,
     return_lse: Literal[False] = ...,
     compute_dtype: DTypeLike | None = ...,
 ) -> jax.Array: ...
@@ -82,6 +86,9 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = ...,
     dropout_offset: ArrayLike | None = ...,
     broadcast_dropout: bool = ...,
+    score_mod: Callable[..., Any] | None = ...,
+    captures: Sequence[ArrayLike] = ...,
+    block_mask: BlockMask | None = ...,
     return_lse: bool = ...,
     compute_dtype: DTypeLike | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -115,6 +122,9 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     dropout_offset: ArrayLike | None = None,
     broadcast_dropout: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    captures: Sequence[ArrayLike] = (),
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     compute_dtype: DTypeLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -168,6 +178,16 @@ def dot_product_attention(
       dropout_seed, dropout_offset: in place of a key, uint32 (2,), the lower word first, or Python ints; offset 0 if
         None.
       broadcast_dropout: one mask (T, S) serves all batch entries and heads.
+      score_mod: ``score_mod(score, batch, head, query, key, *captures) -> score``, a function of scalars that JAX can
+        trace: it gets each score as all the arguments above have made it (float32, or float64), and int32 indices
+        (positions, where these are given; ``batch`` counts leading axes folded into one), and returns the one to use,
+        -inf to hide the pair. Masks come after it. Arrays it closes over, and ``captures``, may be read at these
+        indices; both get gradients. No side effects. It counts as one function wherever it does the same, so that it
+        may be made anew for each call.
+      captures: arrays of any shape and dtype that ``score_mod`` gets as further arguments.
+      block_mask: of ``jattn.create_block_mask``: blocks of queries and keys that take part, and a function of indices
+        that says which pairs do within them. Its batch and heads are 1, or B (leading axes folded) and N. Becomes a
+        ``mask`` of these extents, with as many bytes.
       return_lse: also returns the log-sum-exp of the scores (B, T, N), natural logarithm, float32 (float64 for
         float64), -inf for a query that sees no key. Differentiable.
       compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too.
@@ -177,6 +197,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes, dtypes or options do not fit together; raised while tracing.
+      TypeError: ``score_mod`` is no function of these arguments that returns a float scalar, or a capture no array.
       jattn.NoBackendError: no enabled backend can run the problem; its ``reasons`` say why.
 
     Source: "Attention is all you need", arXiv:1706.03762; tiling by online softmax as in arXiv:2205.14135; grouped
@@ -208,6 +229,9 @@ def dot_product_attention(
         dropout_seed=dropout_seed,
         dropout_offset=dropout_offset,
         broadcast_dropout=broadcast_dropout,
+        score_mod=score_mod,
+        captures=captures,
+        block_mask=block_mask,
         compute_dtype=compute_dtype,
     )
     return_lse, return_residual = result_flags(return_lse, return_residual)

@@ -14,8 +14,10 @@ from jax.typing import DTypeLike
 
 from jattn import config, dispatch, dropout
 from jattn.arrays import as_array, as_integers, shown
+from jattn.block_mask import BlockMask
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
+from jattn.score_program import ScoreProgram, trace
 from jattn.sharding import partition
 from jattn.spec import FLOAT_DTYPES, Operands, Spec, as_int32, is_wide
 
@@ -66,6 +68,9 @@ class Call:
         dropout_offset: Any = None,
         broadcast_dropout: bool = False,
         dropout_table: Any = None,
+        score_mod: Any = None,
+        captures: Any = (),
+        block_mask: Any = None,
         compute_dtype: DTypeLike | None = None,
     ) -> Call:
         """Checks the arguments of ``jattn.dot_product_attention``, which says what they mean.
@@ -74,6 +79,7 @@ class Call:
 
         Raises:
           ValueError: the first one found that is wrong or does not fit the others.
+          TypeError: a score_mod or captures of a wrong type.
         """
         q, k, v, bias = _float_arrays(query, key, value, bias, compute_dtype)
         _check_qkv(q, k, v)
@@ -92,6 +98,9 @@ class Call:
             )
         else:
             dense_mask = None if mask is None else as_array("mask", mask)
+        visible = _check_mask(dense_mask, extents)
+        if block_mask is not None:
+            visible = _with_blocks(visible, block_mask, extents)
         q_segments, kv_segments = _segments(
             segment_ids, query_segment_ids, key_value_segment_ids, extents
         )
@@ -99,7 +108,8 @@ class Call:
         q_positions, kv_positions = _positions(
             query_positions, key_value_positions, extents, lower_right=band.lower_right
         )
-        if band.unbounded and slopes is None and dropout_table is None:
+        program, hoisted = _score_program(score_mod, captures, extents, q.dtype)
+        if band.unbounded and slopes is None and dropout_table is None and program is None:
             q_positions = kv_positions = None  # nothing reads them
         drawn = dropout_operands(
             dropout_rate,
@@ -115,7 +125,7 @@ class Call:
             k=k,
             v=v,
             bias=_check_bias(bias, q.dtype, extents),
-            mask=_check_mask(dense_mask, extents),
+            mask=visible,
             q_lengths=_index_array("query_seq_lengths", query_seq_lengths, extents),
             kv_lengths=_index_array("key_value_seq_lengths", key_value_seq_lengths, extents),
             q_segments=q_segments,
@@ -126,6 +136,9 @@ class Call:
             alibi_slopes=slopes,
             dropout_keys=None if drawn is None else drawn[0],
             dropout_rate=None if drawn is None else drawn[1],
+            batch_ids=None if program is None else jnp.arange(extents.batch, dtype=jnp.int32),
+            head_ids=None if program is None else jnp.arange(extents.num_heads, dtype=jnp.int32),
+            captures=hoisted,
         )
         spec = Spec.of(
             operands,
@@ -133,6 +146,7 @@ class Call:
             softcap=_softcap(logits_soft_cap, q.dtype),
             band=_canonical(band, operands),
             dropout_rows=dropout_table is not None,
+            score_mod=program,
         )
         return Call(spec, operands, _options(implementation), extents.lead)
 
@@ -332,6 +346,37 @@ def _check_mask(mask: jax.Array | None, extents: _Extents) -> jax.Array | None:
             " as bias=, or compare it with 0"
         )
     return _fold_scores("mask", mask, extents)
+
+
+def _with_blocks(mask: jax.Array | None, block_mask: Any, extents: _Extents) -> jax.Array:
+    """A dense mask (1 or B, 1 or N, 1 or T, 1 or S) and the blocks of a block mask as one mask."""
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"{_NAME}: block_mask is {shown(block_mask)}, must be a jattn.BlockMask: jattn.create_block_mask makes one"
+        )
+    full = (extents.batch, extents.num_heads, extents.q_len, extents.kv_len)
+    shape = block_mask.shape
+    if shape[2:] != full[2:] or any(a not in (1, b) for a, b in zip(shape[:2], full, strict=False)):
+        raise ValueError(
+            f"{_NAME}: block_mask is for (batch, heads, queries, keys) = {shape}, the scores are {full}: batch and"
+            " heads must be 1 or equal, and the lengths equal"
+        )
+    blocks = block_mask.materialize()
+    return blocks if mask is None else mask & blocks
+
+
+def _score_program(
+    score_mod: Any, captures: Any, extents: _Extents, dtype: Any
+) -> tuple[ScoreProgram | None, tuple[jax.Array, ...]]:
+    """The program of a score function, whose batch index counts the leading axes folded, and what it reads."""
+    if score_mod is None:
+        if not isinstance(captures, tuple | list) or captures:
+            raise ValueError(
+                f"{_NAME}: captures is {shown(captures)} without score_mod, which alone reads them: pass both, or"
+                " neither"
+            )
+        return None, ()
+    return trace(score_mod, captures, extents.batch, _score_dtype(dtype))
 
 
 def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax.Array | None:

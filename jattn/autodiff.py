@@ -15,6 +15,7 @@ Source of the formulas: docs/conventions.md. Why primitives and not ``custom_vjp
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jattn import blocked, counters, device, dispatch, reference
 from jattn.backends import Residuals, Wants
 from jattn.config import Options
-from jattn.errors import warn_caller
+from jattn.errors import NoBackendError, Reason, describe_refusals, warn_caller
 from jattn.jax_interface import (
     Primitive,
     ad,
@@ -70,11 +71,11 @@ def attention(
 
 
 def _present(values: Sequence[Any], wants: Wants) -> Tangents:
-    """Puts the values that are there under the names of the operands that ``wants`` marks."""
-    names = [
-        name for name, wanted in zip(Tangents._fields, wants.all_flags(), strict=True) if wanted
-    ]
-    return Tangents(**dict(zip(names, values, strict=True)))
+    """Puts the values that are there in the places of the operands that ``wants`` marks."""
+    rest = iter(values)
+    found = [next(rest) if wanted else None for wanted in wants.all_flags()]
+    single = len(Tangents._fields) - 1
+    return Tangents._make((*found[:single], tuple(found[single:])))
 
 
 def _split(arrays: Sequence[Any], spec: Spec) -> tuple[Operands[Any], Sequence[Any]]:
@@ -105,6 +106,7 @@ def _run_backward(
     wants: Wants,
     has_dlse: bool,
 ) -> Any:
+    _refuse_unstable_sums(wants, options, where)
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
@@ -138,18 +140,23 @@ def _wanted_gradients(
     found: list[jax.Array | None] = [None] * 4 if grads is None else list(grads[:4])
     found += [None, None]
     slopes = None if grads is None else grads.alibi_slopes
+    captures = None if grads is None else grads.captures
+    misses_captures = any(wants.captures) and captures is None
     if wants.alibi_slopes and slopes is not None and operands.alibi_slopes is not None:
         found[5] = reference.reduce_to_shape(slopes, operands.alibi_slopes.shape)
-    if wants.sinks or (wants.alibi_slopes and slopes is None):
+    if wants.sinks or (wants.alibi_slopes and slopes is None) or misses_captures:
         r = residuals
         delta = reference.row_delta(r.out, r.dout, r.dlse, jnp.dtype(spec.lse_dtype))
         if wants.sinks and operands.sinks is not None:
             found[4] = reference.sinks_gradient(operands.sinks, r.lse, delta)
         if wants.alibi_slopes and slopes is None:
             found[5] = blocked.slopes_gradient(spec, operands, r.lse, r.dout, delta)
+        if misses_captures:
+            captures = blocked.capture_gradients(spec, operands, r.lse, r.dout, delta)
+    found += [None] * len(operands.captures) if captures is None else captures
     return [
         g.astype(x.dtype)
-        for g, x, wanted in zip(found, operands.differentiable(), wants.all_flags(), strict=True)
+        for g, x, wanted in zip(found, operands.differentiable(), wants.all_flags(), strict=False)
         if wanted and g is not None and x is not None
     ]
 
@@ -221,7 +228,7 @@ def _backward_shapes(
     operands, _ = _split(avals, spec)
     return [
         result_aval(operands.q, x.shape, x.dtype)
-        for x, wanted in zip(operands.differentiable(), wants.all_flags(), strict=True)
+        for x, wanted in zip(operands.differentiable(), wants.all_flags(), strict=False)
         if wanted and x is not None
     ]
 
@@ -253,7 +260,8 @@ def _forward_jvp(
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     operand_tangents, _ = _split(tangents, spec)
     differentiable = operand_tangents.differentiable()
-    wants = Wants(*(t is not None and not isinstance(t, ad.Zero) for t in differentiable))
+    wants = Wants.of([t is not None and not isinstance(t, ad.Zero) for t in differentiable])
+    _refuse_unstable_sums(wants, options, device.expected(options.device))
     present = [t for t, wanted in zip(differentiable, wants.all_flags(), strict=True) if wanted]
     moved = tangent_p.bind(*primals, out, lse, *present, spec=spec, options=options, wants=wants)
     return (out, lse), moved
@@ -268,7 +276,7 @@ def _tangent_transpose(
     dout, dlse = (x if isinstance(x, ad.Zero) else partition.gathered(x) for x in cotangents)
     unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
     asked = iter(unknown)
-    still_wanted = Wants(*(wanted and next(asked) for wanted in wants.all_flags()))
+    still_wanted = Wants.of([wanted and next(asked) for wanted in wants.all_flags()])
     of_primals: list[Any] = [None] * (len(arrays) - len(unknown))  # nothing is linear in them
     if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
         zeros = [
@@ -290,6 +298,26 @@ def _tangent_transpose(
         )
     )
     return of_primals + [next(grads) if is_unknown else None for is_unknown in unknown]
+
+
+def _refuse_unstable_sums(wants: Wants, options: Options, where: device.Device) -> None:
+    """Refuses gradients of captures where they are added up in any order, for who asks for the same bits every time.
+
+    Raises:
+      NoBackendError: it is so.
+    """
+    if options.determinism != "strict" or where.platform != "cuda" or not any(wants.captures):
+        return
+    reason = Reason(
+        "xla",
+        "DETERMINISTIC",
+        "determinism",
+        "strict",
+        "must be another where score_mod's captures get gradients on a GPU, which adds them up in any order",
+        "leave jattn.deterministic, or pass the captures through jax.lax.stop_gradient",
+    )
+    text = "jattn.dot_product_attention: no backend has deterministic gradients of captures here"
+    raise NoBackendError(describe_refusals(text, {"xla": (reason,)}), (reason,))
 
 
 def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:
@@ -416,6 +444,7 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         if has_rows and operand_dims.dropout_keys is not None:
             return _one_by_one(primitive, arrays, dims, spec=spec, **params)
         batch = operands.q.shape[0 if operand_dims.q is None or operand_dims.q > 0 else 1]
+        spec, arrays, dims = _with_mapped_captures(spec, arrays, dims, size, params)
         # What is the same for the whole folded batch need not be repeated, unless its gradient is wanted per mapped
         # element.
         shared = _shareable(arrays, dims, spec, primitive, params)
@@ -425,22 +454,63 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         ]
         new_spec = spec.for_operands(_split(folded, spec)[0])
         results = primitive.bind(*folded, spec=new_spec, **params)
-        unfolded = [x.reshape(size, batch, *x.shape[1:]) for x in results]
+        whole = 0 if primitive is not backward_p else sum(params["wants"].captures)
+        unfolded = [x.reshape(size, batch, *x.shape[1:]) for x in results[: len(results) - whole]]
         if primitive is backward_p:
             # A folded operand has a full batch axis; per mapped element it may have had a broadcast one.
+            flags = params["wants"].all_flags()
             wanted = [
-                name
-                for name, flag in zip(Tangents._fields, params["wants"].all_flags(), strict=True)
-                if flag
+                name for name, flag in zip(Tangents._fields[:-1], flags, strict=False) if flag
             ]
             for i, name in enumerate(wanted):
                 shape = _shape_of_operand(spec, name)
                 if shape is not None:
                     reduce = functools.partial(reference.reduce_to_shape, shape=shape)
                     unfolded[i] = jax.vmap(reduce)(unfolded[i])
+        # Gradients of captures have the mapped axis as the captures have it.
+        unfolded += results[len(results) - whole :]
         return [give_back(x) for x in unfolded], [0] * len(unfolded)
 
     return rule
+
+
+def _with_mapped_captures(
+    spec: Spec,
+    arrays: Sequence[Any],
+    dims: Sequence[int | None],
+    size: int,
+    params: dict[str, Any],
+) -> tuple[Spec, list[Any], list[int | None]]:
+    """A problem whose captures have the mapped axis first, where they are mapped, as arrays that are not.
+
+    Its batch indices say which mapped element a batch entry belongs to, and its score function takes that element. A
+    capture that is wanted a gradient of, or moves, is made to have the axis: each element has a gradient of its own.
+    """
+    arrays, dims = list(arrays), list(dims)
+    positions, rest = _split(range(len(arrays)), spec)
+    wants = params.get("wants")
+    flags = wants.captures if wants is not None else ()
+    is_mapped = [dims[i] is not None for i in positions.captures]
+    if any(flags):
+        is_mapped = [a or b for a, b in zip(is_mapped, flags, strict=True)]
+    if spec.score_mod is None or not any(is_mapped):
+        return spec, arrays, dims
+    # Tangents of captures come last.
+    of_tangents = list(rest[len(rest) - sum(flags) :]) if "has_dlse" not in params and flags else []
+    moved = [i for i, mapped in zip(positions.captures, is_mapped, strict=True) if mapped]
+    for i in (*moved, *of_tangents):
+        x, dim = arrays[i], dims[i]
+        arrays[i] = (
+            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        )
+        dims[i] = None
+    ids = positions.batch_ids
+    assert ids is not None
+    assert dims[ids] is None
+    elements = jnp.arange(size, dtype=jnp.int32)[:, None] * spec.score_mod.batch_extent
+    arrays[ids], dims[ids] = elements + arrays[ids][None], 0
+    program = spec.score_mod.mapped(size, is_mapped)
+    return dataclasses.replace(spec, score_mod=program), arrays, dims
 
 
 def _shape_of_operand(spec: Spec, name: str) -> tuple[int, ...] | None:
@@ -485,6 +555,13 @@ def _shareable(
         wants_it = primitive is not forward_p and getattr(params["wants"], name, False)
         if is_table or (arrays[position].shape[0] == 1 and not wants_it):
             shared.add(position)
+    # Where captures are mapped, the score function knows: `_with_mapped_captures`.
+    shared.update(positions.captures)
+    if positions.head_ids is not None:
+        shared.add(positions.head_ids)
+    if primitive is tangent_p:
+        count = sum(params["wants"].captures)
+        shared.update(range(len(arrays) - count, len(arrays)))
     return shared
 
 

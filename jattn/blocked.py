@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 
 from jattn.jax_interface import vary_like
 from jattn.reference import (
+    CaptureArrays,
     Gradients,
     Pairs,
     Tangents,
@@ -26,6 +27,7 @@ from jattn.reference import (
     sink_probabilities,
     sum_over_keys,
     tile_backward,
+    tile_capture_gradients,
     tile_slope_gradient,
     tile_tangent,
     with_sinks,
@@ -35,6 +37,8 @@ from jattn.spec import Operands, Spec
 # Elements of one tile of scores over all heads of the batch: 4 MiB in float32.
 _TILE_ELEMENTS = 1 << 20
 _SMALLEST_TILE, _LARGEST_TILE = 64, 512
+
+Total = TypeVar("Total")  # an array, or several
 
 
 class _Grid(NamedTuple):
@@ -170,7 +174,7 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
 
             def update() -> tuple[jax.Array, jax.Array, jax.Array]:
                 row_max, row_sum, acc = carry
-                s = jnp.where(pair.visible, scores(spec, tile, pair.distance)[0], -jnp.inf)
+                s = jnp.where(pair.visible, scores(spec, tile, pair).s, -jnp.inf)
                 new_max = jnp.maximum(row_max, s.max(-1))
                 shift = jnp.where(new_max == -jnp.inf, 0, new_max)
                 p = jnp.exp(s - shift[..., None])
@@ -279,35 +283,65 @@ def slopes_gradient(
 ) -> jax.Array:
     """Computes the gradient of the ALiBi slopes in their shape, tile by tile; shapes as in ``tile_backward``."""
     assert operands.alibi_slopes is not None
-    dtype = jnp.dtype(spec.lse_dtype)
+    start = jnp.zeros((spec.batch, spec.num_heads, 1), spec.lse_dtype)
+    total = _sum_over_tiles(spec, operands, lse, dout, delta, start, tile_slope_gradient)
+    return reduce_to_shape(total, operands.alibi_slopes.shape)
+
+
+def capture_gradients(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> CaptureArrays:
+    """Computes the gradients of what the score function reads, tile by tile; shapes as in ``tile_backward``."""
+    assert spec.score_mod is not None
+    start = tuple(
+        jnp.zeros(c.shape, jnp.promote_types(c.dtype, spec.lse_dtype)) if c.is_float else None
+        for c in spec.score_mod.captures
+    )
+    return _sum_over_tiles(spec, operands, lse, dout, delta, start, tile_capture_gradients)
+
+
+def _sum_over_tiles(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+    start: Total,
+    of_tile: Callable[..., Total],
+) -> Total:
+    """Adds what each tile that shows a pair gives to ``start``, an array or several.
+
+    ``of_tile`` has the arguments of ``tile_backward``.
+    """
     if _is_empty(spec):
-        return jnp.zeros(operands.alibi_slopes.shape, dtype)
+        return start
     tiles = _Tiles(spec, operands)
     grid = tiles.grid
     delta, lse = _pad(delta, 2, tiles.rows), _pad(lse, 2, tiles.rows)
     dout = _pad(dout, 1, tiles.rows)
 
-    def rows(total: jax.Array, q_tile: jax.Array) -> tuple[jax.Array, None]:
+    def rows(total: Total, q_tile: jax.Array) -> tuple[Total, None]:
         lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
         dout_tile = tiles.rows_of(dout, q_tile, 1)
 
-        def visit(inner: jax.Array, kv_tile: jax.Array) -> tuple[jax.Array, None]:
+        def visit(inner: Total, kv_tile: jax.Array) -> tuple[Total, None]:
             tile, pair = tiles.cut(q_tile, kv_tile)
 
-            def update() -> jax.Array:
-                return inner + tile_slope_gradient(
-                    spec, tile, pair, lse_tile, dout_tile, delta_tile
-                )
+            def update() -> Total:
+                more = of_tile(spec, tile, pair, lse_tile, dout_tile, delta_tile)
+                return jax.tree.map(lambda x, y: x + y.astype(x.dtype), inner, more)
 
             return lax.cond(pair.visible.any(), update, lambda: inner), None
 
         kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
         return lax.scan(jax.checkpoint(visit), total, kv_tiles)[0], None
 
-    start = vary_like(jnp.zeros((spec.batch, spec.num_heads, 1), dtype), operands.flat())
     q_tiles = jnp.arange(grid.num_q_tiles, dtype=jnp.int32)
-    total, _ = lax.scan(rows, start, q_tiles)
-    return reduce_to_shape(total, operands.alibi_slopes.shape)
+    return lax.scan(rows, vary_like(start, operands.flat()), q_tiles)[0]
 
 
 def tangent(
@@ -330,6 +364,7 @@ def tangent(
         v=None if tangents.v is None else _pad(tangents.v, 1, tiles.columns),
         bias=tiles.pad_scores(tangents.bias),
         alibi_slopes=tangents.alibi_slopes,
+        captures=tangents.captures,
     )
     lse_padded = _pad(lse, 2, tiles.rows)
 
@@ -354,6 +389,7 @@ def tangent(
                         lambda x: tiles.columns_of(tiles.rows_of(x, q_tile, 2), kv_tile, 3),
                     ),
                     alibi_slopes=padded.alibi_slopes,
+                    captures=padded.captures,
                 )
                 dout, dlse = tile_tangent(spec, tile, pair, lse_tile, tile_tangents)
                 return carry[0] + dout, carry[1] + dlse

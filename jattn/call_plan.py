@@ -139,7 +139,7 @@ def operand_shapes(spec: Spec) -> Operands[Any]:
     def index(is_there: bool, *shape: int) -> Any:
         return Shape(shape, np.int32) if is_there else None
 
-    dropout = spec.dropout
+    dropout, program = spec.dropout, spec.score_mod
     return Operands(
         q=Shape(shapes["q"], spec.dtype),
         k=Shape(shapes["k"], spec.dtype),
@@ -158,6 +158,11 @@ def operand_shapes(spec: Spec) -> Operands[Any]:
         ),
         dropout_keys=None if dropout is None else Shape((*dropout.keys, 2), np.uint32),
         dropout_rate=None if dropout is None else Shape((dropout.rate, 1, 1), np.float32),
+        batch_ids=index(program is not None, batch),
+        head_ids=index(program is not None, spec.num_heads),
+        captures=()
+        if program is None
+        else tuple(Shape(c.shape, jax.numpy.dtype(c.dtype)) for c in program.captures),
     )
 
 
@@ -175,7 +180,7 @@ def _arrays_of(name: PassName, spec: Spec, wants: Wants, *, has_dlse: bool) -> t
     out_and_lse = kept[:2]
     if name == "forward":
         return (*operands.flat(), *out_and_lse)
-    pairs = zip(operands.differentiable(), wants.all_flags(), strict=True)
+    pairs = zip(operands.differentiable(), wants.all_flags(), strict=False)
     of_wanted = [shape for shape, is_wanted in pairs if is_wanted and shape is not None]
     if name == "backward":
         return (*operands.flat(), *kept, *of_wanted)
@@ -256,6 +261,8 @@ def _kernels(call: Any) -> Iterator[Kernel]:
 
     plan = _plan_of(call)
     keys = str(plan["kernels"])
+    if "program" in plan:
+        _core.register_program(str(plan["program"]))  # its keys name it by its digest
     if not keys:
         yield Kernel("native", {"isa": _core.cpu_active_instruction_set()}, "built in")
         return

@@ -58,10 +58,14 @@ def require_here(where: Device) -> None:
 
 def time_pass(each: Pass, spec: Spec, options: Options, wants: Wants, *, has_dlse: bool) -> Timing:
     """Times one pass of a problem on random arrays that hide no pair."""
-    operands = tuple(
-        _fill(name, shape)
-        for name, shape in operand_shapes(spec)._asdict().items()
-        if shape is not None
+    shapes = operand_shapes(spec)
+    operands = (
+        *(
+            _fill(n, x)
+            for n, x in zip(shapes._fields, shapes.single(), strict=False)
+            if x is not None
+        ),
+        *(_fill("captures", x) for x in shapes.captures),
     )
     common: dict[str, Any] = {"spec": spec, "options": options}
     if each.name == "forward":
@@ -76,9 +80,8 @@ def time_pass(each: Pass, spec: Spec, options: Options, wants: Wants, *, has_dls
                 autodiff.backward_p.bind, **common, wants=wants, has_dlse=has_dlse
             )
         else:
-            shapes = operand_shapes(spec)
-            moving = [f.name for f in dataclasses.fields(wants) if getattr(wants, f.name)]
-            rest = [_fill("tangent", getattr(shapes, name)) for name in moving]
+            flags = zip(shapes.differentiable(), wants.all_flags(), strict=False)
+            rest = [_fill("tangent", x) for x, moves in flags if moves]
             run = functools.partial(autodiff.tangent_p.bind, **common, wants=wants)
         arrays = (*operands, out, lse, *rest)
     seconds, spread = _measure(jax.jit(run), arrays)

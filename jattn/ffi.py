@@ -33,6 +33,7 @@ OPERAND_BITS = {
     "sinks": 64,
     "alibi_slopes": 128,
     "dropout": 256,
+    "score_mod": 512,
 }
 
 
@@ -100,6 +101,7 @@ def spec_attributes(spec: Spec, *, has_dlse: bool = False) -> dict[str, Any]:
         "dropout_rows": np.bool_(spec.dropout is not None and spec.dropout.rows),
         "operands": np.int64(sum(bits)),
         "has_dlse": np.bool_(has_dlse),
+        "num_captures": np.int64(0 if spec.score_mod is None else len(spec.score_mod.captures)),
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -20,6 +21,7 @@ T = TypeVar("T")
 __all__ = [
     "CUDNN_PRIMITIVES",
     "CUDNN_TARGETS",
+    "MOVES",
     "ClosedJaxpr",
     "CudnnMask",
     "Jaxpr",
@@ -27,19 +29,23 @@ __all__ = [
     "NamedSharding",
     "PartitionSpec",
     "Primitive",
+    "Widened",
     "ad",
     "batching",
+    "bind",
     "cudnn_backward",
     "cudnn_forward",
     "cudnn_version",
     "equations",
     "evaluate",
+    "evaluate_jaxpr",
     "inlined_jaxpr",
     "jaxpr_as_fun",
     "jit_primitive",
     "lowering_platforms",
     "manual_axes",
     "mlir",
+    "nested_call",
     "result_aval",
     "source_line",
     "unify",
@@ -234,6 +240,92 @@ def inlined_jaxpr(equation: Any) -> Any | None:
     shardings = (*params["in_shardings"], *params["out_shardings"])
     is_plain = all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
     return params["jaxpr"] if is_plain and not any(params["donated_invars"]) else None
+
+
+def nested_call(equation: Any) -> ClosedJaxpr | None:
+    """The closed jaxpr that an equation calls once, with its own inputs, whatever it says of derivatives, memory and
+    compilation; None for all else.
+    """
+    names = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call")
+    if equation.primitive.name not in (*names, "custom_vjp_call", "custom_vjp_call_jaxpr"):
+        return None
+    params = equation.params
+    body = next(params[x] for x in ("jaxpr", "call_jaxpr", "fun_jaxpr") if x in params)
+    return body if hasattr(body, "consts") else ClosedJaxpr(body, ())
+
+
+class Widened(NamedTuple):
+    """An array in a wider type than ``dtype``, which it has for the operations that compute with it."""
+
+    value: jax.Array
+    dtype: Any
+
+
+# Operations of which each element of the result is one of the first operand's.
+MOVES = (
+    "dynamic_slice",
+    "gather",
+    "slice",
+    "squeeze",
+    "reshape",
+    "broadcast_in_dim",
+    "transpose",
+    "rev",
+    "copy",
+)
+
+
+def evaluate_jaxpr(
+    jaxpr: Jaxpr, *inputs: Any, constants: Sequence[Any] = (), keeps_rules: bool = False
+) -> list[Any]:
+    """Evaluates an open jaxpr where it stands, whatever mesh and manual axes it was traced on; nested calls become part
+    of it.
+
+    Args:
+      jaxpr: what to evaluate.
+      inputs: its arguments. What moves elements of a ``Widened`` one moves the wider ones, so that a derivative adds
+        them up in the wider type.
+      constants: belong to its constvars.
+      keeps_rules: derivatives that functions bring along are kept.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values |= dict(zip(jaxpr.constvars, constants, strict=True))
+
+    def value_of(x: Any) -> Any:
+        return (
+            np.asarray(x.val) if isinstance(x, Literal) else values[x]
+        )  # an array may be on a mesh
+
+    for equation in jaxpr.eqns:
+        primitive = equation.primitive
+        arguments: tuple[Any, ...] = tuple(value_of(x) for x in equation.invars)
+        called = nested_call(equation)
+        if primitive.name in ("pvary", "pcast", "reshard"):
+            results = list(arguments)
+        elif called is not None and not (keeps_rules and primitive.name.startswith("custom_")):
+            results = evaluate_jaxpr(
+                called.jaxpr, *arguments, constants=called.consts, keeps_rules=keeps_rules
+            )
+        else:
+            first, others = arguments[:1], [_narrow(x) for x in arguments[1:]]
+            moves = primitive.name in MOVES and isinstance(arguments[0], Widened)
+            own = [x.value for x in first] if moves else [_narrow(x) for x in first]
+            results = bind(equation, (*own, *others))
+            if moves:
+                results = [Widened(x, arguments[0].dtype) for x in results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [value_of(x) for x in jaxpr.outvars]
+
+
+def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation where it stands; a function that brings its derivative along keeps it."""
+    primitive = equation.primitive
+    found = primitive.bind(*unify(tuple(inputs)), **primitive.get_bind_params(equation.params))
+    return list(found) if primitive.multiple_results else [found]
+
+
+def _narrow(x: Any) -> Any:
+    return x.value.astype(x.dtype) if isinstance(x, Widened) else x
 
 
 def evaluate(equation: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,8 @@ weight exactly 0, and a value that no query sees never reaches a result, be it N
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,14 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn import dropout
+from jattn.score_program import ScoreProgram
 from jattn.spec import Operands, Spec, distances, visibility
+
+CaptureArrays = tuple[jax.Array | None, ...]  # one for each capture, None for integers
 
 
 class Gradients(NamedTuple):
     """Gradients of a problem; ``bias`` is None when the problem has no bias. Types are those of the accumulation.
 
-    ``Backend.backward`` computes those of q, k, v and bias, and may compute that of ``alibi_slopes``, (B, N, 1);
-    ``autodiff.py`` adds what is missing.
+    ``Backend.backward`` computes those of q, k, v and bias, and may compute that of ``alibi_slopes``, (B, N, 1), and
+    those of ``captures``, one for each that is a float; ``autodiff.py`` adds what is missing.
     """
 
     q: jax.Array
@@ -34,6 +39,7 @@ class Gradients(NamedTuple):
     bias: jax.Array | None
     sinks: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
+    captures: CaptureArrays | None = None
 
 
 class Tangents(NamedTuple):
@@ -45,6 +51,7 @@ class Tangents(NamedTuple):
     bias: jax.Array | None = None
     sinks: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
+    captures: CaptureArrays = ()
 
 
 class Pairs(NamedTuple):
@@ -55,12 +62,15 @@ class Pairs(NamedTuple):
       distance: int32, broadcastable to (B, 1, t, s), |key's place - query's place|; None where no slope reads it.
       kept: bool, broadcastable to (B, N, t, s), True where dropout keeps the pair; None without dropout.
       kept_factor: (B or 1, 1, 1, 1), what kept weights are multiplied by; None without dropout.
+      queries, keys: (B or 1, t) and (B or 1, s) int32, what a score function knows them by; None without one.
     """
 
     visible: jax.Array
     distance: jax.Array | None = None
     kept: jax.Array | None = None
     kept_factor: jax.Array | None = None
+    queries: jax.Array | None = None
+    keys: jax.Array | None = None
 
     def drop(self, x: jax.Array) -> jax.Array:
         """Multiplies by 0 where dropped and by the factor where kept, by selection."""
@@ -90,6 +100,11 @@ def pairs(
     found = Pairs(visibility(spec, tile, rows, columns))
     if spec.alibi_slopes is not None:
         found = found._replace(distance=jnp.abs(distances(spec, tile, rows, columns)))
+    if spec.score_mod is not None:
+        found = found._replace(
+            queries=_within(rows, spec.q_len) if tile.q_positions is None else tile.q_positions,
+            keys=_within(columns, spec.kv_len) if tile.kv_positions is None else tile.kv_positions,
+        )
     if spec.dropout is None or tile.dropout_keys is None or tile.dropout_rate is None:
         return found
     if spec.dropout.rows:
@@ -112,6 +127,11 @@ def pairs(
         kept=bits >= dropout.threshold(rate),
         kept_factor=dropout.kept_factor(rate, _accumulator(spec)),
     )
+
+
+def _within(indices: jax.Array, length: int) -> jax.Array:
+    """Indices (t,) of a tile as (1, t), those of its padding at the last row: a score function sees no others."""
+    return jnp.minimum(indices, jnp.maximum(length - 1, 0))[None]
 
 
 def _accumulator(spec: Spec) -> jnp.dtype:
@@ -206,22 +226,88 @@ def sum_over_queries(
     )
 
 
-def scores(
-    spec: Spec, tile: Operands[jax.Array], distance: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scores of a tile before masking, and d(score)/d(scaled product) if there is a softcap (else None
-    = 1).
+class Scores(NamedTuple):
+    """The scores of a tile before masking, and how they follow from the scaled products.
+
+    Attributes:
+      s: (B, N, t, s).
+      cap_slope: d(capped product) / d(product); None for 1.
+      pull: from the gradient of ``s`` to that of what the score function changed, and to those of its captures (None
+        for integers); None without one.
+      push: from tangents of the same to that of ``s``.
     """
+
+    s: jax.Array
+    cap_slope: jax.Array | None
+    pull: Callable[[jax.Array], tuple[jax.Array, CaptureArrays]] | None = None
+    push: Callable[[jax.Array, CaptureArrays], jax.Array] | None = None
+
+    def gradient_before(self, ds: jax.Array) -> tuple[jax.Array, CaptureArrays]:
+        """The gradient of the scores before the score function, and those of its captures."""
+        if self.pull is None:
+            return ds, ()
+        before, captures = self.pull(ds)
+        # What the function does to a pair without weight may have no finite slope.
+        return jnp.where(ds == 0, 0, before), captures
+
+
+def scores(spec: Spec, tile: Operands[jax.Array], pair: Pairs) -> Scores:
+    """Returns the scores of a tile before masking."""
     s = spec.scale * _pair_products(spec, tile.q, tile.k)
-    slope = None
+    cap_slope = None
     if spec.softcap:
         t = jnp.tanh(s / spec.softcap)
-        s, slope = spec.softcap * t, 1 - t * t
+        s, cap_slope = spec.softcap * t, 1 - t * t
     if tile.bias is not None:
         s = s + tile.bias.astype(s.dtype)
-    if tile.alibi_slopes is not None and distance is not None:
-        s = s - tile.alibi_slopes[..., None].astype(s.dtype) * distance.astype(s.dtype)
-    return s, slope
+    if tile.alibi_slopes is not None and pair.distance is not None:
+        s = s - tile.alibi_slopes[..., None].astype(s.dtype) * pair.distance.astype(s.dtype)
+    if spec.score_mod is None:
+        return Scores(s, cap_slope)
+    return _with_score_mod(spec.score_mod, tile, pair, s, cap_slope)
+
+
+def _with_score_mod(
+    program: ScoreProgram,
+    tile: Operands[jax.Array],
+    pair: Pairs,
+    s: jax.Array,
+    cap_slope: jax.Array | None,
+) -> Scores:
+    """Passes the scores of a tile through a score function; what is invisible goes in as 0."""
+    batches, heads, queries, keys = tile.batch_ids, tile.head_ids, pair.queries, pair.keys
+    assert batches is not None
+    assert heads is not None
+    assert queries is not None
+    assert keys is not None
+    s = jnp.where(pair.visible, s, 0)
+    is_float = [c.is_float for c in program.captures]
+
+    def change(program: ScoreProgram, s: jax.Array, *floats: jax.Array) -> jax.Array:
+        rest = iter(floats)
+        captures = [
+            next(rest) if flag else x for x, flag in zip(tile.captures, is_float, strict=True)
+        ]
+        return program.on_tile(s, batches, heads, queries, keys, captures)
+
+    floats = [x for x, flag in zip(tile.captures, is_float, strict=True) if flag]
+
+    def pull(ds: jax.Array) -> tuple[jax.Array, CaptureArrays]:
+        wide = [x.astype(jnp.promote_types(x.dtype, s.dtype)) for x in floats]
+        _, gradient = jax.vjp(functools.partial(change, program.widened), s, *wide)
+        before, *of_floats = gradient(ds)
+        rest = iter(of_floats)
+        return before, tuple(next(rest) if flag else None for flag in is_float)
+
+    def push(ds: jax.Array, captures: CaptureArrays) -> jax.Array:
+        moving = [
+            jnp.zeros_like(x) if t is None else t.astype(x.dtype)
+            for x, t, flag in zip(tile.captures, captures, is_float, strict=True)
+            if flag
+        ]
+        return jax.jvp(functools.partial(change, program), (s, *floats), (ds, *moving))[1]
+
+    return Scores(change(program, s, *floats), cap_slope, pull, push)
 
 
 def probabilities(s: jax.Array, visible: jax.Array, lse: jax.Array) -> jax.Array:
@@ -245,17 +331,32 @@ def tile_backward(
     Shapes: lse and delta (B, N, t), dout (B, t, N, Dv); delta = rowsum(dout * out) - dlse.
     """
     visible = pair.visible
-    s, slope = scores(spec, tile, pair.distance)
-    p = probabilities(s, visible, lse)
-    dp = pair.drop(_pair_products(spec, dout, tile.v))
-    ds = jnp.where(visible, p * (dp - delta[..., None]), 0)
+    of_tile, p, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    ds, captures = of_tile.gradient_before(ds)
+    slope = of_tile.cap_slope
     dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
     return Gradients(
         q=spec.scale * sum_over_keys(spec, dqk, visible, tile.k),
         k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),
         v=sum_over_queries(spec, pair.drop(p), visible, dout),
         bias=ds if tile.bias is not None else None,
+        captures=captures,
     )
+
+
+def _score_gradients(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    pair: Pairs,
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> tuple[Scores, jax.Array, jax.Array]:
+    """The scores of a tile, the probabilities, and the gradient of the scores; arguments as ``tile_backward``."""
+    of_tile = scores(spec, tile, pair)
+    p = probabilities(of_tile.s, pair.visible, lse)
+    dp = pair.drop(_pair_products(spec, dout, tile.v))
+    return of_tile, p, jnp.where(pair.visible, p * (dp - delta[..., None]), 0)
 
 
 def tile_tangent(
@@ -270,7 +371,8 @@ def tile_tangent(
     Shapes: (B, t, N, Dv) and (B, N, t).
     """
     visible = pair.visible
-    s, slope = scores(spec, tile, pair.distance)
+    of_tile = scores(spec, tile, pair)
+    s, slope = of_tile.s, of_tile.cap_slope
     p = probabilities(s, visible, lse)
     ds = jnp.zeros_like(s)
     if tangents.q is not None:
@@ -283,7 +385,9 @@ def tile_tangent(
         ds += tangents.bias.astype(s.dtype)
     if tangents.alibi_slopes is not None and pair.distance is not None:
         ds -= tangents.alibi_slopes[..., None].astype(s.dtype) * pair.distance.astype(s.dtype)
-    weights = jnp.where(visible, p * ds, 0)
+    if of_tile.push is not None:
+        ds = of_tile.push(ds, tangents.captures)
+    weights = jnp.where(visible & (p > 0), p * ds, 0)
     dout = sum_over_keys(spec, pair.drop(weights), visible, tile.v)
     if tangents.v is not None:
         dout += sum_over_keys(spec, pair.drop(p), visible, tangents.v)
@@ -329,11 +433,22 @@ def tile_slope_gradient(
 ) -> jax.Array:
     """Returns what one tile adds to the gradient of the ALiBi slopes, (B, N, 1); arguments as ``tile_backward``."""
     assert pair.distance is not None
-    s, _ = scores(spec, tile, pair.distance)
-    p = probabilities(s, pair.visible, lse)
-    dp = pair.drop(_pair_products(spec, dout, tile.v))
-    ds = jnp.where(pair.visible, p * (dp - delta[..., None]), 0)
-    return -(ds * pair.distance.astype(s.dtype)).sum((-2, -1))[..., None]
+    of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    ds, _ = of_tile.gradient_before(ds)
+    return -(ds * pair.distance.astype(ds.dtype)).sum((-2, -1))[..., None]
+
+
+def tile_capture_gradients(
+    spec: Spec,
+    tile: Operands[jax.Array],
+    pair: Pairs,
+    lse: jax.Array,
+    dout: jax.Array,
+    delta: jax.Array,
+) -> CaptureArrays:
+    """Returns what one tile adds to the gradients of the captures, in their shapes; arguments as ``tile_backward``."""
+    of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    return of_tile.gradient_before(ds)[1]
 
 
 def row_delta(
@@ -366,7 +481,7 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
     """
     pair = _whole(spec, operands)
     visible = pair.visible
-    s = jnp.where(visible, scores(spec, operands, pair.distance)[0], -jnp.inf)
+    s = jnp.where(visible, scores(spec, operands, pair).s, -jnp.inf)
     row_max = s.max(-1, initial=-jnp.inf)
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)
     p = jnp.exp(s - shift[..., None])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.masks import UNBOUNDED_BAND, Band
+from jattn.score_program import ScoreProgram
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -34,6 +35,7 @@ FEATURES = (
     "alibi_slopes",
     "dropout",
     "dropout_rows",
+    "score_mod",
 )
 
 
@@ -69,6 +71,7 @@ class Spec:
       q_lengths, kv_lengths, segments, positions: whether these operands are there.
       sinks, alibi_slopes: (1 or B, 1 or N), extents of the operand, or None.
       dropout: its static facts, or None.
+      score_mod: what changes the scores that all the others make, before masks, or None.
     """
 
     batch: int
@@ -92,6 +95,7 @@ class Spec:
     sinks: tuple[int, int] | None = None
     alibi_slopes: tuple[int, int] | None = None
     dropout: Dropout | None = None
+    score_mod: ScoreProgram | None = None
 
     @property
     def group_size(self) -> int:
@@ -120,6 +124,7 @@ class Spec:
             "alibi_slopes": self.alibi_slopes is not None,
             "dropout": self.dropout is not None,
             "dropout_rows": self.dropout is not None and self.dropout.rows,
+            "score_mod": self.score_mod is not None,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
@@ -131,6 +136,7 @@ class Spec:
         softcap: float,
         band: Band,
         dropout_rows: bool = False,
+        score_mod: ScoreProgram | None = None,
     ) -> Spec:
         """Returns the problem of ``operands``, arrays or their types; the arguments are what those do not say."""
         batch, q_len, num_heads, head_dim = operands.q.shape
@@ -163,6 +169,7 @@ class Spec:
                 None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape[:2])
             ),
             dropout=dropout,
+            score_mod=score_mod,
         )
 
     def for_operands(self, operands: Operands[Any]) -> Spec:
@@ -175,6 +182,7 @@ class Spec:
             softcap=self.softcap,
             band=self.band,
             dropout_rows=self.dropout is not None and self.dropout.rows,
+            score_mod=self.score_mod,
         )
 
     def without_sinks(self) -> Spec:
@@ -214,6 +222,7 @@ class Spec:
             "sinks",
             "alibi_slopes",
             "dropout",
+            "score_mod",
         )
         parts += [name for name in names if getattr(self, name)]
         return "   ".join(parts)
@@ -228,7 +237,9 @@ class Operands(NamedTuple, Generic[A]):
     Shapes: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), bias and mask broadcastable to (B, N, T, S), q_lengths
     and kv_lengths (B,) int32, q_segments and q_positions (B, T), kv_segments and kv_positions (B, S) int32, sinks and
     alibi_slopes (1 or B, 1 or N, 1) float32, dropout_keys (1 or B, 1 or N, 2) uint32, dropout_rate (1 or B, 1, 1)
-    float32. What stands in dropout_keys: jattn/dropout.py.
+    float32. What stands in dropout_keys: jattn/dropout.py. batch_ids (B,) and head_ids (N,) int32: the indices that a
+    score function gets, which stay those of the whole problem where a call is cut; captures: the arrays that it reads,
+    each at least of rank 1.
     """
 
     q: A
@@ -246,26 +257,37 @@ class Operands(NamedTuple, Generic[A]):
     alibi_slopes: A | None = None
     dropout_keys: A | None = None
     dropout_rate: A | None = None
+    batch_ids: A | None = None
+    head_ids: A | None = None
+    captures: tuple[A, ...] = ()
 
     def differentiable(self) -> tuple[A | None, ...]:
-        """q, k, v, bias, sinks, alibi_slopes: the operands that have gradients, in the order of ``Wants``."""
-        return (self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes)
+        """q, k, v, bias, sinks, alibi_slopes, *captures: the operands that have gradients, if they are floats, in the
+        order of ``Wants``.
+        """
+        return (self.q, self.k, self.v, self.bias, self.sinks, self.alibi_slopes, *self.captures)
+
+    def single(self) -> tuple[A | None, ...]:
+        """All but the captures, in order."""
+        return self[:-1]
 
     def flat(self) -> tuple[A, ...]:
         """The arrays that are there, in order."""
-        return tuple(x for x in self if x is not None)
+        return (*(x for x in self.single() if x is not None), *self.captures)
 
     @staticmethod
     def unflatten(spec: Spec, arrays: tuple[A, ...]) -> Operands[A]:
         """The inverse of ``flat`` for a problem."""
         rest = iter(arrays)
         present = Operands.presence(spec)
-        return Operands._make(next(rest) if is_there else None for is_there in present)
+        single = [next(rest) if is_there else None for is_there in present.single()]
+        return Operands._make((*single, tuple(next(rest) for _ in present.captures)))
 
     @staticmethod
     def count(spec: Spec) -> int:
         """How many arrays a problem has."""
-        return sum(map(bool, Operands.presence(spec)))
+        present = Operands.presence(spec)
+        return sum(map(bool, present.single())) + len(present.captures)
 
     @staticmethod
     def presence(spec: Spec) -> Operands[bool]:
@@ -286,6 +308,9 @@ class Operands(NamedTuple, Generic[A]):
             alibi_slopes=spec.alibi_slopes is not None,
             dropout_keys=spec.dropout is not None,
             dropout_rate=spec.dropout is not None,
+            batch_ids=spec.score_mod is not None,
+            head_ids=spec.score_mod is not None,
+            captures=() if spec.score_mod is None else (True,) * len(spec.score_mod.captures),
         )
 
 

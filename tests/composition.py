@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jattn.testing.cases import Case
+from jattn.testing.score_functions import SCORE_FUNCTIONS
 
 T = TypeVar("T")
 Pick = Callable[[Sequence[Any]], Any]
@@ -61,6 +62,7 @@ FEATURES = {
     "dropout_rows": 5,
     "scale": 3,
     "dlse": 6,
+    "score_mod": 3,
 }
 # Slopes and dropout keep heads of a group apart.
 FEATURES_OF_FEW = FEATURES | {"alibi": 1, "dropout": 1}
@@ -124,6 +126,7 @@ def problem(
         dropout_rate=optional("dropout", (0.2, 0.5)) or 0.0,
         broadcast_dropout="dropout" in used and pick((False, False, True)),
         dropout_rows=rows,
+        score_mod=optional("score_mod", tuple(SCORE_FUNCTIONS)),
         distribution=pick(("normal", "integers", "normal_x3")),
         with_dlse="dlse" in used,
     )

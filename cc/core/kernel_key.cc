@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "core/kernel_unit.h"
+#include "core/program_store.h"
 #include "core/require.h"
 
 namespace jattn {
@@ -57,6 +58,7 @@ constexpr Member kMembers[] = {
     {"alibi", &Config::alibi},
     {"dropout", &Config::dropout},
     {"dropout_rows", &Config::dropout_rows},
+    {"program", &Config::program},
     {"narrow_rows", &Config::narrow_rows},
     {"staged_bias", &Config::staged_bias},
     {"row_bias", &Config::row_bias},
@@ -199,11 +201,16 @@ KernelKey parse_kernel_key(std::string_view text) {
       JATTN_REQUIRE(is_architecture(value), "kernel key: arch is ", quoted(value),
                     ", must be sm_ and a number from 80 to 999, then perhaps a or f");
       key.arch = value;
+    } else if (name == "digest") {
+      JATTN_REQUIRE(is_program_digest(value), "kernel key: digest is ", quoted(value),
+                    ", must be a SHA-256: 64 hexadecimal digits in lower case");
+      key.digest = value;
     } else {
       const auto* member = std::ranges::find(kMembers, name, [](const Member& m) { return std::string_view(m.name); });
       if (member == std::end(kMembers)) {
         std::vector<std::string> names{"family", "arch"};
         for (const Member& m : kMembers) names.push_back(m.name);
+        names.push_back("digest");
         fail(Fault::kCaller, concat("kernel key: no member is called ", quoted(name), "; there are ", join(names)));
       }
       JATTN_REQUIRE(assign(*member, value, key.config), "kernel key: ", member->name, " is ", quoted(value),
@@ -212,11 +219,15 @@ KernelKey parse_kernel_key(std::string_view text) {
   }
   JATTN_REQUIRE(!key.family.empty(), "kernel key: family is missing, must be ", family_names());
   JATTN_REQUIRE(!key.arch.empty(), "kernel key: arch is missing, must be sm_ and a number");
+  JATTN_REQUIRE(key.config.program != key.digest.empty(), "kernel key: program is ", int{key.config.program}, " and ",
+                key.digest.empty() ? "there is no digest" : "there is a digest",
+                ": the digest of a score program goes with program=1, and with nothing else");
   return key;
 }
 
 std::string to_text(const KernelKey& key) {
   std::string text = concat("family=", key.family, " arch=", key.arch);
+  if (!key.digest.empty()) text += concat(" digest=", key.digest);
   for (const Member& member : kMembers) {
     text += concat(' ', member.name, '=');
     std::visit(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "core/program_store.h"
 #include "core/require.h"
 
 namespace jattn {
@@ -66,7 +67,12 @@ const KernelFamily* find_kernel_family(std::string_view name) {
 std::string kernel_unit_text(const KernelKey& key) {
   const KernelFamily* family = find_kernel_family(key.family);
   JATTN_REQUIRE(family != nullptr, "kernel unit: there is no family ", key.family);
-  return concat("// ", to_text(key), "\n#include \"", family->header, "\"\n\n",                               //
+  std::string program;  // defined before the header, which has one of its own otherwise
+  if (key.config.program) {
+    program = concat("#define JATTN_SCORE_PROGRAM\n#include \"attn/program_math.cuh\"\n\nnamespace jattn {\n",
+                     find_program(key.digest), "\n}\n\n");
+  }
+  return concat("// ", to_text(key), "\n", program, "#include \"", family->header, "\"\n\n",                  //
                 "namespace jattn {\nconstexpr Config kConfig{", config_initializer(key.config), "};\n}\n\n",  //
                 "extern \"C\" __global__ void __launch_bounds__(jattn::", family->num_threads,
                 "(jattn::kConfig), jattn::", family->min_blocks, "(jattn::kConfig))\n", kKernelEntry,

@@ -7,6 +7,8 @@
 //   s          = softcap * tanh(s / softcap)                 if softcap > 0
 //   s          = s + bias[b,n,t,j]                           if there is a bias
 //   s          = s - alibi_slopes[b,n] * |distance|           if there are slopes; distance: see Visibility below
+//   s          = f(s, batch_ids[b], head_ids[n], i, j', captures)   if there is a score function f; i and j' are the
+//                positions of the pair where there are positions, else t and j
 //   s          = -inf where the pair (t, j) is not visible   (see Visibility below)
 //   lse[b,n,t] = log(sum_j exp(s) + exp(sinks[b,n]))         natural logarithm; no second term without sinks;
 //                                                            -inf for a row that sees no key, with sinks too
@@ -35,6 +37,7 @@
 // and j are q_positions[b,t] and kv_positions[b,j] (packed sequences).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -43,6 +46,7 @@ namespace jattn {
 enum class DType : uint8_t { kF16, kBF16, kF32, kF64 };
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+inline constexpr int64_t kMaxCaptures = 16;  // arrays that a score function may read
 
 constexpr int64_t size_bytes(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
 
@@ -93,6 +97,10 @@ struct Problem {
   PerHead<float> dropout_rate;     // within [0, 1); stride_head is 0
   bool dropout_rows = false;
   int64_t num_dropout_rows = 0;
+  bool score_mod = false;                            // there is a score function; the plan of the call knows it
+  const int32_t* batch_ids = nullptr;                // [B]
+  const int32_t* head_ids = nullptr;                 // [N]
+  std::array<const void*, kMaxCaptures> captures{};  // arrays that it reads, of types and shapes that it knows
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };

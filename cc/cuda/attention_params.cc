@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <iterator>
 #include <numbers>
 
 #include "core/require.h"
@@ -162,6 +163,7 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   check_feature(kernel, "ALiBi slopes", problem.alibi_slopes.data != nullptr, config.alibi, false);
   check_feature(kernel, "dropout", problem.dropout_keys.data != nullptr, config.dropout, false);
   check_feature(kernel, "dropout by rows", problem.dropout_rows, config.dropout_rows, false);
+  check_feature(kernel, "a score function", problem.score_mod, config.program, false);
   JATTN_REQUIRE(!problem.dropout_rows || problem.num_dropout_rows > 0, "the table of dropout keys has no rows");
   if (config.bias) require_bias_element(kernel, problem.bias.dtype);
 
@@ -205,6 +207,10 @@ ProblemParams problem_params(const Problem& problem, const Kernel& kernel) {
   }
   params.copy_bytes = copy_bytes(problem.head_dim, bytes, {problem.q, problem.k});
   params.copy_bytes_v = copy_bytes(problem.head_dim_v, bytes, {problem.v});
+  params.batch_ids = problem.batch_ids;
+  params.head_ids = problem.head_ids;
+  static_assert(std::size(params.captures) == kMaxCaptures);
+  std::ranges::copy(problem.captures, params.captures);
   JATTN_REQUIRE(config.narrow_rows || (params.copy_bytes == 16 && params.copy_bytes_v == 16), "head dims ",
                 problem.head_dim, " and ", problem.head_dim_v, " give rows off 16-byte boundaries, but kernel ",
                 kernel.text, " was not made for narrow rows");

@@ -70,7 +70,7 @@ T attribute(const ffi::Dictionary& spec, const char* name, Checker& check) {
 
 struct Attributes {
   double scale, softcap;
-  int64_t band_left, band_right, operands;
+  int64_t band_left, band_right, operands, num_captures;
   bool lower_right, dropout_rows, has_dlse;
 };
 
@@ -84,6 +84,8 @@ Attributes read_attributes(const ffi::Dictionary& spec, Checker& check) {
   a.dropout_rows = attribute<bool>(spec, "dropout_rows", check);
   a.operands = attribute<int64_t>(spec, "operands", check);
   a.has_dlse = attribute<bool>(spec, "has_dlse", check);
+  // Programs that were exported before there were score functions lack it.
+  a.num_captures = a.operands & kScoreMod ? attribute<int64_t>(spec, "num_captures", check) : 0;
   return a;
 }
 
@@ -187,6 +189,17 @@ void decode_dropout(Operands& operands, const Attributes& a, Problem& p, Checker
   p.num_dropout_rows = rows;
 }
 
+void decode_score_mod(Operands& operands, const Attributes& a, Problem& p, Checker& check) {
+  p.score_mod = true;
+  p.batch_ids = decode_indices(operands, "batch_ids", {p.batch}, check);
+  p.head_ids = decode_indices(operands, "head_ids", {p.num_heads}, check);
+  check.require(a.num_captures >= 0 && a.num_captures <= kMaxCaptures, "the score function reads ", a.num_captures,
+                " arrays, at most ", kMaxCaptures);
+  for (int64_t i = 0; check.ok() && i < a.num_captures; ++i) {
+    if (auto capture = operands.next("captures")) p.captures[i] = capture->untyped_data();
+  }
+}
+
 void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checker& check) {
   p.scale = a.scale, p.softcap = a.softcap;
   p.band_left = a.band_left, p.band_right = a.band_right, p.lower_right = a.lower_right;
@@ -224,6 +237,7 @@ void decode_optional(Operands& operands, const Attributes& a, Problem& p, Checke
         decode_per_head<float>(operands, "alibi_slopes", ffi::DataType::F32, p.batch, p.num_heads, 1, check);
   }
   if (a.operands & kDropout) decode_dropout(operands, a, p, check);
+  if (a.operands & kScoreMod) decode_score_mod(operands, a, p, check);
 }
 
 ffi::DataType lse_type(const Problem& p) { return p.dtype == DType::kF64 ? ffi::DataType::F64 : ffi::DataType::F32; }

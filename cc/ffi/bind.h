@@ -31,7 +31,8 @@ enum OperandBit : int64_t {
   kPositions = 32,  // two operands: q_positions, kv_positions
   kSinks = 64,
   kAlibiSlopes = 128,
-  kDropout = 256,  // two operands: dropout_keys, dropout_rate
+  kDropout = 256,   // two operands: dropout_keys, dropout_rate
+  kScoreMod = 512,  // batch_ids, head_ids, and as many captures as the attribute `num_captures` says
 };
 
 ffi::ErrorOr<Problem> decode_forward(const ffi::Dictionary& spec, ffi::RemainingArgs args, ffi::RemainingRets rets,

@@ -86,12 +86,20 @@ ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pa
   }
 }
 
+// Score functions are programs for GPUs; the Python package never sends one here.
+ffi::Error check_features(const Problem& problem) {
+  if (!problem.score_mod) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                    "jattn: the problem has a score function, which the CPU kernel cannot run: use the backend xla");
+}
+
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
                    ffi::Dictionary) {
   ForwardResults results;
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
+  if (ffi::Error error = check_features(*problem); error.failure()) return error;
   return run_pass(scratch, cpu::forward_scratch_bytes(*problem),
                   [&](cpu::Scratch memory) { return cpu::forward(*problem, results, memory, threads_of(pool)); });
 }
@@ -102,6 +110,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
+  if (ffi::Error error = check_features(*problem); error.failure()) return error;
   if (buffers.dslopes != nullptr && buffers.dslopes_parts != 1) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");

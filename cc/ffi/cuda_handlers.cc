@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/kernel_key.h"
+#include "core/program_store.h"
 #include "core/require.h"
 #include "cuda/dispatch.h"
 #include "cuda/kernel_store.h"
@@ -48,7 +49,13 @@ std::string_view plan_text(const ffi::Dictionary& plan, const char* name) {
   return *value;
 }
 
+// The score program of the plan, if it has one: before its kernel keys, which name it by its digest.
+void register_program_of(const ffi::Dictionary& plan) {
+  if (plan.contains("program")) register_program(plan_text(plan, "program"));
+}
+
 cuda::Plan find_plan(const ffi::Dictionary& attributes, int device_ordinal) {
+  register_program_of(attributes);
   if (device_ordinal < 0) device_ordinal = cuda::current_device();  // XLA did not say
   cuda::Plan plan{.kernels = {}, .device_ordinal = device_ordinal};
   for (std::string_view key : split_kernel_keys(plan_text(attributes, "kernels"))) {
@@ -67,6 +74,7 @@ std::atomic<int64_t> executions{0};
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary plan) {
   if (ffi::Error error = bind::check_attributes(spec); error.failure()) return error;
   return guarded([&] {
+    register_program_of(plan);
     for (std::string_view key : split_kernel_keys(plan_text(plan, "kernels"))) cuda::prepare(key);
     return ffi::Error::Success();
   });

@@ -15,6 +15,7 @@
 #include "core/broadcast.h"
 #include "core/kernel_key.h"
 #include "core/kernel_unit.h"
+#include "core/program_store.h"
 #include "core/require.h"
 #include "cpu/attention.h"
 #include "cuda/cubin_cache.h"
@@ -203,6 +204,7 @@ NB_MODULE(_core, m) {
 
   m.def("kernel_unit_text", [](const std::string& key) { return kernel_unit_text(parse_kernel_key(key)); }, "key"_a);
   m.def("canonical_kernel_key", [](const std::string& key) { return to_text(parse_kernel_key(key)); }, "key"_a);
+  m.def("register_program", [](const std::string& text) { return register_program(text); }, "text"_a);
   m.def("kernel_families", [] {
     std::vector<std::string> names;
     for (const KernelFamily& family : kernel_families()) names.push_back(family.name);

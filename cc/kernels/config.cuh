@@ -32,6 +32,7 @@ struct Config {
   bool alibi = false;
   bool dropout = false;
   bool dropout_rows = false;  // the key of a row is looked up by its segment id, and positions are its coordinates
+  bool program = false;       // scores pass through the unit's ScoreProgram (attn/score_program.cuh)
   bool narrow_rows = false;   // rows of q, k, v are no multiple of 16 bytes: copies of 4 or 2 bytes
   // Tiles of the bias are copied to shared memory: contiguous keys, rows on 16-byte boundaries.
   bool staged_bias = false;

@@ -77,6 +77,10 @@ struct ProblemParams {
   float softcap_log2;    // softcap * log2(e)
   int32_t copy_bytes;    // widest aligned access (16, 8, 4 or 2) along rows of q, k, dq, dk
   int32_t copy_bytes_v;  // likewise of v, out, dout, dv
+  // Read only if Config::program.
+  const int32_t* batch_ids;  // [B]
+  const int32_t* head_ids;   // [N]
+  const void* captures[16];  // what the score program reads
 };
 
 // A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -18,7 +19,8 @@ from jattn.spec import Operands, Spec
 class Wants:
     """Which gradients of a backward pass are wanted.
 
-    ``Backend.backward`` is never asked for those of sinks, and may leave those of ALiBi slopes to XLA.
+    ``Backend.backward`` is never asked for those of sinks, and may leave those of ALiBi slopes and captures to XLA.
+    ``captures`` has a flag for each, or is empty where none is wanted.
     """
 
     q: bool
@@ -27,14 +29,21 @@ class Wants:
     bias: bool
     sinks: bool = False
     alibi_slopes: bool = False
+    captures: tuple[bool, ...] = ()
+
+    @staticmethod
+    def of(flags: Sequence[bool]) -> Wants:
+        """From flags in the order of ``differentiable``."""
+        q, k, v, bias, sinks, alibi_slopes, *captures = flags
+        return Wants(q, k, v, bias, sinks, alibi_slopes, tuple(captures))
 
     def flags(self) -> tuple[bool, bool, bool, bool]:
         """Of the gradients that every backend computes, in the order q, k, v, bias."""
         return (self.q, self.k, self.v, self.bias)
 
     def all_flags(self) -> tuple[bool, ...]:
-        """In the order of ``differentiable``."""
-        return (*self.flags(), self.sinks, self.alibi_slopes)
+        """In the order of ``differentiable``, which may go on with captures of which none is wanted."""
+        return (*self.flags(), self.sinks, self.alibi_slopes, *self.captures)
 
     def of_backend(self) -> Wants:
         """Those that a backend is asked for."""
@@ -117,7 +126,7 @@ class Backend(Protocol):
         """Returns the gradients; those not wanted may hold anything. Traced inside a lowering.
 
         That of the slopes, if it is wanted, has shape (B, N, 1) and the dtype of lse, or is None: XLA then computes it,
-        tile by tile, in much longer.
+        tile by tile, in much longer. So are those of the captures, in their shapes.
 
         Args:
           spec, operands, device: as for ``forward``.

@@ -24,7 +24,7 @@ class CpuBackend:
     """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
 
     name = "cpu"
-    understands = frozenset(FEATURES)
+    understands = frozenset(FEATURES) - {"score_mod"}
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""

@@ -17,7 +17,9 @@ from jattn.backends.kernel_plan import (
     dbias_partials_bytes,
     distinct_keys,
     feature_flags,
+    has_program_slopes,
     hot_problem,
+    program_text,
     round_up,
     tile_facts_bytes,
     tile_pass_keys,
@@ -136,6 +138,21 @@ def _forward_candidates(dtype: str, head_dim_v: int) -> _Candidates:
     return ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 16, 2, 1))
 
 
+def _candidates_of_program(dtype: str, head_dim_v: int) -> _Candidates:
+    """Tiles of the forward kernel where scores pass through a program, whose values need registers beside theirs.
+
+    With the tiles of other problems a cheap program spilled up to 100 bytes of 16 bits and 800 of float32.
+    """
+    candidates = _forward_candidates(dtype, head_dim_v)
+    if dtype == "float32":
+        if head_dim_v > 64:
+            return tuple(candidate for candidate in candidates if candidate[0] <= 64)
+        most_keys = 32
+    else:
+        most_keys = 32 if 64 < head_dim_v <= 128 else 64
+    return tuple((q, min(kv, most_keys), warps, stages) for q, kv, warps, stages in candidates)
+
+
 MOST_FEW_ROWS = 64  # queries for which a tile has no more rows than they need
 
 
@@ -158,9 +175,10 @@ def forward_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     slices = -(-spec.head_dim_v // 256)
     head_dim_v = round_up(-(-spec.head_dim_v // slices), 32)
     limit = shared_limit_bytes(arch)
+    of_many = _forward_candidates if spec.score_mod is None else _candidates_of_program
     candidates = (
         *_few_rows_candidates(spec.q_len, spec.dtype, head_dim_v),
-        *_forward_candidates(spec.dtype, head_dim_v),
+        *of_many(spec.dtype, head_dim_v),
     )
     for i, (tile_q, tile_kv, num_warps, stages) in enumerate(candidates):
         tile = Tile(head_dim, head_dim_v, tile_q, tile_kv, num_warps, stages)
@@ -230,7 +248,8 @@ def plan_forward(spec: Spec, arch: tuple[int, int]) -> Plan:
     tile = forward_tile(spec, arch)
     keys = [_attention_key("sm80_forward", spec, arch, tile)]
     keys += tile_pass_keys(spec, _arch_name(arch))
-    return Plan(";".join(keys), tile_facts_bytes(spec, tile.tile_q, tile.tile_kv))
+    scratch = tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
+    return Plan(";".join(keys), scratch, program_text(spec))
 
 
 def keys_shared_bytes(tile: Tile, spec: Spec, *, fused: bool) -> int:
@@ -319,13 +338,17 @@ def keys_tile(spec: Spec, arch: tuple[int, int], *, fused: bool) -> Tile:
     head_dim = _backward_width(spec.head_dim, slices)
     head_dim_v = _backward_width(spec.head_dim_v, slices)
     limit = shared_limit_bytes(arch)
-    # The derivative of the softcap takes as many registers as the scores.
-    most_queries = 128 if spec.softcap <= 0 else 64 if widest <= 64 else 32
+    # The derivative of the softcap takes as many registers as the scores, and so do the slopes of a program.
+    arrays = (spec.softcap > 0) + has_program_slopes(spec)
+    most_queries = 128 if arrays == 0 else 64 if arrays == 1 and widest <= 64 else 32
+    # Beside shared scores of 64 queries a program spilled 40 bytes of registers; of 32, where there are slopes, none.
+    can_share = spec.score_mod is None or arrays > 0
     for tile_q, tile_kv, num_warps, stages in _keys_candidates(dtype, widest, slices):
         queries = min(tile_q, most_queries)
         own = Tile(head_dim, head_dim_v, queries, tile_kv, num_warps, stages, slices)
         shared = dataclasses.replace(own, shared_scores=True)
-        for tile in (shared, own) if shares_scores(dtype, widest, fused=fused) else (own,):
+        shares = can_share and shares_scores(dtype, widest, fused=fused)
+        for tile in (shared, own) if shares else (own,):
             fits = keys_shared_bytes(tile, spec, fused=fused) <= limit
             if fits and _all_warps_fit(tile, fused=fused):
                 return _stage_bias(
@@ -358,9 +381,13 @@ def queries_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
         if head_dim <= 64:
             candidates = ((128, 32, 4, 1), *candidates)
     elif head_dim <= 64:
-        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *candidates)
+        tile_kv = 64 if spec.score_mod is None else 32  # a program needs registers, too
+        candidates = ((128, tile_kv, 4, 2), (128, tile_kv, 4, 1), *candidates)
     elif head_dim <= 128:
-        candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *candidates)
+        if spec.score_mod is None:
+            candidates = ((128, 32, 4, 2), (128, 32, 4, 1), *candidates)
+        else:
+            candidates = ((64, 64, 4, 2), *candidates)
     else:
         candidates = ((64, 32, 4, 2), *candidates)
     tiles = (Tile(head_dim, head_dim_v, *candidate, slices) for candidate in candidates)
@@ -381,14 +408,15 @@ def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
     """Picks the tile of the kernel for the gradient of ALiBi slopes: that of dq, without columns of a gradient."""
     head_dim, head_dim_v = round_up(spec.head_dim, 32), round_up(spec.head_dim_v, 32)
     widest = max(head_dim, head_dim_v)
+    tile_kv = 64 if spec.score_mod is None else 32  # a program needs registers, too
     candidates: _Candidates = ((64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))
     if spec.dtype == "float32":
         if widest <= 64:
             candidates = ((128, 32, 4, 1), *candidates)
     elif widest <= 64:
-        candidates = ((128, 64, 4, 2), (128, 64, 4, 1), *candidates)
+        candidates = ((128, tile_kv, 4, 2), (128, tile_kv, 4, 1), *candidates)
     elif widest <= 128:
-        candidates = ((128, 64, 4, 1), *candidates)
+        candidates = ((128, tile_kv, 4, 1), *candidates)
     else:
         candidates = ((64, 32, 4, 2), *candidates)
     tiles = (Tile(head_dim, head_dim_v, *candidate) for candidate in candidates)
@@ -432,7 +460,8 @@ def plan_slopes_gradient(spec: Spec, arch: tuple[int, int]) -> tuple[Plan, int]:
     ]
     scratch = 2 * (_statistics_rows(spec) * 4 + SCRATCH_ALIGNMENT)
     scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
-    return Plan(";".join(keys), scratch), -(-spec.q_len // tile.tile_q)
+    plan = Plan(";".join(keys), scratch, program_text(spec))
+    return plan, -(-spec.q_len // tile.tile_q)
 
 
 def plan_backward(
@@ -491,7 +520,7 @@ def plan_backward(
         scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv) + SCRATCH_ALIGNMENT
         scratch += dbias_partials_bytes(spec, tile.tile_q, tile.tile_kv, _WANTED_DBIAS_BLOCKS)
     keys += tile_pass_keys(spec, arch_name)
-    return Plan(";".join(keys), scratch)
+    return Plan(";".join(keys), scratch, program_text(spec))
 
 
 def _hot_plans() -> Iterator[Plan]:

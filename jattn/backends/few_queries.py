@@ -60,7 +60,8 @@ def forward(
 
 def choose(spec: Spec, tile_of: TileOf) -> tuple[bool, int]:
     """Says whether to pack the heads of groups, and into how many parts to split the keys."""
-    known = is_number(spec.batch) and spec.dropout is None
+    # A score function is given heads and, without positions, indices of keys.
+    known = is_number(spec.batch) and spec.dropout is None and spec.score_mod is None
     most_rows, _ = tile_of(_MANY)
     if not known or spec.kv_len < LEAST_KEYS or spec.q_len > most_rows:
         return False, 1

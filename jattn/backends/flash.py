@@ -18,7 +18,7 @@ from jattn.backends.base import (
     without_terms_of_no_keys,
     wrong_dtype,
 )
-from jattn.backends.kernel_plan import round_up
+from jattn.backends.kernel_plan import has_program_slopes, round_up
 from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
@@ -54,6 +54,7 @@ class FlashBackend:
         if elsewhere:
             way_out = elsewhere[0].remedy
         reasons += wide_heads(self.name, spec, flash_tiles.LARGEST_HEAD_DIM, way_out)
+        reasons += mem_efficient.no_device_code(self.name, spec)
         return reasons + symbolic_extents(self.name, spec)
 
     def forward(
@@ -76,9 +77,17 @@ class FlashBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients; that of the slopes by the kernel that serves all devices."""
+        """Returns the wanted gradients; that of ALiBi slopes by the kernel that serves all devices.
+
+        So are all gradients through a score function whose slopes are not 1: they take registers that the products of
+        these kernels do not leave.
+        """
 
         def others() -> Gradients:
+            if has_program_slopes(spec):
+                return mem_efficient.gradients_on_any_device(
+                    self.name, spec, operands, residuals, wants, device, determinism
+                )
             return self._backward_on_hopper(spec, operands, residuals, wants, determinism)
 
         return mem_efficient.with_slopes_gradient(

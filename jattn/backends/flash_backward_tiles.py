@@ -31,6 +31,7 @@ from jattn.backends.kernel_plan import (
     feature_flags,
     hot_problem,
     is_number,
+    program_text,
     round_up,
     tile_facts_bytes,
     tile_pass_keys,
@@ -118,11 +119,13 @@ def dq_order(order: int | None) -> Iterator[None]:
 
 
 def _has_step_terms(spec: Spec) -> bool:
-    return any(x is not None for x in (spec.bias, spec.alibi_slopes, spec.dropout))
+    terms = (spec.bias, spec.alibi_slopes, spec.score_mod, spec.dropout)
+    return any(x is not None for x in terms)
 
 
 def _has_scores_terms(spec: Spec) -> bool:
-    return any(x is not None for x in (spec.bias, spec.alibi_slopes, spec.mask))
+    terms = (spec.bias, spec.alibi_slopes, spec.score_mod, spec.mask)
+    return any(x is not None for x in terms)
 
 
 def _is_row_bias(spec: Spec) -> bool:
@@ -205,7 +208,7 @@ def _has_costly_terms(spec: Spec, *, staged_bias: bool) -> bool:
 
     Found by compiling: a bias that is read where it lies, and most combinations of three.
     """
-    terms = (spec.bias, spec.mask, spec.alibi_slopes, spec.dropout)
+    terms = (spec.bias, spec.mask, spec.alibi_slopes, spec.dropout, spec.score_mod)
     used = sum(term is not None for term in terms) + spec.positions
     rows = spec.dropout is not None and spec.dropout.rows
     direct = spec.bias is not None and not staged_bias and spec.bias[2] > 1
@@ -215,7 +218,8 @@ def _has_costly_terms(spec: Spec, *, staged_bias: bool) -> bool:
 
 def _is_crowded(spec: Spec, *, staged_bias: bool) -> bool:
     """Whether there are no registers for 128 queries beside the gradients of 64 keys."""
-    return spec.softcap > 0 or _has_costly_terms(spec, staged_bias=staged_bias)
+    own = spec.softcap > 0 or spec.score_mod is not None
+    return own or _has_costly_terms(spec, staged_bias=staged_bias)
 
 
 def can_store_ds(spec: Spec) -> bool:
@@ -616,7 +620,7 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         scratch += spec.batch * listed + SCRATCH_ALIGNMENT
         scratch += spec.batch * other_tiles_room(spec.q_len, keys.tile_q) * 8 + SCRATCH_ALIGNMENT
     kernels += tile_pass_keys(spec, KEY_ARCH, documents=keys.documents)
-    return Plan(";".join(kernels), scratch)
+    return Plan(";".join(kernels), scratch, program_text(spec))
 
 
 _HOT_HEAD_DIMS = {"bfloat16": (64, 128, 256), "float16": (64, 128)}

@@ -22,6 +22,7 @@ from jattn.backends.kernel_plan import (
     feature_flags,
     hot_problem,
     is_number,
+    program_text,
     tile_facts_bytes,
     tile_pass_keys,
 )
@@ -87,6 +88,7 @@ def _row_bias_places(tile: Tile, spec: Spec) -> int:
     """Rows of the bias in shared memory: one more than tiles where these are freed before theirs is read."""
     by_rows = spec.dropout is not None and spec.dropout.rows
     merges = spec.softcap == 0 and spec.alibi_slopes is None and not by_rows
+    merges = merges and spec.score_mod is None
     return tile.stages + (merges and tile.head_dim <= 128)
 
 
@@ -162,7 +164,8 @@ def _caps_by_series(spec: Spec) -> bool:
 
     Beside dropout 16 bytes of registers spill at head dims 192 and 128, 8 beside dropout and a mask.
     """
-    adds_terms = spec.bias is not None or spec.alibi_slopes is not None
+    terms = (spec.bias, spec.alibi_slopes, spec.score_mod)
+    adds_terms = any(term is not None for term in terms)
     narrow = max(spec.head_dim, spec.head_dim_v) <= 128
     has_room = spec.dropout is None or (narrow and _count_terms(spec) == 2)
     return spec.softcap > 0 and spec.scale > 0 and not adds_terms and has_room
@@ -181,7 +184,7 @@ def can_stage_bias(spec: Spec) -> bool:
 
 def _count_terms(spec: Spec) -> int:
     """How many terms and tests every pair has."""
-    terms = (spec.bias, spec.mask, spec.alibi_slopes, spec.dropout)
+    terms = (spec.bias, spec.mask, spec.alibi_slopes, spec.dropout, spec.score_mod)
     found = sum(term is not None for term in terms)
     return found + spec.positions + spec.segments + (spec.softcap > 0)
 
@@ -486,7 +489,7 @@ def plan_forward(spec: Spec, *, for_few_queries: bool = False) -> Plan:
     scratch_bytes += tile_facts_bytes(spec, queries, tile.tile_kv)
     if tile.documents:
         scratch_bytes += spec.batch * document_tiles_bytes(spec.q_len, tile.tile_q)
-    return Plan(";".join(keys), scratch_bytes)
+    return Plan(";".join(keys), scratch_bytes, program_text(spec))
 
 
 _HOT_HEAD_DIMS = {

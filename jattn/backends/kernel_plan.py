@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable
 
+from jattn import device_code
 from jattn.masks import UNBOUNDED_BAND, Band
 from jattn.spec import Spec
 
@@ -15,6 +17,9 @@ SCRATCH_ALIGNMENT = 256
 
 # From here on scores may be so far below the cap that what cheap forms of tanh miss, 2^-21 of the cap, would be seen.
 _LARGEST_PLAIN_CAP = 128.0
+
+# Score functions compute with indices up to here, padding behind lengths half as long among them, in cheaper ways.
+_SMALL_INDEX = 2**20
 
 _SEGMENT_RANGE_BYTES = 16  # of one tile: SegmentRange and PositionRange in cc/kernels/params.cuh
 _POSITION_RANGE_BYTES = 8
@@ -27,14 +32,17 @@ class Plan:
     Attributes:
       kernels: kernel keys joined by ';'.
       scratch_bytes: of the call; linear in the batch, and symbolic where that is.
+      program: the score function in C++, whose digest stands in the keys; empty without one.
     """
 
     kernels: str
     scratch_bytes: int
+    program: str = ""
 
     def attributes(self, backend: str) -> dict[str, str]:
         """The attribute ``plan`` of the call; it names the backend for who reads the program."""
-        return {"backend": backend, "kernels": self.kernels}
+        own = {"backend": backend, "kernels": self.kernels}
+        return own | ({"program": self.program} if self.program else {})
 
 
 def is_number(extent: object) -> bool:
@@ -59,8 +67,9 @@ def compose_key(family: str, arch: str, **members: str | int | None) -> str:
     return " ".join(f"{name}={word}" for name, word in words.items())
 
 
-def feature_flags(spec: Spec) -> dict[str, bool]:
-    """The members of ``Config`` that say what a problem has, in their order."""
+def feature_flags(spec: Spec) -> dict[str, str | bool | None]:
+    """The members of ``Config`` that say what a problem has, in their order, and which score program it has."""
+    program = program_text(spec)
     return {
         "band": not spec.band.unbounded,
         "lengths": spec.q_lengths or spec.kv_lengths,
@@ -74,7 +83,27 @@ def feature_flags(spec: Spec) -> dict[str, bool]:
         "alibi": spec.alibi_slopes is not None,
         "dropout": spec.dropout is not None,
         "dropout_rows": spec.dropout is not None and spec.dropout.rows,
+        "program": bool(program),
+        "digest": hashlib.sha256(program.encode()).hexdigest() if program else None,
     }
+
+
+def program_text(spec: Spec) -> str:
+    """The score function of a problem as kernels include it, or an empty string."""
+    if spec.score_mod is None:
+        return ""
+    lengths = [n for n in (spec.q_len, spec.kv_len) if is_number(n)]
+    is_small = not spec.positions and max(lengths, default=0) < _SMALL_INDEX // 2
+    return device_code.device_code(
+        spec.score_mod,
+        by_position=spec.positions,
+        largest_index=_SMALL_INDEX if is_small else device_code.LARGEST_INDEX,
+    )
+
+
+def has_program_slopes(spec: Spec) -> bool:
+    """Whether a backward kernel keeps a slope of the score function for each score."""
+    return spec.score_mod is not None and not spec.score_mod.has_unit_slope
 
 
 def bias_element(spec: Spec) -> str | None:

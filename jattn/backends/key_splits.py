@@ -47,10 +47,11 @@ def packs_heads(spec: Spec, tile_q: int) -> bool:
     """Whether the rows of a tile of tile_q rows are the queries of all heads of a group.
 
     The keys are then read once for the group. That pays where queries are few beside the rows of a tile. Slopes,
-    dropout, masks and biases of single heads, and biases of single queries, keep heads apart.
+    dropout, score functions, masks and biases of single heads, and biases of single queries, keep heads apart.
     """
     rows = rows_of_query(spec)
     of_heads = spec.alibi_slopes is not None or spec.dropout is not None
+    of_heads = of_heads or spec.score_mod is not None
     of_heads = of_heads or (spec.mask is not None and spec.mask[1] != 1)
     of_heads = of_heads or (spec.bias is not None and spec.bias[1:3] != (1, 1))
     if of_heads or tile_q % rows != 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from jattn import ffi
+from jattn import device_code, ffi
 from jattn.backends import cuda_tiles, few_queries
 from jattn.backends.base import (
     Backend,
@@ -55,7 +55,7 @@ class MemEfficientBackend:
             allowed = ("float16", "float32")
         reasons += wrong_dtype(self.name, spec, allowed)
         reasons += wide_heads(self.name, spec, LARGEST_HEAD_DIM)
-        reasons += symbolic_extents(self.name, spec)
+        reasons += symbolic_extents(self.name, spec) + no_device_code(self.name, spec)
         return reasons or self._too_much_shared_memory(spec, device, needs_grad)
 
     def _too_much_shared_memory(
@@ -111,17 +111,34 @@ class MemEfficientBackend:
         determinism: Determinism,
     ) -> Gradients:
         """Returns the wanted gradients."""
-        arch = device.arch
-        assert arch is not None
 
         def others() -> Gradients:
-            plan = cuda_tiles.plan_backward(
-                spec, arch, wants=wants.flags(), deterministic=determinism == "strict"
+            return gradients_on_any_device(
+                self.name, spec, operands, residuals, wants, device, determinism
             )
-            attributes = plan.attributes(self.name)
-            return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
 
         return with_slopes_gradient(self.name, spec, operands, residuals, wants, device, others)
+
+
+def gradients_on_any_device(
+    backend: str,
+    spec: Spec,
+    operands: Operands[jax.Array],
+    residuals: Residuals,
+    wants: Wants,
+    device: Device,
+    determinism: Determinism,
+) -> Gradients:
+    """Returns the wanted gradients of q, k, v and bias by the kernels that serve all devices, for ``backend``.
+
+    The other arguments are those of ``Backend.backward``.
+    """
+    assert device.arch is not None
+    plan = cuda_tiles.plan_backward(
+        spec, device.arch, wants=wants.flags(), deterministic=determinism == "strict"
+    )
+    attributes = plan.attributes(backend)
+    return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
 
 
 def with_slopes_gradient(
@@ -156,6 +173,17 @@ def with_slopes_gradient(
     if not any(wants.flags()):
         return only
     return others()._replace(alibi_slopes=only.alibi_slopes)
+
+
+def no_device_code(backend: str, spec: Spec) -> tuple[Reason, ...]:
+    """The reasons why the score function of a problem cannot become a part of CUDA kernels, if it has one."""
+    if spec.score_mod is None:
+        return ()
+    way_out = "write score_mod by other operations, or use implementation='xla'"
+    return tuple(
+        Reason(backend, code, "score_mod", actual, f"must be {rule}", way_out)
+        for code, actual, rule in device_code.refusals(spec.score_mod)
+    )
 
 
 def cuda_kernels_missing(

@@ -72,6 +72,11 @@ class Cut:
             dropout_rate=None
             if spec.dropout is None
             else _partition_spec(self.batch if spec.dropout.rate != 1 else (), (), ()),
+            batch_ids=None if spec.score_mod is None else per_batch,
+            head_ids=None if spec.score_mod is None else _partition_spec(self.heads),
+            captures=()
+            if spec.score_mod is None
+            else tuple(_partition_spec(*((),) * len(c.shape)) for c in spec.score_mod.captures),
         )
 
     def _per_head(self, extents: tuple[int, int] | None) -> PartitionSpec | None:
@@ -172,7 +177,9 @@ def shared_axes(spec: Spec, cut: Cut) -> tuple[Axes, ...]:
 
     kv = tuple(axis for axis in cut.heads if axis not in cut.kv_heads)
     optional = (spec.bias, spec.sinks, spec.alibi_slopes)
-    return (), kv, kv, *map(broadcast_over, optional)
+    num_captures = 0 if spec.score_mod is None else len(spec.score_mod.captures)
+    of_captures = [(*cut.batch, *cut.heads)] * num_captures
+    return (), kv, kv, *map(broadcast_over, optional), *of_captures
 
 
 # ---- jit with sharded arrays: the compiler asks --------------------------------------------------------------------
@@ -315,7 +322,7 @@ def _tangent_layout(params: dict[str, Any], cut: Cut) -> Layout:
     operands = cut.operands(params["spec"])
     primals = operands.differentiable()
     flags = params["wants"].all_flags()
-    moving = [p or PartitionSpec() for p, flag in zip(primals, flags, strict=True) if flag]
+    moving = [p or PartitionSpec() for p, flag in zip(primals, flags, strict=False) if flag]
     return [*operands.flat(), cut.out, cut.lse, *moving], [cut.out, cut.lse], [(), ()]
 
 
@@ -371,7 +378,7 @@ def explicit_cut(spec: Spec, operands: Operands[jax.Array]) -> tuple[Any, Cut] |
 
     The cut is that of the first such operand, so of the queries where these are sharded.
     """
-    for name, x in operands._asdict().items():
+    for name, x in zip(operands._fields, operands.single(), strict=False):
         if x is not None and (explicit := _explicit_axes(x)):
             sharding = jax.typeof(x).sharding
             entries = _as_of_queries(name, x.shape, sharding.spec)

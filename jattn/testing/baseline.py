@@ -11,7 +11,16 @@ import numpy as np
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
-from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, softmax, sum_groups
+from jattn.testing.oracle import (
+    Solution,
+    change_scores,
+    per_head,
+    per_head_sum,
+    reduce_to,
+    softmax,
+    sum_groups,
+    sum_reads,
+)
 
 
 def round_to_tf32(array: Array) -> Array:
@@ -73,7 +82,8 @@ def solve(
         far = np.abs(solution.distance).astype(wide)
         if operands.alibi_slopes is not None:
             s = s - per_head(operands.alibi_slopes).astype(wide) * far
-        s = np.where(visible, s, wide(-np.inf))
+        changed = change_scores(case, operands, np.where(visible, s, 0).astype(wide))
+        s = np.where(visible, changed.score.astype(wide), wide(-np.inf))
         live, p, _, lse = softmax(s, visible, operands.sinks)
         out = stored(factor * product(rounded(p * kept), v))
         # The residual format is part of the problem: backward has lse, rounded to the wide type, and not row_max and
@@ -85,7 +95,8 @@ def solve(
             ..., None
         ]
         ds_wide = p * (dp - delta)
-        dx = rounded(ds_wide * slope)
+        ds_before = ds_wide * changed.slope.astype(wide)
+        dx = rounded(ds_before * slope)
         group = case.group_size
         results = {
             "out": out.transpose(0, 2, 1, 3),
@@ -99,7 +110,7 @@ def solve(
             ).transpose(0, 2, 1, 3),
         }
         if operands.bias is not None:
-            results["dbias"] = reduce_to(rounded(ds_wide), operands.bias.shape).astype(
+            results["dbias"] = reduce_to(rounded(ds_before), operands.bias.shape).astype(
                 operands.bias.dtype
             )
         if operands.sinks is not None:
@@ -110,6 +121,11 @@ def solve(
             )
         if operands.alibi_slopes is not None:
             results["dalibi_slopes"] = per_head_sum(
-                -ds_wide * far, operands.alibi_slopes.shape
+                -ds_before * far, operands.alibi_slopes.shape
             ).astype(np.float32)
+        for i, read in enumerate(changed.reads):
+            if read is not None:
+                terms = ds_wide * read.weight.astype(wide)
+                total = sum_reads(read, terms, operands.captures[i].shape)
+                results[f"dcapture{i}"] = total.astype(np.float32)
     return results

@@ -12,7 +12,8 @@ import numpy as np
 
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
-from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups
+from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups, sum_reads
+from jattn.testing.score_functions import SCORE_FUNCTIONS
 
 # exp underflows below this in float32: a weight smaller than that may be lost whole.
 UNDERFLOW = 1e-30
@@ -119,7 +120,9 @@ def bounds(
         + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
     )
     ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
-    dx_error = _dx_error(case, solution, unit, s_error, ds_error)
+    before_error = _before_error(case, operands, solution, unit, ds_error)
+    abs_before = np.abs(_finite(solution.ds_before))
+    dx_error = _dx_error(case, solution, unit, s_error, before_error)
 
     dq = scale * ((dx_error + (unit.u_qk + acc_s) * abs_dx) @ abs_k)
     dq = dq.transpose(0, 2, 1, 3) + 2 * unit.u_out * np.abs(solution.dq) + unit.a_out
@@ -134,7 +137,7 @@ def bounds(
     if solution.dbias is not None:
         u_bias = unit_of(case.bias_dtype or case.dtype)
         found["dbias"] = (
-            reduce_to(ds_error + u_bias * abs_ds, solution.dbias.shape)
+            reduce_to(before_error + u_bias * abs_before, solution.dbias.shape)
             + 2 * u_bias * np.abs(solution.dbias)
             + (2.0**-24 if (case.bias_dtype or case.dtype) == "float16" else 0.0)
         )
@@ -145,20 +148,54 @@ def bounds(
         terms = sink_p * (delta_error + (rho_sink + acc_t + 2.0**-23) * abs_delta)
         found["dsinks"] = per_head_sum(terms, solution.dsinks.shape)
     if solution.dalibi_slopes is not None:
-        terms = (ds_error + (acc_s + acc_t + 2.0**-23) * abs_ds) * np.abs(solution.distance)
+        terms = before_error + (acc_s + acc_t + 2.0**-23) * abs_before
+        terms = terms * np.abs(solution.distance)
         found["dalibi_slopes"] = per_head_sum(terms, solution.dalibi_slopes.shape)
+    # What score functions read gets sums in float32, too; where the weight is the score, it is off as that is.
+    error_before = _error_before(case, operands, solution, unit)
+    pairs = case.batch * case.num_heads * case.q_len * case.kv_len
+    count = units("float32").acc(pairs)
+    for i, read in enumerate(solution.reads):
+        if read is not None:
+            weight = np.abs(_finite(read.weight))
+            terms = weight * (ds_error + (count + 2.0**-22) * abs_ds) + abs_ds * error_before
+            shape = operands.captures[i].shape
+            found[f"dcapture{i}"] = sum_reads(read, np.asarray(terms, np.float64), shape)
     return {name: bound + UNDERFLOW for name, bound in found.items()}
 
 
 def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units) -> Array:
     """delta_s of the analysis, (B, N, T, 1): by how much a row's scores may be off."""
+    before = _error_before(case, operands, solution, unit)
+    if case.score_mod is None:
+        return before
+    steepest = np.maximum(1, _row_max(np.abs(solution.score_slope)))
+    change = np.where(np.isfinite(solution.s), solution.s - solution.s_before, 0)
+    magnitude = _row_max(np.abs(_finite(solution.s))) + _row_max(np.abs(change))
+    return np.asarray(steepest * before + 4 * unit.u_acc * magnitude)
+
+
+def _before_error(
+    case: Case, operands: Operands, solution: Solution, unit: Units, ds_error: Array
+) -> Array:
+    """By how much the gradients of the scores before the score function may be off."""
+    if case.score_mod is None:
+        return ds_error
+    slope, abs_ds = np.abs(solution.score_slope), np.abs(_finite(solution.ds))
+    curvature = SCORE_FUNCTIONS[case.score_mod].curvature
+    slope_error = curvature * _error_before(case, operands, solution, unit) + 8 * unit.u_acc
+    rounding = unit.a_in * solution.visible
+    return np.asarray(ds_error * (slope + slope_error) + abs_ds * slope_error + rounding)
+
+
+def _error_before(case: Case, operands: Operands, solution: Solution, unit: Units) -> Array:
+    """By how much a row's scores may be off before the score function, (B, N, T, 1)."""
     abs_q, abs_k = np.abs(_finite(solution.q)), np.abs(_finite(solution.k))
     visible, scale = solution.visible, abs(case.scale_value)
     products = np.where(visible, scale * (abs_q @ abs_k.swapaxes(2, 3)), 0)
-    finite_s = np.where(np.isfinite(solution.s), solution.s, 0)
-    largest_bias = np.where(
-        visible & np.isfinite(solution.s), np.abs(solution.s - _finite(solution.s_capped)), 0
-    )
+    s = solution.s_before
+    finite_s = np.where(visible & np.isfinite(s), s, 0)
+    largest_bias = np.where(visible & np.isfinite(s), np.abs(s - _finite(solution.s_capped)), 0)
     magnitude = _row_max(np.abs(finite_s)) + _row_max(_finite(largest_bias)) + 1
     if case.softcap is not None:
         # softcap * tanh(x) from one exponential, 1 - 2 / (1 + e^2x), carries an absolute error of a unit of softcap.
@@ -170,18 +207,18 @@ def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units
 
 
 def _dx_error(
-    case: Case, solution: Solution, unit: Units, s_error: Array, ds_error: Array
+    case: Case, solution: Solution, unit: Units, s_error: Array, before_error: Array
 ) -> Array:
     """By how much the gradients of the products may be off, of those of the scores and the slope of the softcap."""
     if case.softcap is None:
-        return ds_error
+        return before_error
     # dx = ds * (1 - tanh^2): the slope is off by 2 tanh times the error of the capped score, plus a few roundings.
-    visible, abs_ds = solution.visible, np.abs(_finite(solution.ds))
+    visible, abs_ds = solution.visible, np.abs(_finite(solution.ds_before))
     ratio = np.where(visible, np.abs(_finite(solution.s_capped)) / case.softcap, 0)
     slope_error = 2 * ratio * s_error / case.softcap + 8 * unit.u_acc
     kept_slope = np.where(visible, 1 - ratio**2 + slope_error, 0)
     # What is rounded before the second product is dx: where that is a subnormal float16, its error is absolute.
-    return np.asarray(ds_error * kept_slope + abs_ds * slope_error + unit.a_in * visible)
+    return np.asarray(before_error * kept_slope + abs_ds * slope_error + unit.a_in * visible)
 
 
 def _lse_rounding(lse: Array, lse_dtype: str) -> Array:

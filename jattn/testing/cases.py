@@ -49,6 +49,7 @@ class Case:
     counts from 0 in each run of equal segment ids; "far" puts them near and beyond the ends of their range.
     `sinks_form` and `alibi_form` spell the shape over batch and heads: "n", "bn", "b1", "1".
     `dropout_rows`: the keys of dropout are those of packed sequences; needs segments and positions.
+    `score_mod`: the name of one of `jattn.testing.score_functions`.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Case:
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     dropout_rows: bool = False
+    score_mod: str | None = None
     distribution: str = "normal"
     dout_distribution: str = "normal"
     with_dlse: bool = True

@@ -27,10 +27,11 @@ from jattn.testing.oracle import Solution
 FEWEST_PAIRS = 32
 FEWEST_ELEMENTS = 32
 
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
+CAPTURES = ("dcapture0", "dcapture1")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes", *CAPTURES)
 
-# Gradients with one number per head: too few errors for a root mean square, so their bounds alone judge.
-PER_HEAD = ("dsinks", "dalibi_slopes")
+# Gradients of few numbers: too few errors for a root mean square, so their bounds alone judge.
+PER_HEAD = ("dsinks", "dalibi_slopes", *CAPTURES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jattn.testing.cases import Case
+from jattn.testing.score_functions import SCORE_FUNCTIONS
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -26,7 +27,7 @@ class Operands:
     """The arrays of one case. Shapes: q (B, T, N, D), k (B, S, K, D), v (B, S, K, Dv), dout (B, T, N, Dv),
     dlse (B, T, N); lengths (B,), segments and positions (B, T) and (B, S), all int32; bias, mask, sinks and
     alibi_slopes (float32) as their forms say; dropout_seed and dropout_offset (2,) uint32, dropout_table (sequences,
-    N or 1, 2) uint32 in their place for packed sequences.
+    N or 1, 2) uint32 in their place for packed sequences; captures what the score function reads.
     """
 
     q: Array
@@ -47,6 +48,7 @@ class Operands:
     dropout_seed: Array | None = None
     dropout_offset: Array | None = None
     dropout_table: Array | None = None
+    captures: tuple[Array, ...] = ()
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -279,8 +281,17 @@ def make(case: Case) -> Operands:
         kv_segments=kv_segments,
         q_positions=q_positions,
         kv_positions=kv_positions,
+        captures=_captures(case),
         **_per_head_operands(case),
     )
+
+
+def _captures(case: Case) -> tuple[Array, ...]:
+    """What the score function reads; drawn apart, like the operands of heads."""
+    if case.score_mod is None:
+        return ()
+    rng = generator(f"{case.name}, captures")
+    return SCORE_FUNCTIONS[case.score_mod].draw(rng, case.batch, case.num_heads)
 
 
 def padding(case: Case, operands: Operands) -> tuple[Array, Array]:
@@ -380,6 +391,9 @@ def call_arguments(
         "dropout_table": operands.dropout_table,
     }
     keywords |= {name: array for name, array in optional.items() if array is not None}
+    if case.score_mod is not None:
+        keywords["score_mod"] = SCORE_FUNCTIONS[case.score_mod].score_mod
+        keywords["captures"] = operands.captures
     if operands.q_segments is not None and operands.kv_segments is not None:
         if operands.q_segments is operands.kv_segments:
             keywords["segment_ids"] = operands.q_segments

@@ -13,6 +13,7 @@ import numpy as np
 
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
+from jattn.testing.score_functions import SCORE_FUNCTIONS, Changed, Read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Solution:
     """The solution of a case and what its error bounds are made of.
 
     out (B, T, N, Dv); lse and reached (B, T, N); dq, dk, dv, dbias in the shapes of their primals.
-    Inside, heads come first: visible, s, p, dp, ds, dx (B, N, T, S), with ds the gradient of the biased scores and dx
-    that of the products before softcap; z what dropout multiplies a weight by, sink_p (B, N, T, 1) the weight of the
+    Inside, heads come first: visible, s, p, dp, ds, dx (B, N, T, S), with ds the gradient of the scores, ds_before that
+    of s_before, the scores before the score function (whose slopes are score_slope), and dx that of the products
+    before softcap; z what dropout multiplies a weight by, sink_p (B, N, T, 1) the weight of the
     sink, distance (B, 1, T, S); k, v repeated to N heads, (B, N, S, D); q, dout (B, N, T, D).
     Padding in q, k, v and dout has been replaced by zeros.
     """
@@ -36,10 +38,13 @@ class Solution:
     dalibi_slopes: Array | None
     visible: Array
     s: Array
+    s_before: Array
     s_capped: Array
+    score_slope: Array
     p: Array
     dp: Array
     ds: Array
+    ds_before: Array
     dx: Array
     delta: Array
     q: Array
@@ -50,6 +55,9 @@ class Solution:
     z: Array
     sink_p: Array
     distance: Array
+    reads: tuple[Read | None, ...] = ()
+    dcapture0: Array | None = None
+    dcapture1: Array | None = None
 
 
 def distances(case: Case, operands: Operands) -> Array:
@@ -205,7 +213,9 @@ def solve(case: Case, operands: Operands) -> Solution:
     if operands.alibi_slopes is not None:
         slopes: Array = per_head(operands.alibi_slopes).astype(real)
         s = s - slopes * np.abs(distance)
-    s = np.where(visible, s, -np.inf)
+    s_before = s = np.where(visible, s, 0)
+    changed = change_scores(case, operands, s)
+    s = np.where(visible, changed.score, -np.inf)
 
     _, p, sink_p, lse = softmax(s, visible, operands.sinks)
     z = dropout_factors(case, operands).astype(real)
@@ -217,15 +227,21 @@ def solve(case: Case, operands: Operands) -> Solution:
     # The gradient of lse with respect to a score is p, so dlse joins the row's mean of dp with the opposite sign.
     delta = (p * dp).sum(axis=3, keepdims=True) - dlse[..., None]
     ds = p * (dp - delta)
-    dx = ds * np.where(visible, cap_slope, 0)
+    ds_before = ds * np.where(visible, changed.slope, 0)
+    dx = ds_before * np.where(visible, cap_slope, 0)
     dv = (z * p).swapaxes(2, 3) @ dout
     dbias = dsinks = dalibi_slopes = None
     if operands.bias is not None:
-        dbias = reduce_to(ds, operands.bias.shape)
+        dbias = reduce_to(ds_before, operands.bias.shape)
     if operands.sinks is not None:
         dsinks = per_head_sum(-sink_p * delta, operands.sinks.shape)
     if operands.alibi_slopes is not None:
-        dalibi_slopes = per_head_sum(-ds * np.abs(distance), operands.alibi_slopes.shape)
+        dalibi_slopes = per_head_sum(-ds_before * np.abs(distance), operands.alibi_slopes.shape)
+    dcaptures = {
+        f"dcapture{i}": sum_reads(read, ds * read.weight, operands.captures[i].shape)
+        for i, read in enumerate(changed.reads)
+        if read is not None
+    }
     return Solution(
         out=out.transpose(0, 2, 1, 3),
         lse=lse[..., 0].transpose(0, 2, 1),
@@ -237,10 +253,13 @@ def solve(case: Case, operands: Operands) -> Solution:
         dalibi_slopes=dalibi_slopes,
         visible=visible,
         s=s,
+        s_before=s_before,
         s_capped=s_capped,
+        score_slope=np.where(visible, changed.slope, 0),
         p=p,
         dp=dp,
         ds=ds,
+        ds_before=ds_before,
         dx=dx,
         delta=delta,
         q=q,
@@ -251,7 +270,35 @@ def solve(case: Case, operands: Operands) -> Solution:
         z=z,
         sink_p=sink_p,
         distance=distance,
+        reads=changed.reads,
+        **dcaptures,
     )
+
+
+def change_scores(case: Case, operands: Operands, s: Array) -> Changed:
+    """Applies the score function of a case, in the type of `s`; without one its slopes are 1."""
+    if case.score_mod is None:
+        return Changed(s, np.ones_like(s))
+    shape = (case.batch, case.num_heads, case.q_len, case.kv_len)
+    b: Array
+    n: Array
+    t: Array
+    j: Array
+    b, n, t, j = (
+        np.arange(extent).reshape([-1 if i == axis else 1 for i in range(4)])
+        for axis, extent in enumerate(shape)
+    )
+    if operands.q_positions is not None and operands.kv_positions is not None:
+        t = np.clip(operands.q_positions.astype(np.int64), -(2**29), 2**29)[:, None, :, None]
+        j = np.clip(operands.kv_positions.astype(np.int64), -(2**29), 2**29)[:, None, None, :]
+    return SCORE_FUNCTIONS[case.score_mod].numpy(s, b, n, t, j, *operands.captures)
+
+
+def sum_reads(read: Read, terms: Array, shape: tuple[int, ...]) -> Array:
+    """Adds up what pairs (B, N, T, S) give to the elements of a capture that they read."""
+    total = np.zeros(shape, terms.dtype)
+    np.add.at(total, read.element, terms if read.element else terms.sum())
+    return total
 
 
 class Softmax(NamedTuple):

@@ -62,12 +62,15 @@ def serves(case: Case, backend: str, device: jattn.Device) -> bool:
 
 
 def forward_function(case: Case, operands: Operands, backend: str | None) -> Callable[..., Any]:
-    """Builds f(q, k, v, bias, sinks, alibi_slopes) -> (out, lse) for a case; None where the case has none."""
+    """Builds f(q, k, v, bias, sinks, alibi_slopes, *captures) -> (out, lse) for a case; None where the case has none,
+    and for captures that are integers.
+    """
     _, keywords = inputs.call_arguments(case, operands)
     keywords = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()
     }
-    for name in ("bias", "sinks", "alibi_slopes"):
+    integers = [None if is_float(x) else jnp.asarray(x) for x in operands.captures]
+    for name in ("bias", "sinks", "alibi_slopes", "captures"):
         keywords.pop(name, None)
     packed = "dropout_table" in keywords
     attend: Callable[..., Any] = (
@@ -83,7 +86,9 @@ def forward_function(case: Case, operands: Operands, backend: str | None) -> Cal
         bias: jax.Array | None = None,
         sinks: jax.Array | None = None,
         alibi_slopes: jax.Array | None = None,
+        *floats: jax.Array | None,
     ) -> Any:
+        captures = [x if x is not None else y for x, y in zip(floats, integers, strict=True)]
         return attend(
             q,
             k,
@@ -91,11 +96,17 @@ def forward_function(case: Case, operands: Operands, backend: str | None) -> Cal
             bias=bias,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            captures=captures,
             implementation=backend,
             **keywords,
         )
 
     return forward
+
+
+def is_float(array: Array) -> bool:
+    """Whether an array may have a gradient."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
 def compile_case(
@@ -123,6 +134,7 @@ def compile_case(
                 operands.bias,
                 operands.sinks,
                 operands.alibi_slopes,
+                *(x if is_float(x) else None for x in operands.captures),
             )
         ]
         cotangents = (jnp.asarray(operands.dout), jnp.asarray(operands.dlse))
@@ -136,7 +148,7 @@ def compile_case(
         if backward:
             lowered = jax.jit(forward_backward).lower(arrays, cotangents)
         else:
-            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * 6)).lower(
+            lowered = jax.jit(lambda arrays, _: (forward(*arrays), (None,) * len(arrays))).lower(
                 arrays, cotangents
             )
         text = lowered.as_text()
@@ -148,7 +160,7 @@ def compile_case(
     def call() -> dict[str, jax.Array]:
         with jax.enable_x64(case.dtype == "float64"):
             results, gradients = compiled(arrays, cotangents)
-        named = zip(compare.TENSORS, (*results, *gradients), strict=True)
+        named = zip(compare.TENSORS, (*results, *gradients), strict=False)
         return {name: x for name, x in named if x is not None}
 
     return call, text

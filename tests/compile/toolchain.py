@@ -82,10 +82,10 @@ def short_name(key: str) -> str:
 
 def vary(key: str, **words: object) -> str:
     """The key with other values for some of its words."""
-    return " ".join(
-        f"{name}={words.get(name, word(key, name))}"
-        for name in ("family", "arch", *_core.config_members())
-    )
+    names = ["family", "arch", *_core.config_members()]
+    if " digest=" in key:
+        names.append("digest")
+    return " ".join(f"{name}={words.get(name, word(key, name))}" for name in names)
 
 
 @functools.cache

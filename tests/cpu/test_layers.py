@@ -20,6 +20,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "masks",
         "arrays",
+        "block_mask",
+        "score_program",
+        "device_scalars",
+        "device_operations",
+        "device_arrays",
+        "device_moving",
+        "device_code",
         "spec",
         "ragged",
         "dropout",

@@ -12,6 +12,7 @@ import jattn
 
 NAMES = (
     "Backend",
+    "BlockMask",
     "CausalBias",
     "Device",
     "Explanation",
@@ -29,6 +30,7 @@ NAMES = (
     "causal_upper_left",
     "checkpoint_policy",
     "clear_fusion_log",
+    "create_block_mask",
     "deterministic",
     "dropout_mask",
     "dot_product_attention",

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
@@ -22,6 +24,18 @@ def alike(*shape: int, dtype: str = "bfloat16") -> tuple[jax.ShapeDtypeStruct, .
 PLAIN = alike(2, 8, 2, 64)
 BIAS = {"bias": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
 MASK = {"mask": jax.ShapeDtypeStruct((8, 8), "bool")}
+
+
+def program(function: Any, *captures: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Keywords of a call whose scores go through score + function(key, *captures)."""
+
+    def score_mod(score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any) -> Any:
+        return score + function(key, *captures)
+
+    return {"score_mod": score_mod, "captures": captures}
+
+
+ROW = np.ones(8, np.float32)
 
 # (backend, code, arrays, keywords of the call, device, what the text must hold beside the phrase)
 REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], jattn.Device, tuple[str, ...]], ...] = (
@@ -60,6 +74,30 @@ REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], jattn.Device, tuple[str, ..
     ("bare", "FEATURE", PLAIN, {"is_causal": True}, SM90, ("band",)),
     ("bare", "FEATURE", PLAIN, {"logits_soft_cap": 3.0}, SM90, ("softcap",)),
     (
+        "mem_efficient",
+        "PRIMITIVE",
+        PLAIN,
+        program(lambda key: jax.scipy.special.digamma(key.astype("float32"))),
+        SM90,
+        ("digamma", "implementation='xla'"),
+    ),
+    (
+        "mem_efficient",
+        "CAPTURE_ACCESS",
+        PLAIN,
+        program(lambda key, row: jnp.sort(row)[key], ROW),
+        SM90,
+        ("sort", "float32[8]"),
+    ),
+    (
+        "mem_efficient",
+        "CAPTURES",
+        PLAIN,
+        program(lambda key, *rows: sum(row[key] for row in rows), *[ROW] * 17),
+        SM90,
+        ("17", "at most 16"),
+    ),
+    (
         "cudnn",
         "NOT_BUILT",
         PLAIN,
@@ -71,7 +109,7 @@ REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], jattn.Device, tuple[str, ..
 
 
 class BareBackend(ReferenceBackend):
-    """A user's backend that understands no feature: the shipped ones understand all."""
+    """A user's backend that understands no feature."""
 
     name = "bare"
     understands = frozenset()

@@ -107,6 +107,19 @@ class Call:
 
 Q, K, V = Call().operands
 GOOD = Call()
+
+
+def with_score_function(
+    num_captures: int, *, captures: int | None = None, heads: int = 2, announce: bool = True
+) -> Call:
+    """A call with a score function: what it announces, and how many arrays there are."""
+    operands = (*GOOD.operands, jnp.zeros(1, jnp.int32), jnp.zeros(heads, jnp.int32))
+    arrays = (jnp.zeros(1),) * (num_captures if captures is None else captures)
+    call = dataclasses.replace(GOOD, operands=(*operands, *arrays))
+    call = call.with_attribute("operands", np.int64(ffi.OPERAND_BITS["score_mod"]))
+    return call.with_attribute("num_captures", np.int64(num_captures) if announce else None)
+
+
 MALFORMED: dict[str, tuple[Callable[[], Call], str]] = {
     "attribute is missing": (lambda: GOOD.with_attribute("scale", None), "spec.scale is missing"),
     "attribute has another width": (
@@ -141,6 +154,17 @@ MALFORMED: dict[str, tuple[Callable[[], Call], str]] = {
         "bias.* is missing",
     ),
     "operand too many": (lambda: dataclasses.replace(GOOD, operands=(Q, K, V, V)), "operands"),
+    "score function on the CPU": (
+        lambda: with_score_function(3),
+        "score function, which the CPU kernel cannot run",
+    ),
+    "captures are not counted": (
+        lambda: with_score_function(1, announce=False),
+        "spec.num_captures is missing",
+    ),
+    "captures are missing": (lambda: with_score_function(2, captures=1), "captures.* is missing"),
+    "captures are too many": (lambda: with_score_function(17), "reads 17 arrays, at most 16"),
+    "head ids": (lambda: with_score_function(0, heads=3), "head_ids has shape"),
     "shape of out": (
         lambda: dataclasses.replace(GOOD, results=(((1, 4, 2, 4), "float32"), GOOD.results[1])),
         "out has shape",

@@ -1,4 +1,5 @@
-// From a product of q and k to a score in base 2: scale, softcap, bias, slopes; and the derivative of that step.
+// From a product of q and k to a score in base 2: scale, softcap, bias, slopes; and the derivative of that step. What a score
+// program then does to it: score_program.cuh.
 //
 // Coordinates: a fragment holds rows row0 + 16 m + g + 8 h and columns column0 + 8 n + 2 t + e (lane 4g + t). Rows are
 // queries and columns keys, or the other way round (kTransposed).
@@ -11,12 +12,27 @@
 
 namespace jattn {
 
-// Something is added to the scores, so that they are multiplied by the scale first.
-JATTN_HOST_DEVICE constexpr bool adds_to_scores(const Config& config) { return config.bias || config.alibi; }
+// Something is added to the scores, or a program reads them, so that they are multiplied by the scale first.
+JATTN_HOST_DEVICE constexpr bool adds_to_scores(const Config& config) {
+  return config.bias || config.alibi || config.program;
+}
 
 // A forward kernel keeps scores with a bias in natural units: product * scale + bias is one instruction, and no bias
-// overflows. (A backward kernel subtracts lse in base 2.)
-JATTN_HOST_DEVICE constexpr bool has_natural_scores(const Config& config) { return config.bias && !config.softcap; }
+// overflows. (A backward kernel subtracts lse in base 2.) A program reads natural units, in both passes the same bits.
+JATTN_HOST_DEVICE constexpr bool has_natural_scores(const Config& config) {
+  return config.program || (config.bias && !config.softcap);
+}
+
+// What a bias in natural units multiplies: scores that a softcap has scaled already, or raw products.
+template <Config kConfig>
+__device__ __forceinline__ float bias_scale(const ProblemParams& problem) {
+  return kConfig.softcap ? 1.0f : problem.scale;
+}
+
+template <bool kNatural>
+__device__ __forceinline__ float softcap_of(const ProblemParams& problem) {
+  return kNatural ? problem.softcap_log2 * kLn2 : problem.softcap_log2;
+}
 
 // Scores are multiplied by this on the way into exp2: log2(e) * scale if they are still raw products.
 template <Config kConfig, bool kNatural = false>
@@ -84,12 +100,13 @@ struct BroadcastReader {
   }
 };
 
-// s = scale * s [softcap] in log2 units, where the configuration or a scale <= 0 asks for it before the maximum; a
-// fragment that keeps raw products is left alone.
+// s = scale * s [softcap] in log2 units (natural ones if kNatural), where the configuration or a scale <= 0 asks for it
+// before the maximum; a fragment that keeps raw products is left alone.
 template <Config kConfig, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const ProblemParams& problem) {
-  if constexpr (kNatural) return;  // the bias does it
+  if constexpr (kNatural && kConfig.bias && !kConfig.softcap) return;  // the bias does it
   if constexpr (kConfig.softcap) {
+    const float softcap = softcap_of<kNatural>(problem);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -97,17 +114,18 @@ __device__ __forceinline__ void scale_scores(float (&s)[kM][kN][4], const Proble
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           constexpr bool kSmallExact = kConfig.element == Element::kF32 || kConfig.large_cap;
-          s[m][n][e] = problem.softcap_log2 * tanh_accurate<kSmallExact>(s[m][n][e] * problem.softcap_in);
+          s[m][n][e] = softcap * tanh_accurate<kSmallExact>(s[m][n][e] * problem.softcap_in);
         }
       }
     }
   } else if (adds_to_scores(kConfig) || problem.scale_first) {
+    const float scale = kNatural ? problem.scale : problem.scale_log2;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[m][n][e] *= problem.scale_log2;
+        for (int e = 0; e < 4; ++e) s[m][n][e] *= scale;
       }
     }
   }
@@ -119,9 +137,10 @@ template <Config kConfig, int kM, int kN>
 struct SoftcapDerivative {
   float value[kConfig.softcap ? kM : 1][kConfig.softcap ? kN : 1][4];
 
+  template <bool kNatural = false>
   __device__ __forceinline__ void keep(const float (&s)[kM][kN][4], const ProblemParams& problem) {
     if constexpr (kConfig.softcap) {
-      const float inverse = reciprocal_fast(problem.softcap_log2);
+      const float inverse = reciprocal_fast(softcap_of<kNatural>(problem));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -165,11 +184,12 @@ __device__ __forceinline__ float marked_gradient(float marked, float dp, float f
   return fabsf(marked) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
-// s += log2(e) * bias, or s = s * scale + bias if kNatural
+// s += log2(e) * bias, or s = s * bias_scale() + bias if kNatural
 template <Config kConfig, bool kTransposed, bool kNatural = false, int kM, int kN>
 __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemParams& problem, int batch, int head,
                                          int row0, int column0) {
   const BroadcastReader<kTransposed> reader(problem.bias, problem, batch, head);
+  const float scale = bias_scale<kConfig>(problem);
   if constexpr (!kTransposed) {
     if (problem.bias.pairs) {
       const int lane = threadIdx.x & 31;
@@ -196,8 +216,8 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
               }
               float& left = s[m][n][2 * h];
               float& right = s[m][n][2 * h + 1];
-              left = add_bias<kConfig.bias_element, kNatural>(left, low, problem.scale);
-              right = add_bias<kConfig.bias_element, kNatural>(right, high, problem.scale);
+              left = add_bias<kConfig.bias_element, kNatural>(left, low, scale);
+              right = add_bias<kConfig.bias_element, kNatural>(right, high, scale);
             }
           }
         }
@@ -209,7 +229,7 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
     if (index >= 0) {
       float& x = s[m][n][2 * h + e];
       const float bias = load_element<kConfig.bias_element>(problem.bias.data, index);
-      x = add_bias<kConfig.bias_element, kNatural>(x, bias, problem.scale);
+      x = add_bias<kConfig.bias_element, kNatural>(x, bias, scale);
     }
   });
 }

@@ -18,6 +18,8 @@ using uint64_t = unsigned long long;
 // attributes.
 #ifdef __CUDACC__
 #define JATTN_HOST_DEVICE __host__ __device__
+// Marks the functions of a ScoreProgram (attn/score_program.cuh).
+#define JATTN_PROGRAM_FUNCTION static __device__ __forceinline__
 #else
 #define JATTN_HOST_DEVICE
 #endif

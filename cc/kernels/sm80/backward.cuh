@@ -20,6 +20,7 @@
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
+#include "attn/score_program.cuh"
 #include "attn/sequence.cuh"
 #include "params.cuh"
 #include "sm80/backward_shape.cuh"
@@ -62,7 +63,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr bool kAnyColumn = kShared || (kConfig.grad_slices > 1 && !kWholeSpans);
   constexpr bool kNarrow = kConfig.narrow_rows;
   // Without these features every row sees a key.
-  constexpr bool kEmptyRows = kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias;
+  constexpr bool kEmptyRows =
+      kConfig.band || kConfig.lengths || kConfig.segments || kConfig.mask || kConfig.bias || kConfig.program;
   static_assert(kScoreRows % 16 == 0 && kTileQ % 16 == 0 && kRowPadding % kTileQ == 0);
   static_assert(kSliceD % 16 == 0 && kSliceDv % 16 == 0 && kStages <= 2);
   using KeyTile = Tile<kElement, kD>;        // of k and q
@@ -250,18 +252,23 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
     multiply_rows<kConfig.tf32_chain>(s, RowOperand<kElement, kD>::a(k_tile, warp_row),
                                       RowOperand<kElement, kD>::b(q_tile, warp_column));
     const int row0 = row_begin + warp_row, column0 = step.tile * kTileQ + warp_column;
-    scale_scores<kConfig>(s, problem);
+    constexpr bool kNatural = kConfig.program;
+    scale_scores<kConfig, kNatural>(s, problem);
     SoftcapDerivative<kConfig, kM, kN> derivative;
-    derivative.keep(s, problem);
+    derivative.template keep<kNatural>(s, problem);
     const PairTiles<kConfig> pairs{staged_base + stage * kStagedBytes};
     if constexpr (kStagedBias) {
-      add_bias_columns<kConfig.bias_element>(s, pairs.bias(), warp_row, warp_column);
+      add_bias_columns<kConfig.bias_element, kNatural>(s, pairs.bias(), warp_row, warp_column,
+                                                       bias_scale<kConfig>(problem));
     } else if constexpr (kConfig.bias) {
-      add_bias<kConfig, true>(s, problem, item.batch, head_of(step), row0, column0);
+      add_bias<kConfig, true, kNatural>(s, problem, item.batch, head_of(step), row0, column0);
     }
     if constexpr (kConfig.alibi) {
-      add_slopes<kConfig, true>(s, problem, item.batch, head_of(step), band.offset, row0, column0);
+      add_slopes<kConfig, true, kNatural>(s, problem, item.batch, head_of(step), band.offset, row0, column0);
     }
+    ProgramSlope<kConfig, kM, kN> slope;
+    slope.template apply_program<true, kNatural>(s, problem, item.batch, head_of(step), row0, column0);
+    if constexpr (kNatural) natural_to_log2(s);
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     bool hides = step.tile < int(full.x) || step.tile >= int(full.y);  // some pairs
     if (hides) {
@@ -281,6 +288,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       }
     }
     hides |= mask_words.apply(s);
+    if constexpr (kConfig.program) hides = true;  // the program may hide any pair
 
     // lse is +inf in rows that see no key: their probabilities are 0.
     const uint32_t lse_address = statistics + (warp_column + (lane & 3) * 2) * 4;
@@ -354,6 +362,7 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         make_gradients.template operator()<false>();
       }
     }
+    slope.apply(s);
     derivative.apply(s);
     if constexpr (kFused || kShared) stage_accumulator(ds_tile, s, ones, warp_row, warp_column);
 

@@ -13,6 +13,7 @@
 #include "attn/mask.cuh"
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
+#include "attn/score_program.cuh"
 #include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "params.cuh"
@@ -154,13 +155,14 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const int row0 = row_begin + warp_row;
     scale_scores<kConfig, kNatural>(s, problem);
     if constexpr (kStagedBias) {
-      add_bias_rows<kConfig.bias_element, kNatural>(s, pairs.bias(), warp_row, problem.scale);
+      add_bias_rows<kConfig.bias_element, kNatural>(s, pairs.bias(), warp_row, bias_scale<kConfig>(problem));
     } else if constexpr (kConfig.bias) {
       add_bias<kConfig, false, kNatural>(s, problem, item.batch, item.head, row0, column0);
     }
     if constexpr (kConfig.alibi) {
       add_slopes<kConfig, false, kNatural>(s, problem, item.batch, item.head, sequence.band.offset, row0, column0);
     }
+    apply_program<kConfig, false, kNatural>(s, problem, item.batch, item.head, row0, column0);
     const uint2 full = ptx::load_shared_u32x2(saved + 2 * kSavedBytes);
     if (tile < int(full.x) || tile >= int(full.y)) {
       mask_limits<kConfig, false>(

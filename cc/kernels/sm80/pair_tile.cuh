@@ -100,9 +100,9 @@ __device__ __forceinline__ void add_bias_rows(float (&s)[kM][kN][4], PairTile<el
 }
 
 // The same for a fragment whose rows are keys: key0 and query0 are the warp's first in the tile, multiples of 16.
-template <Element kBias, int kColumns, int kM, int kN>
+template <Element kBias, bool kNatural, int kColumns, int kM, int kN>
 __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile<element_bytes(kBias), kColumns> tile,
-                                                 int key0, int query0) {
+                                                 int key0, int query0, float scale) {
   using Layout = typename PairTile<element_bytes(kBias), kColumns>::Layout;
   constexpr int kRowBytes = PairTile<element_bytes(kBias), kColumns>::kRowBytes;
   const int lane = ptx::thread_index_anew() & 31;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             s[m][n][2 * h + e] =
-                add_bias<kBias, false>(s[m][n][2 * h + e], ptx::load_shared_f32(base + n * (8 * kRowBytes)), 1.0f);
+                add_bias<kBias, kNatural>(s[m][n][2 * h + e], ptx::load_shared_f32(base + n * (8 * kRowBytes)), scale);
           }
         }
       }
@@ -138,9 +138,10 @@ __device__ __forceinline__ void add_bias_columns(float (&s)[kM][kN][4], PairTile
         ptx::load_matrix_x4_transposed(x, base + n * (8 * kRowBytes));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[m][n + i / 2][2 * (i % 2)] = add_bias<kBias, false>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]), 1.0f);
+          s[m][n + i / 2][2 * (i % 2)] =
+              add_bias<kBias, kNatural>(s[m][n + i / 2][2 * (i % 2)], Traits::low(x[i]), scale);
           s[m][n + i / 2][2 * (i % 2) + 1] =
-              add_bias<kBias, false>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]), 1.0f);
+              add_bias<kBias, kNatural>(s[m][n + i / 2][2 * (i % 2) + 1], Traits::high(x[i]), scale);
         }
       }
     }

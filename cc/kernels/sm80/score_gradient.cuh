@@ -4,6 +4,7 @@
 #include "attn/drop_pairs.cuh"
 #include "attn/mask.cuh"
 #include "attn/score.cuh"
+#include "attn/score_program.cuh"
 #include "attn/sequence.cuh"
 #include "params.cuh"
 #include "sm80/fragments.cuh"
@@ -87,17 +88,21 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   mask_words.load(params.mask, batch, head, row0, column0 / kConfig.tile_kv, 0);
   clear(s);
   multiply_rows<kConfig.tf32_chain>(s, q_operand, k_operand);
-  scale_scores<kConfig>(s, problem);
+  constexpr bool kNatural = kConfig.program;
+  scale_scores<kConfig, kNatural>(s, problem);
   SoftcapDerivative<kConfig, kM, kN> derivative;
-  derivative.keep(s, problem);
+  derivative.template keep<kNatural>(s, problem);
   if constexpr (kConfig.bias && kConfig.staged_bias) {
-    add_bias_rows<kConfig.bias_element, false>(s, pairs.bias(), warp_row, 1.0f);
+    add_bias_rows<kConfig.bias_element, kNatural>(s, pairs.bias(), warp_row, bias_scale<kConfig>(problem));
   } else if constexpr (kConfig.bias) {
-    add_bias<kConfig, false>(s, problem, batch, head, row0, column0);
+    add_bias<kConfig, false, kNatural>(s, problem, batch, head, row0, column0);
   }
   if constexpr (kConfig.alibi) {
-    add_slopes<kConfig, false>(s, problem, batch, head, sequence.band.offset, row0, column0);
+    add_slopes<kConfig, false, kNatural>(s, problem, batch, head, sequence.band.offset, row0, column0);
   }
+  ProgramSlope<kConfig, kM, kN> slope;
+  slope.template apply_program<false, kNatural>(s, problem, batch, head, row0, column0);
+  if constexpr (kNatural) natural_to_log2(s);
   bool hides = !full;  // some pairs
   if (!full) mask_limits<kConfig, true>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
   if constexpr (kConfig.segments) {
@@ -113,6 +118,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
     if (!inside_band) mask_positions<false>(s, problem, batch, sequence.band, row0, column0);
   }
   hides |= mask_words.apply(s);
+  if constexpr (kConfig.program) hides = true;  // the program may hide any pair
   const float factor = score_factor<kConfig>(problem);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -153,6 +159,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
       for (int e = 0; e < 4; ++e) s[m][n][e] *= dp[m][n][e] - rows.delta[m][e / 2];
     }
   }
+  slope.apply(s);
   if (to_products) derivative.apply(s);
 }
 

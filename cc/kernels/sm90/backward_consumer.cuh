@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
     if constexpr (C.mask) mask_by_words<C>(s, flags, row, control.mask_words[stage], params.mask.words_row);
   }
   if constexpr (Stage::kMakesExponents) {
-    if constexpr (C.bias) {
+    if constexpr (C.bias || C.program) {
       if (flags & kHasEmptyRows) mask_empty_columns(s, lse_address);
     }
     weights_of_exponents<C>(s, p, slopes, drops);

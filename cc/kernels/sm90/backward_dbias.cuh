@@ -203,6 +203,7 @@ struct DbiasConsumer {
     const DbiasStep& step = control.steps[place];
     const int flags = step.flags;
     BackwardItem item{};
+    item.batch = step.batch;
     item.kv_length = step.kv_length;
     item.upper_offset = step.upper_offset;
     item.lower_offset = step.lower_offset;
@@ -301,7 +302,7 @@ struct DbiasConsumer {
       pin_registers(dp);
       release_by_warp(&control.empty[second]);
       // Products of padding rows may be NaN; an invisible pair has p = 0.
-      const bool selects = flags & (kMaskFlags<C> | kHasEmptyRows);
+      const bool selects = C.program || (flags & (kMaskFlags<C> | kHasEmptyRows));
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const float ds = score_gradient<C>(s[i], dp[i], delta[i / 2 % 2], factor);

@@ -300,7 +300,7 @@ struct KeyConsumer {
     for (bool last = false; !last; ring.advance()) {
       const int flags = wait_queries();
       last = flags & kLastStep;
-      const bool hides = flags & kHidingFlags<C>;
+      const bool hides = hides_pairs<C>(flags);
       Scores s, dp;
       Fragments p, ds;
       Dq dq;

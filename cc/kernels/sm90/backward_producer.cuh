@@ -14,7 +14,7 @@ struct KeyProducer {
   static constexpr int kQBytes = tile_bytes(C.tile_q, C.head_dim);
   static constexpr int kDoutBytes = tile_bytes(C.tile_q, C.head_dim_v);
   // Rows that see no key may hold anything in q and dout; without these features there are none.
-  static constexpr bool kEmptyRows = C.band || C.lengths || C.segments || C.mask || C.bias;
+  static constexpr bool kEmptyRows = C.band || C.lengths || C.segments || C.mask || C.bias || C.program;
   // Segment ids of queries that a lane has on their way, of keys twice as many: what does not spill.
   static constexpr int kIdsAtOnce = C.drops_beside ? 1 : C.tile_q / 32;
 
@@ -160,7 +160,7 @@ struct KeyProducer {
   __device__ __forceinline__ void write_terms(const BackwardItem& item, Step step, int flags) {
     const int stage = ring.index, first = first_query(step);
     if constexpr (C.positions) {
-      if (C.alibi || C.dropout_rows || (flags & kComparesPositions)) {
+      if (C.alibi || C.program || C.dropout_rows || (flags & kComparesPositions)) {
         load_positions<C.tile_q>(control.positions[stage], params.problem.q_positions, item.batch, first,
                                  params.problem.q_len);
         __syncwarp();
@@ -357,7 +357,7 @@ struct KeyProducer {
       if (takes_items(C) && ahead-- == 0) start_item(item, has_padding);
       const Step next = following(step);
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
-      if constexpr (C.bias) flags |= empty_rows ? kHasEmptyRows : 0;
+      if constexpr (C.bias || C.program) flags |= empty_rows ? kHasEmptyRows : 0;
       load_queries(item, step, flags, empty_rows, predecessor.tiles_before(step.tile));
       step = next;
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for

@@ -85,7 +85,7 @@ struct QueryProducer {
       __syncwarp();
     }
     if constexpr (C.positions) {
-      if (C.alibi || C.dropout_rows || (flags & kComparesPositions)) {
+      if (C.alibi || C.program || C.dropout_rows || (flags & kComparesPositions)) {
         load_positions<C.tile_kv>(control.positions[stage], params.problem.kv_positions, item.batch, first,
                                   params.problem.kv_len);
         __syncwarp();
@@ -272,7 +272,7 @@ struct QueryConsumer {
       finish_scores(s, header, drops);
       wait_products<0>();
       pin_registers(dp);
-      clear_hidden(dp, s, header.flags & kHidingFlags<C>);
+      clear_hidden(dp, s, hides_pairs<C>(header.flags));
       release_by_warpgroup(&control.second_empty[v_ring.index]);
       float factor = 1.0f;
       if constexpr (C.dropout) factor = control.terms[0].factor;

@@ -169,7 +169,7 @@ __device__ __forceinline__ void mask_by_words(float (&s)[kCount], int flags, int
   }
 }
 
-// Exponents of queries that see no key, whose lse is +inf, become -inf whatever the bias was.
+// Exponents of queries that see no key, whose lse is +inf, become -inf whatever the bias or the program made.
 template <int kCount>
 __device__ __forceinline__ void mask_empty_columns(float (&exponents)[kCount], unsigned lse_address) {
 #pragma unroll
@@ -257,6 +257,12 @@ inline constexpr int kHidingFlags =
         ? 0
         : (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) | (C.segments ? kComparesSegments : 0) |
               (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
+
+// A program may hide any pair.
+template <Config C>
+__device__ __forceinline__ bool hides_pairs(int flags) {
+  return (C.program && C.element != Element::kF16) || (flags & kHidingFlags<C>) != 0;
+}
 
 // What stands behind a mask may be any finite numbers, of which a dp may overflow, and 0 * infinity is NaN: where the weight is
 // 0, dp becomes 0, before a gradient is made of it.

@@ -61,8 +61,10 @@ inline constexpr int kDvRegisters = 176, kDkRegisters = 184;
 // Bytes of lse or delta of the queries of one stage.
 JATTN_HOST_DEVICE constexpr int statistics_bytes(const Config& config) { return 4 * config.tile_q; }
 
-// Scores have summands beside the product: exponents are then made in one pass over the fragment.
-JATTN_HOST_DEVICE constexpr bool has_score_terms(const Config& config) { return config.bias || config.alibi; }
+// Scores have summands beside the product, or pass through a program: exponents are then made in one pass over the fragment.
+JATTN_HOST_DEVICE constexpr bool has_score_terms(const Config& config) {
+  return config.bias || config.alibi || config.program;
+}
 JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
   return has_score_terms(config) || (config.dropout && !config.drops_beside);
 }

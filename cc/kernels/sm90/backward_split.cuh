@@ -119,7 +119,7 @@ struct SplitConsumer {
       wait(&control.first_full[ring.index], ring.parity);
       const int flags = control.headers[ring.index].flags;
       last = flags & kLastStep;
-      const bool hides = flags & kHidingFlags<C>;
+      const bool hides = hides_pairs<C>(flags);
       wait_products<0>();
       pin_registers(dp);
       Fragments weights, ds;

@@ -1,10 +1,11 @@
 // What is added to scores beside the product (bias, slopes), and which pairs dropout removes, for one score fragment.
 //
 // Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries. A bias changes the exponent of p, so
-// scores, bias and lse meet in one pass: exponent = scale q.k + bias - slope |distance| - lse, in log2 units.
+// scores, bias and lse meet in one pass: exponent = scale q.k + bias - slope |distance| - lse, in log2 units. A program stands
+// between the terms and lse; one whose slopes are not 1 is not for these kernels.
 #pragma once
 
-#include "attn/score.cuh"
+#include "attn/score_program.cuh"
 #include "base/shared_memory.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/wgmma.cuh"
@@ -162,6 +163,38 @@ struct KeptSlopes {
   }
 };
 
+// The pairs of a fragment as the user's program knows them.
+template <Config C, bool kTransposed>
+struct ProgramPairs {
+  const ProblemParams& problem;
+  int batch = 0, head = 0;
+  int row[2] = {0, 0};
+  int first_column = 0;
+  const int* columns = nullptr;  // positions, of this thread's columns
+
+  __device__ __forceinline__ ProgramPairs(const ProblemParams& problem, int batch_entry, int query_head,
+                                          const FragmentOrigin& origin, const int* row_positions,
+                                          const int* column_positions)
+      : problem(problem) {
+    if constexpr (C.program) {
+      static_assert(ScoreProgram::kUnitSlope);
+      batch = __ldg(problem.batch_ids + batch_entry);
+      head = __ldg(problem.head_ids + query_head);
+      first_column = origin.column;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) row[r] = C.positions ? row_positions[origin.row_in_tile + 8 * r] : origin.row + 8 * r;
+      if constexpr (C.positions) columns = column_positions + origin.column_in_tile;
+    }
+  }
+
+  // The new score of the pair of value 4 i + 2 r + c; natural units.
+  __device__ __forceinline__ float score(float score, int i, int r, int c) const {
+    const int column = C.positions ? columns[8 * i + c] : first_column + 8 * i + c;
+    return ScoreProgram::score(score, batch, head, kTransposed ? column : row[r], kTransposed ? row[r] : column,
+                               problem.captures);
+  }
+};
+
 // Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both its
 // rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
 template <Config C, bool kTransposed, int kCount, class Lse>
@@ -170,7 +203,11 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
                                                const FragmentOrigin& origin, unsigned bias_tile,
                                                const int* row_positions, const int* column_positions,
                                                FetchedBias<C, kCount>& fetched, const ProblemParams& problem, Lse lse) {
-  const float slope = C.alibi ? terms.slope : 0.0f;
+  // A program gets natural units.
+  constexpr float kUnit = C.program ? 1.0f : kLog2E;
+  const float slope = !C.alibi ? 0.0f : C.program ? terms.slope * kLn2 : terms.slope;
+  const float scale = C.program ? problem.scale : problem.scale_log2;
+  const float cap = C.program ? problem.softcap_log2 * kLn2 : problem.softcap_log2;
   float first[2] = {0.0f, 0.0f};  // distance of the first column, up to its sign
   int row_position[2] = {0, 0};
   if constexpr (C.alibi && C.positions) {
@@ -184,6 +221,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
     }
   }
   const BiasSource<C, kTransposed> source{problem, terms.bias, origin, bias_tile};
+  ProgramPairs<C, kTransposed> program(problem, item.batch, terms.head, origin, row_positions, column_positions);
   float bias[8];
 #pragma unroll
   for (int step = 0; step < kCount / 8; ++step) {
@@ -206,7 +244,8 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[4 * i + 2 * r + c];
-          float rest = kTransposed ? (c == 0 ? -shift.x : -shift.y) : (r == 0 ? -shift.x : -shift.y);
+          const float shift_of_pair = kTransposed ? (c == 0 ? shift.x : shift.y) : (r == 0 ? shift.x : shift.y);
+          float rest = C.program ? 0.0f : -shift_of_pair;
           if constexpr (C.alibi) {
             const float distance = C.positions ? float((c == 0 ? positions.x : positions.y) - row_position[r])
                                                : first[r] + float(8 * i + c);
@@ -214,15 +253,16 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
           }
           if constexpr (C.bias) {
             const bool ahead = kTransposed && !C.staged_bias;
-            rest = fmaf(ahead ? fetched[4 * i + 2 * r + c] : bias[4 * half + 2 * r + c], kLog2E, rest);
+            rest = fmaf(ahead ? fetched[4 * i + 2 * r + c] : bias[4 * half + 2 * r + c], kUnit, rest);
           }
           if constexpr (C.softcap) {
             const float t = tanh_accurate<C.large_cap>(x * problem.softcap_in);
             kept[c] = __saturatef(fmaf(-t, t, 1.0f));  // of a hidden pair t may be NaN
-            x = fmaf(t, problem.softcap_log2, rest);
+            x = fmaf(t, cap, rest);
           } else {
-            x = fmaf(x, problem.scale_log2, rest);
+            x = fmaf(x, scale, rest);
           }
+          if constexpr (C.program) x = fmaf(program.score(x, i, r, c), kLog2E, -shift_of_pair);
         }
         slopes.keep(2 * i + r, kept[0], kept[1]);
       }

@@ -33,7 +33,7 @@ struct Consumer {
   // between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 -> 648.
   static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
   // Whether a softcap bounds the scores. A float16 probability has no room for scores that refer to 0.
-  static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && C.element == Element::kBF16;
+  static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && !C.program && C.element == Element::kBF16;
   static constexpr bool kReleasesQAtLastTile = !S::kOutAliasesQ && !C.q_in_registers;
   static constexpr int kEarly = early_exponentials(C);
   static constexpr int kVLeading = C.tile_kv * kChunkRowBytes;  // from 64 columns of v to the next
@@ -236,6 +236,7 @@ struct Consumer {
     if constexpr (ScoreStage<C>::kAddsTerms) {
       add_terms<C>(s, context(header), [&](int step) { return fragment_address(bias_address(ring.index), step); });
     }
+    if constexpr (C.program) apply_program<C>(s, context(header));
     if (header.flags & kMasks) {
       apply_masks<C>(s, header, ring.index, items % kItemSlots, control, params, place());
     }

@@ -29,10 +29,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
   static_assert(C.stages >= 2);  // with one, a warpgroup that skips a tile waits for a v that waits for it
   static_assert(!C.take_turns || !C.in_series);
   static_assert(C.schedule == 2);
-  static_assert(!C.cap_series || (C.softcap && C.integer_max && !C.bias && !C.alibi));
+  static_assert(!C.cap_series || (C.softcap && C.integer_max && !C.bias && !C.alibi && !C.program));
   static_assert(!C.documents || (C.segments && !C.lengths && !C.positions && !C.mask && !C.bias && !C.alibi &&
-                                 !C.dropout && !C.partial_results));
-  static_assert(!C.packed_heads || !(C.documents || C.alibi || C.dropout || (C.bias && !C.row_bias)));
+                                 !C.program && !C.dropout && !C.partial_results));
+  static_assert(!C.packed_heads || !(C.documents || C.alibi || C.program || C.dropout || (C.bias && !C.row_bias)));
   static_assert(C.num_warps == forward_threads(C) / 32);
   static_assert(forward_shared_bytes(C) <= kMaxSharedBytes);
   static_assert(sizeof(ForwardControl<C>) <= control_bytes(C));

@@ -105,8 +105,8 @@ JATTN_HOST_DEVICE constexpr int64_t rows_of_first_tile(const Config& config, int
 // diagonal the first of two warpgroups. Measured on H100, causal, 1024 / 2048 / 4096 / 8192 keys: head_dim 64 +2 / 1 / 1 / 0 %, 128
 // +2 / 2 / 1 / 2 %.
 JATTN_HOST_DEVICE constexpr bool halves_first_tile(const Config& config) {
-  const bool plain = !config.bias && !config.alibi && !config.softcap && !config.mask && !config.positions &&
-                     !config.dropout && !config.scale_first;
+  const bool plain = !config.bias && !config.alibi && !config.program && !config.softcap && !config.mask &&
+                     !config.positions && !config.dropout && !config.scale_first;
   return plain && config.band && !config.in_series && config.tile_kv == 128 &&
          (config.head_dim == 64 || config.head_dim == 128) && config.head_dim_v == config.head_dim;
 }
@@ -118,7 +118,8 @@ inline constexpr int kLeftToCompiler = -1;
 // to 1.04, 32 1.01 to 1.04, 51 0.97 (1024 keys: 1.01, the last two 0.98 and 0.94). (192, 128): 24 1.00 to 1.02. head_dim 64: full
 // any number 0.91 to 0.96, beside halves 0 best; 192 and 256 equal. Beside a bias, a mask or dropout 20 costs 1 to 2 %.
 JATTN_HOST_DEVICE constexpr int early_exponentials(const Config& config) {
-  const bool adds_terms = config.bias || config.alibi || config.softcap || config.mask || config.dropout;
+  const bool adds_terms =
+      config.bias || config.alibi || config.program || config.softcap || config.mask || config.dropout;
   if (config.in_series || adds_terms || config.tile_kv != 128) return kLeftToCompiler;
   if (config.head_dim == 64 && halves_first_tile(config)) return 0;
   if (config.take_turns || config.head_dim_v != 128) return kLeftToCompiler;
@@ -139,7 +140,8 @@ JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
 // Measured on H200: head dim 64 to 128, 4096 keys 0.97 to 1.05 of the speed, 1.015 in the mean, 16384 keys 1.005 to 1.06; 256
 // 0.97 to 1.00.
 JATTN_HOST_DEVICE constexpr bool frees_k_before_row(const Config& config) {
-  return config.row_bias && !config.softcap && !config.alibi && !config.dropout_rows && config.head_dim <= 128;
+  return config.row_bias && !config.softcap && !config.alibi && !config.program && !config.dropout_rows &&
+         config.head_dim <= 128;
 }
 JATTN_HOST_DEVICE constexpr int row_bias_places(const Config& config) {
   return config.stages + (frees_k_before_row(config) ? 1 : 0);

@@ -1,0 +1,338 @@
+"""Times score functions: ours, PyTorch's FlexAttention, and our own arguments that mean the same, where there are any.
+
+Each function is written twice, for JAX and for PyTorch, of the same arrays. Results and dq of all contenders must agree
+before anything is timed.
+
+Examples:
+  python -m benchmarks.score_functions --out benchmarks/results/2026-01-01-h200-score-functions.json
+  python -m benchmarks.score_functions --length 512 --batch 1 --functions alibi      # a quick look
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from benchmarks import report, timing
+
+# Largest difference between contenders, over the largest value: two roundings of bfloat16.
+TOLERANCE = 2.0**-6
+PASSES = ("forward", "forward+backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A score function.
+
+    Attributes:
+      captures: (batch, heads, length) -> numpy arrays.
+      score_mod: of JAX, (score, batch, head, query, key, *captures), or None.
+      mask_mod: of JAX, (batch, head, query, key, *captures), or None; blocks are made of it.
+      torch_score_mod, torch_mask_mod: the same of PyTorch.
+      per_batch: whether the mask differs by batch entry.
+      keywords: (*captures) -> arguments of ours that mean the same; None if there are none.
+    """
+
+    captures: Callable[[int, int, int], tuple[Any, ...]]
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+    torch_score_mod: Callable[..., Any] | None = None
+    torch_mask_mod: Callable[..., Any] | None = None
+    per_batch: bool = False
+    keywords: Callable[..., dict[str, Any]] | None = None
+
+
+def _slopes(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    return ((0.5 ** (8 * np.arange(1, heads + 1) / heads)).astype(np.float32),)
+
+
+def _table(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    return (np.random.default_rng(1).normal(size=(heads, 2 * length)).astype(np.float32),)
+
+
+def _documents(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    ids = np.random.default_rng(2).integers(0, 12, (batch, length))
+    return (np.sort(ids, axis=1).astype(np.int32),)
+
+
+def _bias(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    return (np.random.default_rng(3).normal(size=(heads, length, length)).astype(np.float32),)
+
+
+def _none(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    return ()
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+FUNCTIONS = {
+    "causal": Function(
+        _none,
+        mask_mod=lambda b, h, q, k: q >= k,
+        torch_mask_mod=lambda b, h, q, k: q >= k,
+        keywords=lambda: {"is_causal": True},
+    ),
+    "alibi": Function(
+        _slopes,
+        score_mod=lambda s, b, h, q, k, slopes: s - slopes[h] * jnp.abs(q - k),
+        torch_score_mod=lambda s, b, h, q, k, slopes: s - slopes[h] * (q - k).abs(),
+        keywords=lambda slopes: {"alibi_slopes": slopes},
+    ),
+    "relative table": Function(
+        _table,
+        score_mod=lambda s, b, h, q, k, table: s + table[h, q - k + table.shape[1] // 2],
+        torch_score_mod=lambda s, b, h, q, k, table: s + table[h, q - k + table.shape[1] // 2],
+    ),
+    "bias": Function(
+        _bias,
+        score_mod=lambda s, b, h, q, k, bias: s + bias[h, q, k],
+        torch_score_mod=lambda s, b, h, q, k, bias: s + bias[h, q, k],
+        keywords=lambda bias: {"bias": bias},
+    ),
+    "cap": Function(
+        _none,
+        score_mod=lambda s, b, h, q, k: 20 * jnp.tanh(s / 20),
+        torch_score_mod=lambda s, b, h, q, k: 20 * _torch().tanh(s / 20),
+        keywords=lambda: {"logits_soft_cap": 20.0},
+    ),
+    "log distance": Function(
+        _none,
+        score_mod=lambda s, b, h, q, k: s - jnp.log1p(jnp.abs(q - k).astype(jnp.float32)),
+        torch_score_mod=lambda s, b, h, q, k: s - _torch().log1p((q - k).abs().float()),
+    ),
+    "causal documents": Function(
+        _documents,
+        mask_mod=lambda b, h, q, k, ids: (q >= k) & (ids[b, q] == ids[b, k]),
+        torch_mask_mod=lambda b, h, q, k, ids: (q >= k) & (ids[b, q] == ids[b, k]),
+        per_batch=True,
+        keywords=lambda ids: {"is_causal": True, "segment_ids": ids},
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One contender on one function and pass; either timed or with a note that says why not."""
+
+    function: str
+    head_dim: int
+    pass_name: str
+    contender: str
+    median_us: float | None = None
+    spread: float | None = None
+    backends: str = ""
+    note: str = ""
+
+
+def _ours(arrays: dict[str, Any], keywords: dict[str, Any], name: str, backward: bool) -> Any:
+    """Our attention of q, k, v as a contender; the captures are arguments of the jitted function."""
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return jattn.dot_product_attention(q, k, v, **keywords)
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(forward, q, k, v)
+        return (out, *pull(dout))
+
+    operands = [arrays[x] for x in ("q", "k", "v", "dout")]
+    if not backward:
+        operands = operands[:3]
+    compiled = jax.jit(both if backward else forward).lower(*operands).compile()
+    return timing.Contender(
+        name,
+        lambda: compiled(*operands),
+        jax.block_until_ready,
+        lambda found: dict(
+            zip(("out", "dq"), cast(Any, found if backward else (found,)), strict=False)
+        ),
+    )
+
+
+def _with_functions(function: Function, captures: list[Any], shape: tuple[int, ...]) -> Any:
+    """The arguments score_mod and block_mask of ours."""
+    batch, length = shape[0], shape[1]
+    keywords: dict[str, Any] = {}
+    if function.score_mod is not None:
+        keywords |= {"score_mod": function.score_mod, "captures": captures}
+    if function.mask_mod is not None:
+        mask_mod = function.mask_mod
+        keywords["block_mask"] = jattn.create_block_mask(
+            lambda b, h, q, k: mask_mod(b, h, q, k, *captures),
+            batch if function.per_batch else None,
+            None,
+            length,
+            length,
+        )
+    return keywords
+
+
+def _flex(
+    function: Function, arrays: dict[str, Any], captures: list[Any], backward: bool
+) -> timing.Contender:
+    """PyTorch's FlexAttention, compiled for the shapes."""
+    import torch
+    from torch.nn.attention import flex_attention as flex
+
+    torch._dynamo.reset()
+    attention = torch.compile(flex.flex_attention, dynamic=False)
+
+    def from_jax(x: Any) -> Any:
+        return torch.from_dlpack(jax.block_until_ready(jnp.asarray(x)))
+
+    q, k, v, dout = (from_jax(arrays[x]).transpose(1, 2) for x in ("q", "k", "v", "dout"))
+    own = [from_jax(x) for x in captures]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)] if backward else [q, k, v]
+    batch, _, length, _ = q.shape
+    score_mod = block_mask = None
+    if (score := function.torch_score_mod) is not None:
+
+        def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return score(s, b, h, q, k, *own)
+
+    if (mask := function.torch_mask_mod) is not None:
+        block_mask = flex.create_block_mask(
+            lambda b, h, q, k: mask(b, h, q, k, *own),
+            batch if function.per_batch else None,
+            None,
+            length,
+            length,
+            device="cuda",
+        )
+
+    def enqueue() -> tuple[Any, ...]:
+        out = attention(*inputs, score_mod=score_mod, block_mask=block_mask)
+        return (out, *torch.autograd.grad(out, inputs, dout)) if backward else (out,)
+
+    def results(found: Any) -> dict[str, object]:
+        return {
+            name: jnp.from_dlpack(x.transpose(1, 2).detach().contiguous())
+            for name, x in zip(("out", "dq"), found, strict=False)
+        }
+
+    contender = timing.Contender("torch-flex", enqueue, lambda _: torch.cuda.synchronize(), results)
+    contender.wait(enqueue())
+    return contender
+
+
+def _agree(contenders: Sequence[timing.Contender]) -> str:
+    """What differs from the first contender's results; empty if nothing does."""
+    first = contenders[0].results(contenders[0].enqueue())
+    for other in contenders[1:]:
+        for name, x in other.results(other.enqueue()).items():
+            a, b = (np.asarray(y).astype(np.float32) for y in (first[name], x))
+            apart = float(np.abs(a - b).max() / np.abs(a).max())
+            if not apart <= TOLERANCE:
+                return f"{name} of {other.name} is {apart:.1e} of the largest value off"
+    return ""
+
+
+def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespace) -> list[Row]:
+    """Builds, compares and times the contenders of one function."""
+    function, backward = FUNCTIONS[name], pass_name == PASSES[1]
+    heads = options.width // head_dim
+    shape = (options.batch, options.length, heads, head_dim)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = {
+        x: jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+        for x, key in zip(("q", "k", "v", "dout"), keys, strict=True)
+    }
+    captures = [jnp.asarray(x) for x in function.captures(options.batch, heads, options.length)]
+    rows: list[Row] = []
+    contenders: list[timing.Contender] = []
+    backends: dict[str, str] = {}
+
+    def add(contender: str, build: Callable[[], timing.Contender]) -> None:
+        before = jattn.call_counters()
+        try:
+            contenders.append(build())
+        except Exception as error:  # a contender that cannot run must not hide the others
+            note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            rows.append(Row(name, head_dim, pass_name, contender, note=note[:200]))
+            return
+        after = jattn.call_counters()
+        backends[contender] = "/".join(
+            sorted(x for x in after if after[x] != before.get(x, dict.fromkeys(after[x], 0)))
+        )
+
+    keywords = _with_functions(function, captures, shape)
+    add("jattn", lambda: _ours(arrays, keywords, "jattn", backward))
+    if function.keywords is not None:
+        own = function.keywords(*captures)
+        add("jattn, its argument", lambda: _ours(arrays, own, "jattn, its argument", backward))
+    if importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu":
+        add("torch-flex", lambda: _flex(function, arrays, captures, backward))
+    if len(contenders) > 1 and (note := _agree(contenders)):
+        return rows + [Row(name, head_dim, pass_name, c.name, note=note) for c in contenders]
+    times = timing.compare(contenders, options.rounds, options.round_seconds)
+    return rows + [
+        Row(
+            name,
+            head_dim,
+            pass_name,
+            c.name,
+            times[c.name].median_seconds * 1e6,
+            times[c.name].spread,
+            backends.get(c.name, ""),
+        )
+        for c in contenders
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; writes JSON if asked to; returns 1 if one of our rows is missing or wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--functions", nargs="+", choices=FUNCTIONS, default=tuple(FUNCTIONS))
+    parser.add_argument("--head-dims", nargs="+", type=int, default=(64, 128))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=2048, help="heads x head dim")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--round-seconds", type=float, default=0.05)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+
+    facts = report.circumstances(timed=True)
+    rows: list[Row] = []
+    for head_dim in options.head_dims:
+        for name in options.functions:
+            for pass_name in options.passes:
+                for row in measure(name, head_dim, pass_name, options):
+                    rows.append(row)
+                    time = "-" if row.median_us is None else f"{row.median_us:9.1f} us"
+                    print(
+                        f"D={head_dim:<4d}{name:17s}{pass_name:17s}{row.contender:20s}{time}"
+                        f"  {row.note or row.backends}",
+                        flush=True,
+                    )
+    if options.out is not None:
+        content = {
+            **facts,
+            "what": f"score functions, bfloat16, {options.batch} x {options.length} tokens, heads x head dim"
+            f" {options.width}, microseconds a call",
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(row.contender == "jattn" and row.median_us is None for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

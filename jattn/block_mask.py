@@ -1,0 +1,181 @@
+"""Masks of blocks: which blocks of queries and keys have anything to see, and a function that says what within them.
+
+They become dense masks where attention is called: kernels then find out about tiles by themselves, skip the empty ones
+and test pairs in the others only where they must. So a mask costs B*N*T*S bytes of its own extents, made by XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.arrays import shown
+
+_SIGNATURE = "mask_mod(batch, head, query, key) -> bool"
+MaskMod = Callable[..., Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMask:
+    """Which pairs take part, in two steps: by blocks, which kernels skip where they are hidden, and by a function.
+
+    A pytree; ``blocks`` may be traced. A pair takes part if its block is True and ``mask_mod`` says so.
+
+    Attributes:
+      blocks: bool (1 or B, 1 or N, ceil(T / block_size[0]), ceil(S / block_size[1])). Where an extent is 1,
+        ``mask_mod`` is asked about batch entry or head 0 alone.
+      q_len, kv_len: T and S.
+      block_size: queries and keys of a block.
+      mask_mod: ``mask_mod(batch, head, query, key) -> bool`` of scalars, for pairs within blocks; None: all take part.
+    """
+
+    blocks: jax.Array
+    q_len: int = dataclasses.field(metadata={"static": True})
+    kv_len: int = dataclasses.field(metadata={"static": True})
+    block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    mask_mod: MaskMod | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(1 or B, 1 or N, T, S)."""
+        return (self.blocks.shape[0], self.blocks.shape[1], self.q_len, self.kv_len)
+
+    def materialize(self) -> jax.Array:
+        """Returns the mask as a bool array of ``shape``."""
+        rows = jnp.repeat(self.blocks, self.block_size[0], axis=2)[:, :, : self.q_len]
+        visible = jnp.repeat(rows, self.block_size[1], axis=3)[..., : self.kv_len]
+        if self.mask_mod is None:
+            return visible
+        counted = [jnp.arange(extent, dtype=jnp.int32) for extent in self.shape]
+        return visible & _of_pairs(self.mask_mod)(*counted)
+
+    def sparsity(self) -> jax.Array:
+        """Returns the percentage of blocks that are hidden."""
+        return 100 * (1 - self.blocks.mean(dtype=jnp.float32))
+
+    def kv_blocks(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the visible blocks of keys of each block of queries, as block-sparse kernels elsewhere want them.
+
+        Returns:
+          How many there are, int32 (1 or B, 1 or N, query blocks), and which, int32 (..., key blocks): their numbers in
+          ascending order, then those of the hidden ones.
+        """
+        counts = self.blocks.sum(-1, dtype=jnp.int32)
+        return counts, jnp.argsort(~self.blocks, axis=-1, stable=True).astype(jnp.int32)
+
+    @staticmethod
+    def from_kv_blocks(
+        kv_num_blocks: Any,
+        kv_indices: Any,
+        q_len: int,
+        kv_len: int,
+        block_size: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+    ) -> BlockMask:
+        """Makes a mask of the lists of visible blocks of keys.
+
+        Args:
+          kv_num_blocks: (1 or B, 1 or N, query blocks) integers: how many blocks of keys each block of queries sees.
+          kv_indices: (1 or B, 1 or N, query blocks, key blocks) integers, of which the first ``kv_num_blocks`` count.
+          q_len, kv_len: T and S.
+          block_size: queries and keys of a block, or one number for both.
+          mask_mod: see ``BlockMask``.
+
+        Raises:
+          ValueError: shapes that do not fit each other or the lengths.
+        """
+        sizes = _sizes(block_size)
+        counts, indices = jnp.asarray(kv_num_blocks), jnp.asarray(kv_indices)
+        wanted = (-(-q_len // sizes[0]), -(-kv_len // sizes[1]))
+        if indices.shape[2:] != wanted or indices.shape[:3] != counts.shape:
+            raise ValueError(
+                f"jattn.BlockMask: kv_num_blocks has shape {counts.shape} and kv_indices {indices.shape}, must be"
+                f" (batch, heads, {wanted[0]}) and (batch, heads, {wanted[0]}, {wanted[1]}) for lengths {q_len} and"
+                f" {kv_len} in blocks of {sizes}"
+            )
+        counted = jnp.arange(wanted[1]) < counts[..., None]
+        places = jnp.where(counted, indices, wanted[1])  # beyond the end: dropped
+        flat = places.reshape(-1, wanted[1])
+        rows = jnp.arange(flat.shape[0])[:, None]
+        blocks = jnp.zeros(flat.shape, bool).at[rows, flat].set(True, mode="drop")
+        return BlockMask(blocks.reshape(indices.shape), q_len, kv_len, sizes, mask_mod)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(shape={self.shape}, block_size={self.block_size}, mask_mod={self.mask_mod})"
+        )
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    batch: int | None,
+    num_heads: int | None,
+    q_len: int,
+    kv_len: int,
+    block_size: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """Makes a mask of the blocks in which ``mask_mod`` lets some pair take part.
+
+    Evaluates it for every pair, block row by block row, with memory for one row of blocks. For blocks that depend on
+    arrays inside ``jit`` call it there.
+
+    Args:
+      mask_mod: ``mask_mod(batch, head, query, key) -> bool``, of int32 scalars; it may close over arrays.
+      batch, num_heads: B and N, or None where it is the same for all.
+      q_len, kv_len: T and S.
+      block_size: queries and keys of a block, or one number for both.
+
+    Raises:
+      TypeError: ``mask_mod`` is no function, or does not return one bool.
+      ValueError: lengths or a block size below 1.
+    """
+    if not callable(mask_mod):
+        raise TypeError(
+            f"jattn.create_block_mask: mask_mod is {shown(mask_mod)}, must be a function: {_SIGNATURE}"
+        )
+    sizes = _sizes(block_size)
+    if min(q_len, kv_len) < 1:
+        raise ValueError(
+            f"jattn.create_block_mask: the lengths are {q_len} and {kv_len}, must be at least 1"
+        )
+    result = jax.eval_shape(mask_mod, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
+    if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
+        raise TypeError(
+            f"jattn.create_block_mask: mask_mod returns {result}, must return one bool: {_SIGNATURE}"
+        )
+    of_pairs = _of_pairs(mask_mod)
+    # Blocks at the ends repeat the last pair.
+    keys = jnp.minimum(jnp.arange(-(-kv_len // sizes[1]) * sizes[1], dtype=jnp.int32), kv_len - 1)
+    batches = jnp.arange(1 if batch is None else batch, dtype=jnp.int32)
+    heads = jnp.arange(1 if num_heads is None else num_heads, dtype=jnp.int32)
+
+    def row(first: jax.Array) -> jax.Array:
+        queries = jnp.minimum(first + jnp.arange(sizes[0], dtype=jnp.int32), q_len - 1)
+        visible = of_pairs(batches, heads, queries, keys)
+        return visible.reshape(*visible.shape[:3], -1, sizes[1]).any((2, 4))
+
+    blocks = lax.map(row, jnp.arange(0, q_len, sizes[0], dtype=jnp.int32))
+    return BlockMask(jnp.moveaxis(blocks, 0, 2), q_len, kv_len, sizes, mask_mod)
+
+
+def _of_pairs(mask_mod: MaskMod) -> Callable[..., jax.Array]:
+    """The function of (batches, heads, queries, keys), one axis each, with all four axes."""
+    for axis in (3, 2, 1, 0):
+        mask_mod = jax.vmap(mask_mod, tuple(0 if i == axis else None for i in range(4)))
+    return mask_mod
+
+
+def _sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """A block size as two numbers."""
+    queries, keys = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if not all(isinstance(size, int) and size >= 1 for size in (queries, keys)):
+        raise ValueError(
+            f"jattn.BlockMask: block_size is {shown(block_size)}, must be one or two numbers from 1 on"
+        )
+    return queries, keys

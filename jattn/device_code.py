@@ -1,0 +1,206 @@
+"""A score program as C++: the text of a struct that the CUDA kernels inline into their loops.
+
+The text is straight-line code: no branches, no loops, no calls that stay calls, since a kernel has matrix products in
+flight around it. Functions come from ``cc/kernels/attn/program_math.cuh``, which also says how accurate they are.
+
+Scalars become locals, one for each value that differs (``device_scalars``). Arrays never exist: an array is a function
+from an index to the scalar there (``device_arrays``), so that only those elements of captures are read that the score
+depends on. The ranges of integers are known, and say which indices must be clamped.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.device_arrays import Array, capture_array, constant_array
+from jattn.device_moving import MOVING, SAME, apply
+from jattn.device_operations import ELEMENTWISE, FLOAT64
+from jattn.device_scalars import C_TYPES, MAX_SCALARS, Code, Scalar, TooLongError, limits
+from jattn.jax_interface import ClosedJaxpr, Literal
+from jattn.score_program import ScoreProgram, flat_equations
+
+__all__ = ["MAX_CAPTURES", "device_code", "refusals"]
+
+MAX_CAPTURES = 16
+_ARGUMENTS = (
+    "float score, int batch, int head, int query, int key,"
+    f" const void* const (&captures)[{MAX_CAPTURES}]"
+)
+LARGEST_INDEX = 2**30  # of queries and keys: positions, and what lies behind the end of lengths
+_MAX_TABLE = 1024  # elements of a constant array, which becomes part of the code
+
+_Refusal = tuple[str, object, str]
+_OVER_ELEMENTS = (
+    "reduce",
+    "arg",
+    "cum",
+    "sort",
+    "top_k",
+    "dot_general",
+    "conv_general_dilated",
+    "scatter",
+)
+_KNOWN = frozenset((*SAME, *MOVING, *ELEMENTWISE))
+_RULE = f"one of {', '.join(sorted(_KNOWN))}"
+
+
+def refusals(program: ScoreProgram) -> list[tuple[str, object, str]]:
+    """Says what of a program device code cannot express: (code, actual value, rule) each; none if ``device_code`` can.
+
+    PRIMITIVE: an operation that is not among those that there are.
+    CAPTURE_ACCESS: an array is reduced, contracted or sorted, has no elements, or elements of another type; or too many
+      operations on arrays come together.
+    CAPTURES: it reads too many arrays.
+    """
+    found: list[_Refusal] = []
+    if len(program.captures) > MAX_CAPTURES:
+        found.append(("CAPTURES", len(program.captures), f"at most {MAX_CAPTURES}"))
+    for capture in program.captures:
+        named = f"{capture.dtype}{list(capture.shape)}"
+        if capture.dtype not in C_TYPES:
+            found.append(("CAPTURE_ACCESS", named, f"an array of {', '.join(C_TYPES)}"))
+        if math.prod(capture.shape) == 0:
+            found.append(("CAPTURE_ACCESS", named, "an array with elements"))
+    jaxprs = [program.jaxpr] if program.has_unit_slope else [program.jaxpr, program.slope_jaxpr]
+    for jaxpr in jaxprs:
+        for equation, inputs, outputs in _live_equations(jaxpr)[0]:
+            found += _refusals_of(equation, inputs, outputs)
+    if not found:
+        try:
+            device_code(program)
+        except (TooLongError, RecursionError):
+            found.append(
+                ("CAPTURE_ACCESS", f"over {MAX_SCALARS} steps", "fewer operations on arrays")
+            )
+    return list(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=256)
+def device_code(
+    program: ScoreProgram, *, by_position: bool = True, largest_index: int = LARGEST_INDEX
+) -> str:
+    """Returns the text of ``struct ScoreProgram``, which belongs into namespace jattn behind program_math.cuh.
+
+    Its functions map a score in natural units, the indices of its pair (head >= 0, batch within
+    ``program.batch_extent``, query and key at most ``largest_index`` in size, and not negative unless ``by_position``)
+    and pointers to the captures, dense and row-major, to the new score, and to the derivative of that by the old one.
+    Nothing outside of a capture is read.
+
+    The program must have no ``refusals``.
+    """
+    indices = (-largest_index if by_position else 0, largest_index)
+    value = _body(program, program.jaxpr, indices)
+    if program.has_unit_slope:
+        slope = [
+            "slope = 1.0f;",
+            "return ScoreProgram::score(score, batch, head, query, key, captures);",
+        ]
+    else:
+        slope = _body(program, program.slope_jaxpr, indices)
+    lines = [
+        "struct ScoreProgram {",
+        f"  static constexpr bool kUnitSlope = {str(program.has_unit_slope).lower()};",
+        "",
+        "  // The score of one pair, in natural units.",
+        "  JATTN_PROGRAM_FUNCTION float score(",
+        f"      {_ARGUMENTS}) {{",
+        *(f"    {line}" for line in value),
+        "  }",
+        "",
+        "  // The same, and its derivative by the score that comes in.",
+        "  JATTN_PROGRAM_FUNCTION float score_and_slope(",
+        f"      {_ARGUMENTS}, float& slope) {{",
+        *(f"    {line}" for line in slope),
+        "  }",
+        "};",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -> list[str]:
+    """The statements of a function for a jaxpr with one result, or two, of which the second is the slope."""
+    code = Code()
+    score = code.convert(Scalar("float32", "score"), program.dtype)
+    arguments = [Array.scalar(score)]
+    ranges = {"batch": (0, program.batch_extent - 1), "head": (0, limits("int32")[1])}
+    ranges |= {"query": indices, "key": indices}
+    for name in ("batch", "head", "query", "key"):
+        arguments.append(Array.scalar(Scalar("int32", name, range=ranges[name])))
+    arguments += [capture_array(code, i, x) for i, x in enumerate(program.captures)]
+    values: dict[Any, Array] = dict(zip(jaxpr.jaxpr.invars, arguments, strict=True))
+
+    def value_of(x: Any) -> Array:
+        return constant_array(code, np.asarray(x.val)) if isinstance(x, Literal) else values[x]
+
+    equations, results = _live_equations(jaxpr)
+    for equation, inputs, outputs in equations:
+        arrays = [value_of(x) for x in inputs]
+        made = apply(code, equation.primitive.name, equation.params, arrays, outputs)
+        for output, array in zip(outputs, made, strict=True):
+            values[output] = array
+            if not array.shape:
+                array.at(())  # here, so that statements come in the order of the program
+    scalars = [code.convert(value_of(x).at(()), "float32") for x in results]
+    return code.lines(scalars)
+
+
+def _live_equations(jaxpr: ClosedJaxpr) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:
+    """``flat_equations`` without those that the results do not depend on."""
+    equations, results = flat_equations(jaxpr)
+    needed = {x for x in results if not isinstance(x, Literal)}
+    live = []
+    for equation, inputs, outputs in reversed(equations):
+        if needed.isdisjoint(outputs):
+            continue
+        needed |= {x for x in inputs if not isinstance(x, Literal)}
+        live.append((equation, inputs, outputs))
+    return live[::-1], results
+
+
+def _refusals_of(
+    equation: Any, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Iterator[_Refusal]:
+    """What of one equation cannot be expressed."""
+    name = equation.primitive.name
+    types = [x.aval for x in (*inputs, *outputs)]
+    if name not in _KNOWN:
+        arrays = [x for x in types if x.shape]
+        if arrays and name.startswith(_OVER_ELEMENTS):
+            named = f"{name} of {arrays[0].dtype}{list(arrays[0].shape)}"
+            yield "CAPTURE_ACCESS", named, "reads of single elements of arrays, by their index"
+        else:
+            yield "PRIMITIVE", name, _RULE
+        return
+    for x in types:
+        if str(x.dtype) not in C_TYPES:
+            yield "PRIMITIVE", f"{name} of {x.dtype}", f"an operation on {', '.join(C_TYPES)}"
+    has_result = all(math.prod(x.aval.shape) for x in outputs)
+    for x in inputs:
+        if has_result and math.prod(x.aval.shape) == 0 and name not in ("concatenate", "pad"):
+            named = f"{name} of {x.aval.dtype}{list(x.aval.shape)}"
+            yield "CAPTURE_ACCESS", named, "an array with elements"
+    if (
+        name in ELEMENTWISE
+        and name not in FLOAT64
+        and any(str(x.dtype) == "float64" for x in types)
+    ):
+        yield "PRIMITIVE", f"{name} of float64", f"of float64 one of {', '.join(sorted(FLOAT64))}"
+    if name == "bitcast_convert_type" and (
+        types[0].shape != types[1].shape
+        or {"float16", "bfloat16", "bool"} & {str(x.dtype) for x in types}
+    ):
+        yield (
+            "PRIMITIVE",
+            f"{name} of {types[0].dtype} to {types[1].dtype}",
+            "between types of 32 or of 64 bits",
+        )
+    constants = [np.asarray(x.val) for x in inputs if isinstance(x, Literal)]
+    for constant in constants:
+        if constant.size > _MAX_TABLE:
+            named = f"a constant {constant.dtype}{list(constant.shape)}"
+            yield "CAPTURE_ACCESS", named, f"at most {_MAX_TABLE} elements, or one of the captures"

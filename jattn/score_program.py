@@ -1,0 +1,541 @@
+"""A user's score function as data: traced once, its captured arrays hoisted to operands, compared by what it computes.
+
+``score_mod(score, batch, head, query, key, *captures)`` maps one score to another. ``trace`` turns it into a
+``ScoreProgram``, which is static and travels in the ``Spec``, and the arrays that it reads, which become operands:
+arguments and closed-over arrays alike, tracers of enclosing transformations among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.arrays import as_array, shown
+from jattn.jax_interface import (
+    MOVES,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Widened,
+    bind,
+    evaluate_jaxpr,
+    nested_call,
+)
+
+_NAME = "jattn.dot_product_attention"
+_SIGNATURE = "score_mod(score, batch, head, query, key, *captures) -> score"
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+_NUM_INDICES = 4  # batch, head, query, key
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """The type of an array that a score function reads."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it may have a gradient."""
+        return bool(jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreProgram:
+    """A traced score function; equal programs compute the same, derivatives included.
+
+    Attributes:
+      text: the program and its derivative in words: what is compared.
+      captures: types of the arrays it reads.
+      batch_extent: its batch index is below this.
+      dtype: of the score: float32, or float64 of a float64 problem.
+      jaxpr: of (score, batch, head, query, key, *captures) -> (score',); scalars but for the captures.
+      slope_jaxpr: of the same -> (score', d score' / d score).
+      jvp_jaxpr: of the same and tangents of score and of the captures that are floats -> (score', its tangent).
+    """
+
+    text: str
+    captures: tuple[Capture, ...]
+    batch_extent: int
+    dtype: str
+    jaxpr: ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+    slope_jaxpr: ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+    jvp_jaxpr: ClosedJaxpr = dataclasses.field(compare=False, repr=False)
+
+    def __call__(
+        self, score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
+    ) -> jax.Array:
+        """Evaluates it for one pair."""
+        result: jax.Array = self._function(score, batch, head, query, key, *captures)
+        return result
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        """The program with its derivative, in operations of JAX."""
+
+        @jax.custom_jvp
+        def function(*arguments: Any) -> Any:
+            return _evaluate(self.jaxpr, *arguments)[0]
+
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            moving = [tangents[i] for i in _floating(self.captures)]
+            if all(_is_zero(t) for t in moving[1:]):  # nothing is read for the captures that stay
+                value, slope = _evaluate(self.slope_jaxpr, *primals)
+                score = jnp.zeros_like(slope) if _is_zero(moving[0]) else moving[0]
+                return value, slope * score
+            full = [jnp.zeros(t.shape, t.dtype) if _is_zero(t) else t for t in moving]
+            value, tangent = _evaluate(self.jvp_jaxpr, *primals, *full)
+            return value, tangent
+
+        function.defjvp(rule, symbolic_zeros=True)
+        return function
+
+    def on_tile(
+        self,
+        scores: jax.Array,
+        batches: jax.Array,
+        heads: jax.Array,
+        queries: jax.Array,
+        keys: jax.Array,
+        captures: Sequence[jax.Array],
+    ) -> jax.Array:
+        """Evaluates it for every pair of a tile.
+
+        Args:
+          scores: (B, N, t, s).
+          batches, heads: (B,) and (N,) int32, the indices that the function gets.
+          queries, keys: (B or 1, t) and (B or 1, s) int32, likewise.
+          captures: the arrays it reads.
+        """
+        size = scores.shape[0]
+        queries = jnp.broadcast_to(queries, (size, queries.shape[1]))
+        keys = jnp.broadcast_to(keys, (size, keys.shape[1]))
+
+        def of_pair(*pair: Any) -> jax.Array:
+            return self(*pair, *captures)
+
+        along_keys = jax.vmap(of_pair, (0, None, None, None, 0))
+        along_queries = jax.vmap(along_keys, (0, None, None, 0, None))
+        along_heads = jax.vmap(along_queries, (0, None, 0, None, None))
+        over_batch = jax.vmap(along_heads, (0, 0, None, 0, 0))
+        changed: jax.Array = over_batch(scores, batches, heads, queries, keys)
+        return changed.astype(scores.dtype)
+
+    def mapped(self, size: int, is_mapped: Sequence[bool]) -> ScoreProgram:
+        """Returns the program for a batch that a mapped axis was folded into.
+
+        Batch indices are those of the mapped axis times ``batch_extent`` plus those of before; the captures marked have
+        the mapped axis first.
+        """
+        extent = np.int32(self.batch_extent)
+
+        def score_mod(
+            score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
+        ) -> Any:
+            element, batch = jax.lax.div(batch, extent), jax.lax.rem(batch, extent)
+            own = [
+                jax.lax.dynamic_index_in_dim(x, element, 0, keepdims=False) if mapped else x
+                for x, mapped in zip(captures, is_mapped, strict=True)
+            ]
+            return self(score, batch, head, query, key, *own)
+
+        types = tuple(
+            dataclasses.replace(c, shape=(size, *c.shape)) if mapped else c
+            for c, mapped in zip(self.captures, is_mapped, strict=True)
+        )
+        return _program(score_mod, types, size * self.batch_extent, self.dtype)
+
+    @functools.cached_property
+    def widened(self) -> ScoreProgram:
+        """The same program of captures in the type of the score where theirs is narrower, and elements rounded to that.
+
+        The gradients of the captures are added up in the type of the captures.
+        """
+        is_narrow = [
+            jnp.promote_types(c.dtype, self.dtype) != c.dtype and c.is_float for c in self.captures
+        ]
+        if not any(is_narrow):
+            return self
+        first = 1 + _NUM_INDICES
+
+        def score_mod(*arguments: Any) -> Any:
+            own = [
+                Widened(x, jnp.dtype(c.dtype)) if narrow else x
+                for x, c, narrow in zip(arguments[first:], self.captures, is_narrow, strict=True)
+            ]
+            return _evaluate(self.jaxpr, *arguments[:first], *own, keeps_rules=True)[0]
+
+        types = tuple(
+            dataclasses.replace(c, dtype=self.dtype) if narrow else c
+            for c, narrow in zip(self.captures, is_narrow, strict=True)
+        )
+        return _program(score_mod, types, self.batch_extent, self.dtype)
+
+    @functools.cached_property
+    def has_unit_slope(self) -> bool:
+        """Whether d score' / d score is 1 wherever score' is not -inf, as of biases and masks."""
+        return _has_unit_slope(self.jaxpr)
+
+
+def trace(
+    score_mod: Callable[..., Any], captures: Any, batch: int, dtype: str = "float32"
+) -> tuple[ScoreProgram, tuple[jax.Array, ...]]:
+    """Traces a score function.
+
+    Args:
+      score_mod: of (score, batch, head, query, key, *captures), scalars but for the captures.
+      captures: arrays to hand over to it.
+      batch: its batch index is below this.
+      dtype: of the score.
+
+    Returns:
+      The program, and the arrays it reads.
+
+    Raises:
+      TypeError: no function, or not of these arguments; a capture that is no array; a result that is not one float.
+      ValueError: it writes to references, prints or calls back.
+    """
+    if not callable(score_mod):
+        raise TypeError(
+            f"{_NAME}: score_mod is {shown(score_mod)}, must be a function: {_SIGNATURE}"
+        )
+    if not isinstance(captures, tuple | list):
+        raise TypeError(
+            f"{_NAME}: captures is {shown(captures)}, must be a tuple of arrays: captures=(x,) for one"
+        )
+    for i, x in enumerate(captures):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise TypeError(
+                f"{_NAME}: captures[{i}] is {shown(x)}, must be an array; score_mod may close over numbers"
+            )
+    given = [as_array(f"captures[{i}]", x) for i, x in enumerate(captures)]
+    _check_arity(score_mod, len(given))
+
+    examples = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
+    try:
+        with jax.sharding.use_abstract_mesh(
+            _NO_MESH
+        ):  # a shard evaluates it on none, or on another one
+            closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "score_mod is traced: its score and indices have no values yet. Write jnp.where(condition, a, b) in place"
+            " of an if, and jnp.logical_and in place of and."
+        )
+        raise
+    _check_result(shape)
+    if effects := set(closed.jaxpr.effects):
+        raise ValueError(
+            f"{_NAME}: Mutations detected in score_mod: it has the effects {shown(effects)}, must have none: compute"
+            " the new score from its arguments, without writing to references, printing or callbacks"
+        )
+    flat, constants = _without_constants(closed, examples)
+    flat, arrays = _hoisted(flat, [*given, *constants])
+    # Scalars get an axis, for partitioners know none without.
+    is_scalar = [x.ndim == 0 for x in arrays]
+
+    def program(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
+        own = [x.reshape(()) if scalar else x for x, scalar in zip(read, is_scalar, strict=True)]
+        (result,) = evaluate_jaxpr(flat, score, batch, head, query, key, *own, keeps_rules=True)
+        return result.astype(dtype)
+
+    arrays = [x.reshape(1) if scalar else x for x, scalar in zip(arrays, is_scalar, strict=True)]
+    types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in arrays)
+    return _program(program, types, batch, dtype), tuple(arrays)
+
+
+def _without_constants(
+    closed: ClosedJaxpr, examples: Sequence[Any]
+) -> tuple[Jaxpr, list[jax.Array]]:
+    """A jaxpr whose last arguments are its constants, those of nested calls among them, and these."""
+
+    def inlined(*arguments: Any) -> Any:
+        own = arguments[len(examples) :]
+        return evaluate_jaxpr(
+            closed.jaxpr, *arguments[: len(examples)], constants=own, keeps_rules=True
+        )
+
+    constants = [jnp.asarray(x) for x in closed.consts]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in constants]
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        nested = jax.make_jaxpr(inlined)(*examples, *types)
+    constants += [jnp.asarray(x) for x in nested.consts]
+    jaxpr = nested.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars]), constants
+
+
+def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.Array]]:
+    """Computes what depends on arrays alone and takes more than one element of them for one of its own, once for all
+    pairs: sums, products of matrices, softmax.
+
+    Returns:
+      The rest of the jaxpr, and the arrays that it reads: those that it still needs, and what was computed.
+    """
+    num_scalars = 1 + _NUM_INDICES
+    sources: dict[Any, Any] = {}  # value that depends on arrays alone -> its equation, or the array
+    sources |= dict(zip(flat.invars[num_scalars:], arrays, strict=True))
+    computed: dict[Any, jax.Array] = {}
+    rest = []
+    for equation in flat.eqns:
+        inputs = [x for x in equation.invars if not isinstance(x, Literal)]
+        if any(x not in sources for x in inputs):
+            rest.append(equation)
+            continue
+        sources |= dict.fromkeys(equation.outvars, equation)
+        if _reads_one_for_one(equation):
+            rest.append(equation)
+        else:
+            for x in equation.outvars:
+                _value_of(x, sources, computed)
+    hoisted = [x for equation in flat.eqns for x in equation.outvars if x in computed]
+    # What is left of the equations and of the arrays, from the result backwards.
+    needed = {x for x in flat.outvars if not isinstance(x, Literal)}
+    live = []
+    for equation in reversed(rest):
+        if not needed.isdisjoint(equation.outvars) and not any(
+            x in computed for x in equation.outvars
+        ):
+            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
+            live.append(equation)
+    given = [x for x in flat.invars[num_scalars:] if x in needed]
+    hoisted = [x for x in hoisted if x in needed]
+    jaxpr = flat.replace(invars=[*flat.invars[:num_scalars], *given, *hoisted], eqns=live[::-1])
+    return jaxpr, [*(sources[x] for x in given), *(computed[x] for x in hoisted)]
+
+
+def _reads_one_for_one(equation: Any) -> bool:
+    """Whether an element of the result is made of one element of each array that goes in."""
+    (first, *_) = equation.outvars
+    shapes = [x.aval.shape for x in equation.invars]
+    is_elementwise = all(shape in ((), first.aval.shape) for shape in shapes)
+    moves = equation.primitive.name in MOVES or equation.primitive.name == "iota"
+    return moves or (is_elementwise and nested_call(equation) is None)
+
+
+def _value_of(x: Any, sources: dict[Any, Any], computed: dict[Any, jax.Array]) -> Any:
+    """Computes a value of which ``sources`` says how; ``computed`` remembers."""
+    if isinstance(x, Literal):
+        return x.val
+    if x in computed:
+        return computed[x]
+    source = sources[x]
+    if not hasattr(source, "primitive"):
+        return source
+    inputs = [_value_of(y, sources, computed) for y in source.invars]
+    results = bind(source, inputs)
+    computed |= dict(zip(source.outvars, results, strict=True))
+    return computed[x]
+
+
+def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -> list[Any]:
+    return evaluate_jaxpr(
+        closed.jaxpr, *arguments, constants=closed.consts, keeps_rules=keeps_rules
+    )
+
+
+def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStruct]:
+    """Types of the arguments of a score function."""
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    arrays = [jax.ShapeDtypeStruct(c.shape, jnp.dtype(c.dtype)) for c in captures]
+    return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * _NUM_INDICES, *arrays]
+
+
+def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
+    try:
+        signature = inspect.signature(score_mod)
+    except (TypeError, ValueError):  # of a function without one
+        return
+    try:
+        signature.bind(*[None] * (1 + _NUM_INDICES + num_captures))
+    except TypeError as error:
+        raise TypeError(
+            f"{_NAME}: score_mod has the signature {signature}, must take {1 + _NUM_INDICES + num_captures} arguments:"
+            f" {_SIGNATURE}, with {num_captures} captures"
+        ) from error
+
+
+def _check_result(shape: Any) -> None:
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{_NAME}: Expected output of score_mod to be a tensor. Got type {type(shape).__name__}: return one float"
+            " scalar"
+        )
+    if shape.shape != () or not jnp.issubdtype(shape.dtype, jnp.floating):
+        raise TypeError(
+            f"{_NAME}: Expected output of score_mod to be a float scalar. Got {shape.dtype}{list(shape.shape)}: return"
+            " one score for one pair of a query and a key; masks are jnp.where(visible, score, -jnp.inf)"
+        )
+
+
+def _program(
+    function: Callable[..., Any], captures: tuple[Capture, ...], batch_extent: int, dtype: str
+) -> ScoreProgram:
+    examples = _examples(captures, dtype)
+    floating = _floating(captures)
+
+    def slope(*arguments: Any) -> Any:
+        def of_score(score: Any) -> Any:
+            return function(score, *arguments[1:])
+
+        return jax.jvp(of_score, arguments[:1], (jnp.ones((), dtype),))
+
+    def jvp(*arguments: Any) -> Any:
+        primals, tangents = arguments[: len(examples)], arguments[len(examples) :]
+
+        def of_floating(*some: Any) -> Any:
+            full = list(primals)
+            for i, x in zip(floating, some, strict=True):
+                full[i] = x
+            return function(*full)
+
+        return jax.jvp(of_floating, tuple(primals[i] for i in floating), tangents)
+
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        value = jax.make_jaxpr(function)(*examples)
+        derivatives = (
+            jax.make_jaxpr(slope)(*examples),
+            jax.make_jaxpr(jvp)(*examples, *(examples[i] for i in floating)),
+        )
+    if any(x[0].primitive.name == "custom_lin" for x in flat_equations(derivatives[0])[0]):
+        raise TypeError(
+            f"{_NAME}: score_mod calls a function with a jax.custom_vjp rule, must have a derivative in forward mode:"
+            " give that function a jax.custom_jvp rule"
+        )
+    # Two functions of the same operations may have derivatives of their own.
+    text = "\n".join(map(_words, (value, *derivatives)))
+    return ScoreProgram(text, captures, batch_extent, dtype, value, *derivatives)
+
+
+def _floating(captures: Sequence[Capture]) -> list[int]:
+    """The places of the arguments that may have a derivative: the score, and captures that are floats."""
+    return [0, *(1 + _NUM_INDICES + i for i, c in enumerate(captures) if c.is_float)]
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+# ---- Reading jaxprs ------------------------------------------------------------------------------------------------
+
+
+def flat_equations(
+    closed: ClosedJaxpr,
+) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:
+    """Returns the equations of a jaxpr with nested calls inlined, and its results.
+
+    Each equation comes with its inputs and outputs. A value is a ``Literal``, constants among them, or any object that
+    stands for itself: one of ``closed.jaxpr.invars``, or an output of an earlier equation.
+    """
+    equations: list[tuple[Any, list[Any], list[Any]]] = []
+
+    def walk(inner: Any, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
+        values: dict[Any, Any] = dict(zip(inner.invars, arguments, strict=True))
+        values |= dict(zip(inner.constvars, constants, strict=True))
+
+        def value_of(x: Any) -> Any:
+            return x if isinstance(x, Literal) else values[x]
+
+        for equation in inner.eqns:
+            inputs = [value_of(x) for x in equation.invars]
+            called = nested_call(equation)
+            if called is None:
+                outputs = [_Value(x.aval) for x in equation.outvars]
+                equations.append((equation, inputs, list(outputs)))
+            else:
+                outputs = walk(called.jaxpr, inputs, [_constant(x) for x in called.consts])
+            values |= dict(zip(equation.outvars, outputs, strict=True))
+        return [value_of(x) for x in inner.outvars]
+
+    jaxpr = closed.jaxpr
+    return equations, walk(jaxpr, jaxpr.invars, [_constant(x) for x in closed.consts])
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    """What an equation makes; compared by identity."""
+
+    aval: Any
+
+
+def _constant(x: Any) -> Literal:
+    return Literal(x, jax.typeof(x))
+
+
+def _words(closed: ClosedJaxpr) -> str:
+    """A jaxpr in words that are the same for the same program, whatever it was called and where it was written."""
+    equations, results = flat_equations(closed)
+    names: dict[Any, str] = {}
+
+    def name(x: Any) -> str:
+        if isinstance(x, Literal):
+            value = np.asarray(x.val)
+            return f"{value.dtype}{list(value.shape)}:{value.tobytes().hex()}"
+        return names.setdefault(x, f"v{len(names)}:{x.aval.dtype}{list(x.aval.shape)}")
+
+    def lines() -> Iterator[str]:
+        yield " ".join(map(name, closed.jaxpr.invars))
+        for equation, inputs, outputs in equations:
+            params = " ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
+            left, right = " ".join(map(name, outputs)), " ".join(map(name, inputs))
+            yield f"{left} = {equation.primitive.name}[{params}] {right}"
+        yield "-> " + " ".join(map(name, results))
+
+    return "\n".join(lines())
+
+
+_SAME_NUMBERS = (
+    "copy",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "reshard",
+)
+
+
+def _has_unit_slope(closed: ClosedJaxpr) -> bool:
+    """Whether the result is the score plus something that does not depend on it, or -inf, and nothing else."""
+    equations, results = flat_equations(closed)
+    score = closed.jaxpr.invars[0]
+    shifted = {score}  # the score plus something, or -inf
+    dependent = {score}
+    hidden: set[Any] = set()  # -inf everywhere
+
+    def is_hidden(x: Any) -> bool:
+        if isinstance(x, Literal):
+            return bool(np.all(np.asarray(x.val) == -np.inf))
+        return x in hidden
+
+    for equation, inputs, outputs in equations:
+        reads = [x for x in inputs if not isinstance(x, Literal) and x in dependent]
+        if not reads:
+            if equation.primitive.name in _SAME_NUMBERS and is_hidden(inputs[0]):
+                hidden |= set(outputs)
+            continue
+        dependent |= set(outputs)
+        name = equation.primitive.name
+        first = inputs[0]
+        if name in _SAME_NUMBERS:
+            keeps = name != "convert_element_type" or outputs[0].aval.dtype == score.aval.dtype
+            is_shifted = keeps and first in shifted
+        elif name in ("add", "add_any"):
+            is_shifted = len(reads) == 1 and reads[0] in shifted
+        elif name == "sub":
+            is_shifted = len(reads) == 1 and reads[0] is first and first in shifted
+        elif name == "select_n":
+            known = [x for x in inputs[1:] if not is_hidden(x)]
+            free = isinstance(first, Literal) or first not in dependent
+            is_shifted = free and all(not isinstance(x, Literal) and x in shifted for x in known)
+        else:
+            is_shifted = False
+        if is_shifted:
+            shifted |= set(outputs)
+    return not isinstance(results[0], Literal) and results[0] in shifted

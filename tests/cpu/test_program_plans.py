@@ -1,0 +1,91 @@
+"""Plans of mem_efficient for problems with a score function: the program travels beside the keys that name it."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jattn
+from jattn import _core
+from jattn.backends import cuda_tiles, few_queries
+from jattn.backends.kernel_plan import program_text
+from jattn.backends.mem_efficient import MemEfficientBackend
+from jattn.score_program import trace
+from jattn.spec import Spec
+
+ARCH = (8, 0)
+SM80 = jattn.Device("cuda", arch=ARCH)
+
+
+def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return 20.0 * jnp.tanh(score / 20.0)
+
+
+def sorted_capture(score: Any, batch: Any, head: Any, query: Any, key: Any, bias: Any) -> Any:
+    return score + jnp.sort(bias)[key]
+
+
+PLAIN = Spec(2, 512, 512, 8, 2, 64, 64, "bfloat16", 0.125)
+SPEC = dataclasses.replace(PLAIN, score_mod=trace(capped, (), 2)[0])
+TEXT = program_text(SPEC)
+WANTS = (True, True, True, False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True, None])
+def test_the_keys_name_the_program(deterministic: bool | None) -> None:
+    """Those of the kernels that scores pass through; the others are as ever."""
+    if deterministic is None:
+        plan = cuda_tiles.plan_forward(SPEC, ARCH)
+        plain = cuda_tiles.plan_forward(PLAIN, ARCH)
+    else:
+        given: Any = {"wants": WANTS, "deterministic": deterministic}
+        plan = cuda_tiles.plan_backward(SPEC, ARCH, **given)
+        plain = cuda_tiles.plan_backward(PLAIN, ARCH, **given)
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()
+    assert plan.attributes("x") == {"backend": "x", "kernels": plan.kernels, "program": TEXT}
+    assert "program" not in plain.attributes("x")
+    for key in plan.kernels.split(";"):
+        of_scores = key.startswith("family=sm80_")
+        assert (f"program=1 digest={digest}" in key) == of_scores
+        assert ("program" in key) == of_scores
+    assert "program" not in plain.kernels
+    assert _core.register_program(TEXT) == digest
+
+
+def test_few_queries_are_left_alone() -> None:
+    """Heads and keys keep the numbers that the function is given."""
+    few = dataclasses.replace(PLAIN, q_len=1, kv_len=16384)
+
+    def tile_of(queries: int) -> tuple[int, int]:
+        return cuda_tiles.tile_of_queries(few, ARCH, queries)
+
+    assert few_queries.choose(few, tile_of) != (False, 1)
+    assert few_queries.choose(dataclasses.replace(few, score_mod=SPEC.score_mod), tile_of) == (
+        False,
+        1,
+    )
+
+
+def test_what_device_code_refuses_is_refused() -> None:
+    program = trace(sorted_capture, (jnp.zeros(512),), 2)[0]
+    backend = MemEfficientBackend()
+    given: Any = {"needs_grad": True, "determinism": "relaxed"}
+    assert not backend.unsupported(SPEC, SM80, **given)
+    [reason] = backend.unsupported(dataclasses.replace(PLAIN, score_mod=program), SM80, **given)
+    assert (reason.code, reason.argument) == ("CAPTURE_ACCESS", "score_mod")
+
+
+def test_a_lowered_call_holds_the_program() -> None:
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
+    with jattn.target_device(SM80):
+        lowered = jax.jit(
+            lambda x: jattn.dot_product_attention(
+                x, x, x, score_mod=capped, implementation="mem_efficient"
+            )
+        ).trace(x)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert "struct ScoreProgram" in text
+    assert "num_captures = 0 : i64" in text

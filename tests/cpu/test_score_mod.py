@@ -1,0 +1,673 @@
+"""Score functions: what they compute, on what they may close over, how they transform, and what is refused.
+
+F numbers are rows of the acceptance list of score functions; tests/score_mods.py has the functions and plain attention.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn import normal
+from jax.test_util import check_grads
+from score_mods import SCORE_MODS, B, N, S, T, check_close, dense, gradients, operands
+
+import jattn
+from jattn.score_program import trace
+
+Array = Any
+BACKENDS = ("xla", "reference")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jattn.FallbackWarning)
+        yield
+
+
+def attend(
+    q: Array, k: Array, v: Array, score_mod: Any, captures: Any = (), **keywords: Any
+) -> Any:
+    return jattn.dot_product_attention(q, k, v, score_mod=score_mod, captures=captures, **keywords)
+
+
+def qkv(length: int = 24, heads: int = 2, dtype: Any = "float32") -> tuple[Array, Array, Array]:
+    q, k, v = (normal(seed, 2, length, heads, 8, dtype=dtype) for seed in range(3))
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in SCORE_MODS),
+        *((name, "bfloat16") for name in ("causal", "cap", "bias of head", "gain and bias")),
+        *((name, "float16") for name in ("documents", "square", "relative table")),
+    ],
+)
+def test_F100_results_and_gradients(name: str, dtype: str) -> None:
+    """Of q, k, v and every capture that is a float (F109)."""
+    score_mod, captures = SCORE_MODS[name]
+    q, k, v, dout = operands(dtype)
+
+    def plain(q: Array, k: Array, v: Array, *captures: Array) -> Array:
+        return dense(q, k, v, score_mod, captures)[0]
+
+    def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
+        return attend(q, k, v, score_mod, captures)
+
+    def flat(function: Callable[..., Array], *arrays: Array) -> list[Array]:
+        out, grads = gradients(function, arrays, dout)
+        return [out, *grads]
+
+    got = flat(jax.jit(ours), q, k, v, *captures)
+    low = flat(jax.jit(plain), q, k, v, *captures)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+        floats = [x if x.dtype == np.int32 else np.asarray(x, np.float64) for x in captures]
+        exact = flat(jax.jit(plain), *wide, *floats)
+    check_close(got, low, exact, len(exact))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_F101_indices_in_their_order_and_from_0(backend: str) -> None:
+    """A function of the indices alone: the weights are known."""
+    q, k, v, _ = operands("float32")
+    v = np.zeros_like(v)
+    v[..., 0] = np.arange(S)[None, :, None]  # the expected key
+
+    def last(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(k == (q + 3 * h + 7 * b) % S, 0.0, -jnp.inf)
+
+    out = attend(q, k, v, last, implementation=backend)[..., 0]
+    b, t, h = np.ogrid[:B, :T, :N]
+    np.testing.assert_array_equal(out, np.broadcast_to((t + 3 * h + 7 * b) % S, out.shape))
+
+
+def test_F102_composition() -> None:
+    q, k, v = qkv()
+
+    def first(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.tanh(s) + h
+
+    def second(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(q >= k, s * (k + 1) / 8, -jnp.inf)
+
+    out = attend(q, k, v, lambda s, *ids: second(first(s, *ids), *ids))
+    want, _ = dense(q, k, v, lambda s, *ids: second(first(s, *ids), *ids))
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    np.testing.assert_array_equal(
+        out[:, 0], jnp.repeat(v[:, :1], 1, 1)[:, 0]
+    )  # the first key alone
+
+
+def test_F103_scale() -> None:
+    q, k, v = qkv()
+    by_hand = attend(q, k, v, lambda s, *_: s * 8**-0.5, scale=1.0)
+    np.testing.assert_allclose(by_hand, jattn.dot_product_attention(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(attend(q, k, v, lambda s, *_: s), by_hand, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_F104_log_sum_exp_and_its_gradient(backend: str) -> None:
+    score_mod, captures = SCORE_MODS["relative table"]
+    q, k, v, _ = operands("float32")
+
+    def ours(q: Array, table: Array) -> Array:
+        return attend(q, k, v, score_mod, (table,), return_lse=True, implementation=backend)[1]
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, *captures)]
+        want, pull = jax.vjp(
+            lambda q, table: dense(q, jnp.asarray(k), jnp.asarray(v), score_mod, (table,))[1], *wide
+        )
+        of_q, of_table = pull(jnp.cos(want))
+    lse, pull = jax.vjp(ours, jnp.asarray(q), jnp.asarray(captures[0]))
+    np.testing.assert_allclose(lse, want, atol=2e-5)
+    dq, dtable = pull(jnp.cos(lse))
+    np.testing.assert_allclose(dq, of_q, atol=2e-5)
+    np.testing.assert_allclose(dtable, of_table, atol=1e-4)
+
+
+# ---- Block masks ---------------------------------------------------------------------------------------------------
+
+IDS = np.sort(np.random.default_rng(0).integers(0, 5, (B, S)), axis=1).astype(np.int32)
+MASK_MODS: dict[str, tuple[Callable[..., Any], int | None, int | None]] = {
+    "causal": (lambda b, h, q, k: q >= k, None, None),
+    "window": (lambda b, h, q, k: abs(q - k) <= 12, None, None),
+    "documents": (lambda b, h, q, k: jnp.asarray(IDS)[b, q] == jnp.asarray(IDS)[b, k], B, None),
+    "of heads": (lambda b, h, q, k: k % (h + 2) == 0, None, N),
+    "half": (lambda b, h, q, k: (q // 32 * 7 + k // 16 * 5 + b + h) % 2 == 0, B, N),
+    "empty rows and columns": (lambda b, h, q, k: (q < 32) & (k >= 64), None, None),
+    "nothing": (lambda b, h, q, k: q < 0, None, None),
+}
+
+
+def visible_pairs(mask_mod: Callable[..., Any]) -> Array:
+    for axis in (3, 2, 1, 0):
+        mask_mod = jax.vmap(mask_mod, tuple(0 if i == axis else None for i in range(4)))
+    return mask_mod(*(jnp.arange(n, dtype=jnp.int32) for n in (B, N, T, S)))
+
+
+@pytest.mark.parametrize("block_size", [32, (16, 48), 128])
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_F105_F106_block_masks(name: str, block_size: Any) -> None:
+    """Blocks hold exactly what is visible, and attention with them is that with the whole mask."""
+    mask_mod, batch, heads = MASK_MODS[name]
+    block_mask = jattn.create_block_mask(mask_mod, batch, heads, T, S, block_size)
+    visible = np.asarray(visible_pairs(mask_mod))
+    assert block_mask.shape == (batch or 1, heads or 1, T, S)
+    shown = np.broadcast_to(np.asarray(block_mask.materialize()), visible.shape)
+    np.testing.assert_array_equal(shown, visible)
+    sizes = block_mask.block_size
+    for i, j in np.ndindex(block_mask.blocks.shape[2:]):
+        block = visible[:, :, i * sizes[0] : (i + 1) * sizes[0], j * sizes[1] : (j + 1) * sizes[1]]
+        want = block.any((2, 3))[: batch or 1, : heads or 1]
+        np.testing.assert_array_equal(block_mask.blocks[:, :, i, j], want)
+    hidden = 1 - np.asarray(block_mask.blocks).mean()
+    np.testing.assert_allclose(block_mask.sparsity(), 100 * hidden, atol=1e-4)
+
+    again = jattn.BlockMask.from_kv_blocks(*block_mask.kv_blocks(), T, S, sizes, mask_mod)
+    np.testing.assert_array_equal(again.blocks, block_mask.blocks)
+
+    q, k, v, dout = operands("float32")
+
+    def ours(q: Array, k: Array, v: Array) -> Array:
+        return jattn.dot_product_attention(q, k, v, block_mask=again)
+
+    out, grads = gradients(ours, (q, k, v), dout)
+    want, wanted = gradients(
+        lambda q, k, v: dense(q, k, v, lambda s, *_: s, visible=visible)[0], (q, k, v), dout
+    )
+    for a, b in zip((out, *grads), (want, *wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_F105_blocks_hide_whatever_the_function_says() -> None:
+    """The blocks are no hint (F043)."""
+    q, k, v = qkv(64)
+    blocks = jattn.BlockMask.from_kv_blocks(
+        jnp.array([[[1, 1]]]), jnp.array([[[[1, 0], [0, 9]]]]), 64, 64, 32
+    )
+    assert blocks.blocks[0, 0].tolist() == [[False, True], [True, False]]
+    other = np.kron(np.array([[0, 1], [1, 0]], bool), np.ones((32, 32), bool))
+    want = jattn.dot_product_attention(q, k, v, mask=jnp.asarray(other))
+    out = jattn.dot_product_attention(q, k, v, block_mask=blocks)
+    np.testing.assert_array_equal(out, want)
+    both = jattn.dot_product_attention(q, k, v, block_mask=blocks, mask=jnp.arange(64) < 40)
+    np.testing.assert_allclose(
+        both, jattn.dot_product_attention(q, k, v, mask=other & (np.arange(64) < 40)), atol=1e-6
+    )
+
+
+def test_F107_other_blocks_need_no_new_trace() -> None:
+    q, k, v = qkv(64)
+    traces = []
+
+    @jax.jit
+    def run(mask: jattn.BlockMask) -> Array:
+        traces.append(1)
+        return jattn.dot_product_attention(q, k, v, block_mask=mask)
+
+    def causal(b: Array, h: Array, q: Array, k: Array) -> Array:
+        return q >= k
+
+    one = jattn.create_block_mask(causal, 1, 1, 64, 64, 16)
+    two = jattn.BlockMask(~one.blocks, 64, 64, (16, 16), causal)
+    assert not np.allclose(run(one), run(two))
+    assert len(traces) == 1
+
+
+def test_block_masks_of_further_batch_axes_and_of_documents_inside_jit() -> None:
+    q, k, v = (x.reshape(2, 1, *x.shape[1:]) for x in qkv(40))
+    ids = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 4, (2, 40)), 1))
+
+    @jax.jit
+    def run(ids: Array) -> Array:
+        mask = jattn.create_block_mask(
+            lambda b, h, q, k: ids[b, q] == ids[b, k], 2, None, 40, 40, 8
+        )
+        return jattn.dot_product_attention(q, k, v, block_mask=mask)
+
+    np.testing.assert_allclose(
+        run(ids),
+        jattn.dot_product_attention(q, k, v, segment_ids=ids[:, None]),
+        atol=1e-6,
+    )
+
+
+# ---- Captures ------------------------------------------------------------------------------------------------------
+
+
+def with_table(table: Array, ids: Array) -> Callable[..., Array]:
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(ids[q] == ids[k], s + table[h, q] * table[h, k], -jnp.inf)
+
+    return score_mod
+
+
+def captured() -> tuple[Array, Array]:
+    return normal(5, 2, 24), jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, 24)))
+
+
+@pytest.mark.parametrize("how", ["concrete", "jit", "grad", "scan", "vmap", "explicit"])
+def test_F108_what_a_function_closes_over(how: str) -> None:
+    """Floats and integers: known arrays, arguments of jit and grad, carries of loops, mapped ones, and captures=."""
+    q, k, v = qkv()
+    table, ids = captured()
+    want = dense(q, k, v, with_table(table, ids))[0]
+
+    def run(table: Array, ids: Array) -> Array:
+        return attend(q, k, v, with_table(table, ids))
+
+    if how == "concrete":
+        out = run(table, ids)
+    elif how == "jit":
+        out = jax.jit(run)(table, ids)
+    elif how == "grad":
+        got = jax.jit(jax.grad(lambda t, i: (run(t, i) ** 2).sum()))(table, ids)
+        exact = jax.grad(lambda t: (dense(q, k, v, with_table(t, ids))[0] ** 2).sum())(table)
+        np.testing.assert_allclose(got, exact, atol=1e-4)
+        return
+    elif how == "scan":
+        (_, _), outs = jax.lax.scan(lambda c, _: (c, run(*c)), (table, ids), None, length=2)
+        out = outs[1]
+    elif how == "vmap":
+        out = jax.vmap(run)(jnp.stack([table, 2 * table]), jnp.stack([ids, ids]))[0]
+    else:
+
+        def score_mod(
+            s: Array, b: Array, h: Array, q: Array, k: Array, t: Array, i: Array
+        ) -> Array:
+            return with_table(t, i)(s, b, h, q, k)
+
+        out = attend(q, k, v, score_mod, (table, ids))
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_F112_vmap_over_operands_and_captures(axes: tuple[int | None, int | None]) -> None:
+    """Of q and of the table; gradients of what is shared are summed, of what is mapped kept apart."""
+    q, k, v = qkv()
+    table, ids = captured()
+    mapped_q = jnp.stack([q, 2 * q, q - 1]) if axes[0] == 0 else q
+    mapped_table = jnp.stack([table, -table, table + 1]) if axes[1] == 0 else table
+
+    def loss(function: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda q, table: (function(q, table) ** 2).sum((1, 2, 3))
+
+    def ours(q: Array, table: Array) -> Array:
+        return attend(q, k, v, with_table(table, ids))
+
+    def plain(q: Array, table: Array) -> Array:
+        return dense(q, k, v, with_table(table, ids))[0]
+
+    for function in (
+        lambda f: jax.vmap(f, axes)(mapped_q, mapped_table),
+        lambda f: jax.vmap(jax.grad(lambda *x: loss(f)(*x).sum(), (0, 1)), axes)(
+            mapped_q, mapped_table
+        ),
+        lambda f: jax.grad(lambda *x: jax.vmap(f, axes)(*x).sum() ** 2, (0, 1))(
+            mapped_q, mapped_table
+        ),
+        lambda f: jax.vmap(lambda *x: jax.jvp(f, x, x)[1], axes)(mapped_q, mapped_table),
+    ):
+        got, want = (jax.tree.leaves(function(f)) for f in (ours, plain))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-4 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_F112_vmap_of_vmap_and_checkpoint() -> None:
+    q, k, v = qkv(16)
+    tables = normal(7, 3, 2, 2, 16)
+
+    def run(function: Callable[..., Array], table: Array) -> Array:
+        score_mod = lambda s, b, h, q, k: jnp.tanh(s + table[h, k] * (b + 1))  # noqa: E731
+        return function(q, k, v, score_mod)
+
+    def both(function: Callable[..., Array]) -> Array:
+        return jax.vmap(jax.vmap(jax.checkpoint(lambda t: run(function, t))))(tables)
+
+    np.testing.assert_allclose(
+        both(attend), both(lambda q, k, v, f: dense(q, k, v, f)[0]), atol=2e-6
+    )
+    got, want = (
+        jax.grad(lambda t, f=f: (jax.checkpoint(lambda t: run(f, t))(t) ** 2).sum())(tables[0, 0])
+        for f in (attend, lambda q, k, v, f: dense(q, k, v, f)[0])
+    )
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str) -> None:
+    """Ones: the sum of a gradient's terms over many tiles is exact in float32, and far off in 16 bits."""
+    q, k, v = qkv(1024)
+    scale = jnp.ones((2,), dtype)
+
+    def loss(scale: Array) -> Array:
+        lse = attend(q, k, v, lambda s, b, h, q, k: s + scale[h], return_lse=True)[1]
+        return lse.sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(scale), jnp.full(2, 2 * 1024, dtype))
+
+
+def test_F109_against_finite_differences() -> None:
+    q, k, v = (normal(seed, 1, 9, 2, 4) for seed in range(3))
+    table = normal(4, 2, 20)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, table)]
+
+        def run(q: Array, k: Array, v: Array, table: Array) -> Array:
+            def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+                learned = jnp.asarray(table)[h, q - k + 9]
+                return jnp.where(k <= q + 4, jnp.sinh(s / 2) * learned, -jnp.inf)
+
+            return attend(q, k, v, score_mod)
+
+        check_grads(run, wide, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+
+
+def test_a_capture_that_is_used_elsewhere_too() -> None:
+    q, k, v = qkv()
+    table, ids = captured()
+
+    def loss(function: Callable[..., Array], table: Array) -> Array:
+        return (function(q * table[0, 0], k, v, with_table(table, ids)) * table[1, 1]).sum()
+
+    got = jax.grad(lambda t: loss(attend, t))(table)
+    want = jax.grad(lambda t: loss(lambda *x: dense(*x)[0], t))(table)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+# ---- Errors --------------------------------------------------------------------------------------------------------
+
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "F080 a capture that is no array": (
+        {"score_mod": lambda s, b, h, q, k, x: s, "captures": (2.0,)},
+        TypeError,
+        r"captures\[0\] is 2.0, must be an array",
+    ),
+    "F080 captures that are no tuple": (
+        {"score_mod": lambda s, b, h, q, k, x: s, "captures": np.ones(3)},
+        TypeError,
+        "must be a tuple of arrays",
+    ),
+    "captures without a function": ({"captures": (np.ones(3),)}, ValueError, "without score_mod"),
+    "no function": ({"score_mod": 3}, TypeError, "score_mod is 3, must be a function"),
+    "F082 several results": (
+        {"score_mod": lambda s, b, h, q, k: (s, s)},
+        TypeError,
+        "Expected output of score_mod to be a tensor. Got type tuple",
+    ),
+    "F082 no result": (
+        {"score_mod": lambda s, b, h, q, k: None},
+        TypeError,
+        "Expected output of score_mod to be a tensor. Got type NoneType",
+    ),
+    "F082 an array": (
+        {"score_mod": lambda s, b, h, q, k: jnp.ones(3)},
+        TypeError,
+        r"float scalar. Got float32\[3\]",
+    ),
+    "F082 a bool": ({"score_mod": lambda s, b, h, q, k: q >= k}, TypeError, r"Got bool\[\]"),
+    "F082 an integer": ({"score_mod": lambda s, b, h, q, k: k}, TypeError, r"Got int32\[\]"),
+    "F083 a print": (
+        {"score_mod": lambda s, b, h, q, k: [jax.debug.print("{}", s), s][1]},
+        ValueError,
+        "Mutations detected in score_mod",
+    ),
+    "F087 too few arguments": (
+        {"score_mod": lambda s, b, h, q: s},
+        TypeError,
+        "must take 5 arguments: score_mod",
+    ),
+    "F087 too few captures": (
+        {"score_mod": lambda s, b, h, q, k, x: s},
+        TypeError,
+        "with 0 captures",
+    ),
+    "F015 an if": (
+        {"score_mod": lambda s, b, h, q, k: s if q >= k else -s},
+        jax.errors.TracerBoolConversionError,
+        "boolean",
+    ),
+    "no forward derivative": (
+        {"score_mod": lambda s, b, h, q, k: _reverse_only(s)},
+        TypeError,
+        "jax.custom_jvp rule",
+    ),
+    "no block mask": ({"block_mask": np.ones(3)}, TypeError, "must be a jattn.BlockMask"),
+    "F086 lengths": (
+        {"block_mask": jattn.BlockMask(np.ones((1, 1, 1, 1), bool), 24, 25, (128, 128))},
+        ValueError,
+        "the scores are",
+    ),
+    "F086 heads": (
+        {"block_mask": jattn.BlockMask(np.ones((1, 3, 1, 1), bool), 24, 24, (128, 128))},
+        ValueError,
+        "the scores are",
+    ),
+}
+
+
+@jax.custom_vjp
+def _reverse_only(x: Array) -> Array:
+    return x
+
+
+_reverse_only.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_F110_errors(name: str) -> None:
+    keywords, error, text = ERRORS[name]
+    with pytest.raises(error, match=text) as caught:
+        jattn.dot_product_attention(*qkv(), **keywords)
+    if name.startswith("F015"):
+        assert any("jnp.where" in note for note in caught.value.__notes__)
+
+
+def test_F111_writes() -> None:
+    q, k, v = qkv()
+    reference = jax.new_ref(jnp.zeros(3))
+
+    def writes(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        reference[0] = s
+        return s
+
+    with pytest.raises(ValueError, match="Mutations detected in score_mod"):
+        attend(q, k, v, writes)
+    table = jnp.ones(24)
+
+    def assigns(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        table[q] = s  # type: ignore[index]
+        return s
+
+    with pytest.raises(TypeError, match="immutable"):
+        attend(q, k, v, assigns)
+
+
+def test_errors_of_block_masks() -> None:
+    with pytest.raises(TypeError, match="must return one bool"):
+        jattn.create_block_mask(lambda b, h, q, k: q - k, None, None, 4, 4)
+    with pytest.raises(TypeError, match="must be a function"):
+        jattn.create_block_mask(3, None, None, 4, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="block_size is 0"):
+        jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, 0)
+    with pytest.raises(ValueError, match="the lengths are 0 and 4"):
+        jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 0, 4)
+    with pytest.raises(ValueError, match="kv_indices"):
+        jattn.BlockMask.from_kv_blocks(jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2, 3)), 40, 40, 32)
+
+
+# ---- Rows without keys, tails, equal programs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_F113_rows_without_keys(backend: str) -> None:
+    q, k, v = qkv()
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where((q != 5) & (k != 7), jnp.log(s * s), -jnp.inf)
+
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse = attend(q, k, v, score_mod, return_lse=True, implementation=backend)
+        return out, lse
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
+    assert (out[:, 5] == 0).all()
+    assert (lse[:, 5] == -jnp.inf).all()
+    dq, dk, dv = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert (dq[:, 5] == 0).all()
+    assert (dk[:, 7] == 0).all()
+    assert (dv[:, 7] == 0).all()
+    for x in (dq, dk, dv):
+        assert jnp.isfinite(x).all()
+
+
+@pytest.mark.parametrize("length", [1, 17, 127, 129, 1000])
+def test_F114_lengths_off_the_blocks(length: int) -> None:
+    """Reads at the edges: an index beyond the table would be another value."""
+    q, k, v = (normal(seed, 1, length, 2, 8) for seed in range(3))
+    table = normal(4, length)
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return s * table.at[q].get(mode="fill", fill_value=jnp.nan) + table.at[k].get(
+            mode="fill", fill_value=jnp.nan
+        )
+
+    out, grads = gradients(
+        lambda q, k, v, t: attend(q, k, v, _reading(t)), (q, k, v, table), jnp.ones_like(q)
+    )
+    want, wanted = gradients(
+        lambda q, k, v, t: dense(q, k, v, _reading(t))[0], (q, k, v, table), jnp.ones_like(q)
+    )
+    np.testing.assert_allclose(attend(q, k, v, score_mod), want, atol=5e-6)
+    for a, b in zip((out, *grads), (want, *wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(jnp.abs(b).max())))
+
+
+def _reading(table: Array) -> Callable[..., Array]:
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        filled = {"mode": "fill", "fill_value": jnp.nan}
+        return s * table.at[q].get(**filled) + table.at[k].get(**filled)
+
+    return score_mod
+
+
+def test_F115_equal_functions_are_one_program() -> None:
+    table = normal(0, 4)
+
+    def made(table: Array, factor: float = 2.0) -> Any:
+        return trace(lambda s, b, h, q, k: jax.nn.softplus(s) * factor + table[h], (), 2)[0]
+
+    assert made(table) == made(2 * table)
+    assert hash(made(table)) == hash(made(2 * table))
+    assert made(table) != made(table, 3.0)
+    assert made(table) != made(table[:3])
+
+
+def test_F115_derivatives_tell_programs_apart() -> None:
+    """The same operations with another derivative are another program."""
+
+    @jax.custom_jvp
+    def straight_through(x: Array) -> Array:
+        return jnp.floor(x)
+
+    straight_through.defjvp(lambda x, t: (jnp.floor(x[0]), t[0]))
+    plain, _ = trace(lambda s, b, h, q, k: jnp.floor(s), (), 2)
+    other, _ = trace(lambda s, b, h, q, k: straight_through(s), (), 2)
+    assert plain != other
+    q, k, v = qkv()
+    grads = jax.grad(lambda q: attend(q, k, v, lambda s, *_: straight_through(s))[..., 0].sum())(q)
+    assert jnp.abs(grads).max() > 0
+    flat = jax.grad(lambda q: attend(q, k, v, lambda s, *_: jnp.floor(s))[..., 0].sum())(q)
+    assert (flat == 0).all()
+
+
+def test_slopes_that_are_one() -> None:
+    """Masks and biases are known to leave gradients of scores as they are."""
+    table = normal(0, 4)
+    units = {
+        "identity": lambda s, b, h, q, k: s,
+        "bias": lambda s, b, h, q, k: s + table[h] - (q - k),
+        "mask": lambda s, b, h, q, k: jnp.where(q >= k, s + table[h], -jnp.inf),
+        "mask by zero": lambda s, b, h, q, k: s + jnp.where(q >= k, 0.0, -jnp.inf),
+        "either": lambda s, b, h, q, k: jnp.where(q >= k, s, s + 1),
+    }
+    others = {
+        "double": lambda s, b, h, q, k: s + s,
+        "minus": lambda s, b, h, q, k: 1 - s,
+        "constant": lambda s, b, h, q, k: jnp.where(q >= k, s, -1e9),
+        "of the score": lambda s, b, h, q, k: jnp.where(s > 0, s, -jnp.inf),
+        "no score": lambda s, b, h, q, k: table[h] + 0 * q,
+        "rounded": lambda s, b, h, q, k: s.astype(jnp.bfloat16),
+    }
+    for name, function in (units | others).items():
+        program, _ = trace(function, (), 2)
+        assert program.has_unit_slope == (name in units), name
+
+
+@pytest.mark.parametrize("what", ["identity", "causal", "bias", "cap", "slopes"])
+def test_F116_the_same_as_our_arguments(what: str) -> None:
+    q, k, v = qkv()
+    bias, slopes = normal(3, 2, 24, 24), normal(4, 2)
+    score_mod, keywords = {
+        "identity": (lambda s, b, h, q, k: s, {}),
+        "causal": (lambda s, b, h, q, k: jnp.where(q >= k, s, -jnp.inf), {"is_causal": True}),
+        "bias": (lambda s, b, h, q, k: s + bias[h, q, k], {"bias": bias}),
+        "cap": (lambda s, b, h, q, k: 3 * jnp.tanh(s / 3), {"logits_soft_cap": 3.0}),
+        "slopes": (lambda s, b, h, q, k: s - slopes[h] * abs(q - k), {"alibi_slopes": slopes}),
+    }[what]
+    want = jattn.dot_product_attention(q, k, v, implementation="xla", **keywords)
+    np.testing.assert_allclose(attend(q, k, v, score_mod), want, atol=2e-6)
+
+
+def test_positions_stand_for_indices() -> None:
+    q, k, v = qkv()
+    at_q, at_k = (
+        jnp.arange(24)[None] + jnp.array([[3], [-5]]),
+        2 * jnp.arange(24)[None].repeat(2, 0),
+    )
+    shifted = attend(
+        q,
+        k,
+        v,
+        lambda s, b, h, q, k: s + (q - k) / 8,
+        query_positions=at_q,
+        key_value_positions=at_k,
+    )
+    bias = (at_q[:, None, :, None] - at_k[:, None, None, :]) / 8
+    np.testing.assert_allclose(shifted, jattn.dot_product_attention(q, k, v, bias), atol=2e-6)
+
+
+def test_F117_gradients_of_captures_have_no_order_on_a_gpu() -> None:
+    """Asked for the same bits every time, they are refused there; those of q, k and v are not."""
+    q, k, v = qkv(dtype="bfloat16")
+    table = jnp.ones(24)
+
+    def loss(q: Array, table: Array) -> Array:
+        return attend(q, k, v, lambda s, b, h, q, k: s + table[k]).sum()
+
+    with jattn.target_device(jattn.Device("cuda", arch=(9, 0))), jattn.deterministic("strict"):
+        with pytest.raises(jattn.NoBackendError, match="captures") as caught:
+            jax.eval_shape(jax.grad(loss, 1), q, table)
+        assert [reason.code for reason in caught.value.reasons] == ["DETERMINISTIC"]
+        jax.eval_shape(jax.grad(loss, 0), q, table)
+    with jattn.deterministic("strict"):
+        jax.grad(loss, 1)(q, table)
+
+
+def test_the_fallback_says_why() -> None:
+    """The CPU kernel runs no functions: it says so, and XLA stands in."""
+    q, k, v = qkv()
+    found = jattn.explain(q, k, v, score_mod=lambda s, *_: jnp.tanh(s))
+    assert found.chosen == "xla"
+    assert [reason.code for reason in found.reasons["cpu"]] == ["FEATURE"]
+    assert "score_mod" in str(found)
+    warned = pytest.warns(UserWarning, match="score_mod")
+    with warned, pytest.raises(jattn.NoBackendError, match="score_mod"):
+        attend(q, k, v, lambda s, *_: s, implementation="cpu")

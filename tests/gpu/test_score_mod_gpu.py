@@ -1,0 +1,229 @@
+"""Score functions inside the CUDA kernels: the same results as everywhere, on the kernels that were asked for.
+
+F numbers are rows of the acceptance list of score functions; tests/score_mods.py has the functions and plain attention.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn import normal
+from score_mods import SCORE_MODS, check_close, dense, gradients, operands
+
+import jattn
+from jattn.testing.cases import Case
+from jattn.testing.run import assert_ran, verify
+from jattn.testing.score_functions import SCORE_FUNCTIONS
+
+pytestmark = pytest.mark.backends("flash", "mem_efficient")
+
+Array = Any
+BASE = Case(
+    "score-mod",
+    q_len=300,
+    kv_len=421,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    head_dim_v=64,
+    dtype="bfloat16",
+)
+EVERYTHING: dict[str, Any] = {
+    "is_causal": True,
+    "window": (130, None),
+    "bias_form": "1nts",
+    "softcap": 8.0,
+    "alibi_form": "n",
+    "sinks_form": "n",
+    "kv_lengths": (421, 200),
+    "segments": "random",
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lengths": {"q_lengths": (300, 77), "kv_lengths": (130, 421)},
+    "segments": {"segments": "interleaved"},
+    "mask": {"mask_form": "1nts"},
+    "positions": {"positions": "shuffled", "window": (50, 60)},
+    "bias": {"bias_form": "bnts"},
+    "bias of keys": {"bias_form": "b11s", "is_causal": True},
+    "cap": {"softcap": 5.0},
+    "slopes": {"alibi_form": "n"},
+    "sinks": {"sinks_form": "bn"},
+    "dropout": {"dropout_rate": 0.3},
+    "dropout and cap": {"dropout_rate": 0.3, "softcap": 5.0, "is_causal": True},
+    "negative scale": {"scale": -0.1},
+    "wide": {"head_dim": 128, "head_dim_v": 128},
+    "wider": {"head_dim": 192, "head_dim_v": 128, "is_causal": True},
+    "widest": {"head_dim": 256, "head_dim_v": 256},
+    "odd": {"head_dim": 72, "head_dim_v": 40, "q_len": 129, "kv_len": 63},
+    "few queries": {"q_len": 3, "kv_len": 2048},
+    "many items": {"batch": 8, "num_heads": 24, "num_kv_heads": 24, "q_len": 512, "kv_len": 512},
+    "everything": EVERYTHING,
+    "everything wide": EVERYTHING | {"head_dim": 128, "head_dim_v": 128},
+}
+CASES = [
+    BASE.but(f"{name}-{form}", score_mod=name, **changes)
+    for name in SCORE_FUNCTIONS
+    for form, changes in FORMS.items()
+]
+CASES += [BASE.but(f"{name}-f16", score_mod=name, dtype="float16") for name in SCORE_FUNCTIONS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flash(case: Case) -> None:
+    """Forward on sm_90's own kernels; so is the backward where slopes are 1."""
+    program = r"sm90_forward [^;]*program=1"
+    if case.score_mod in ("table", "prefix"):
+        program += r"(.|\n)*sm90_backward[a-z_]* [^;]*program=1"
+    verify(case, "flash", kernel=program)
+
+
+FLOAT32 = [
+    BASE.but(f"{name}-{form}-f32", score_mod=name, dtype="float32", **FORMS[form])
+    for name in SCORE_FUNCTIONS
+    for form in ("plain", "causal", "wide", "widest", "everything", "dropout", "odd")
+]
+
+
+@pytest.mark.parametrize("case", [*CASES[::3], *FLOAT32], ids=str)
+def test_mem_efficient(case: Case) -> None:
+    verify(case, "mem_efficient", kernel=r"sm80_forward [^;]*program=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in SCORE_MODS),
+        *((name, "float32") for name in list(SCORE_MODS)[::2]),
+    ],
+)
+def test_F100_results_and_gradients(name: str, dtype: str) -> None:
+    """Of q, k, v and every capture that is a float."""
+    score_mod, captures = SCORE_MODS[name]
+    q, k, v, dout = operands(dtype, head_dim=64)
+
+    def plain(q: Array, k: Array, v: Array, *captures: Array) -> Array:
+        return dense(q, k, v, score_mod, captures)[0]
+
+    def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
+        return jattn.dot_product_attention(q, k, v, score_mod=score_mod, captures=captures)
+
+    def flat(function: Callable[..., Array], *arrays: Array) -> list[Array]:
+        out, grads = gradients(function, arrays, dout)
+        return [out, *grads]
+
+    backend = "mem_efficient" if dtype == "float32" else "flash"
+    before = jattn.call_counters()
+    run = jax.jit(lambda *arrays: flat(ours, *arrays))
+    lowered = run.lower(q, k, v, *captures)
+    assert_ran(backend, before, lowered.as_text(), passes=("forward", "backward"))
+    got = lowered.compile()(q, k, v, *captures)
+    low = flat(jax.jit(plain), q, k, v, *captures)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+        floats = [x if x.dtype == np.int32 else np.asarray(x, np.float64) for x in captures]
+        exact = flat(jax.jit(plain), *wide, *floats)
+    check_close(got, low, exact, len(exact))
+
+
+def test_F112_vmap_over_captures() -> None:
+    """Entries of the folded batch find the table of their own mapped element."""
+    q, k, v = (normal(seed, 2, 200, 2, 64, dtype="bfloat16") for seed in range(3))
+    tables = normal(4, 3, 2, 2, 400)
+
+    def run(table: Array, **keywords: Any) -> Array:
+        def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+            return s + table[b, h, q - k + 200]
+
+        return jattn.dot_product_attention(q, k, v, score_mod=score_mod, **keywords)
+
+    got = jax.jit(jax.vmap(lambda t: run(t, implementation="flash")))(tables)
+    want = jnp.stack([run(t, implementation="xla") for t in tables])
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+def test_F101_indices_in_their_order_and_from_0(backend: str) -> None:
+    b, t, n, s = 3, 200, 4, 300
+    q, k = normal(0, b, t, n, 64, dtype="bfloat16"), normal(1, b, s, n, 64, dtype="bfloat16")
+    v = jnp.broadcast_to((jnp.arange(s)[None, :, None, None] - 150.0), (b, s, n, 64))
+
+    def last(score: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(k == (q + 3 * h + 7 * b) % s, 0.0, -jnp.inf)
+
+    out = jattn.dot_product_attention(
+        q, k, v.astype("bfloat16"), score_mod=last, implementation=backend
+    )
+    want = (np.arange(t)[None, :, None] + 3 * np.arange(n) + 7 * np.arange(b)[:, None, None]) % s
+    want = np.asarray(jnp.asarray(want - 150.0, "bfloat16"), np.float32)
+    np.testing.assert_array_equal(np.asarray(out[..., 0], np.float32), want)
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+def test_F113_rows_without_keys(backend: str) -> None:
+    q, k, v = (normal(seed, 2, 150, 2, 64, dtype="bfloat16") for seed in range(3))
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where((q % 5 != 0) & (k != 7), jnp.log(s * s), -jnp.inf)
+
+    def run(q: Array, k: Array, v: Array) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, score_mod=score_mod, return_lse=True, implementation=backend
+        )
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
+    assert (out[:, ::5] == 0).all()
+    assert (lse[:, ::5] == -jnp.inf).all()
+    dq, dk, dv = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert (dq[:, ::5] == 0).all()
+    assert (dk[:, 7] == 0).all()
+    assert (dv[:, 7] == 0).all()
+    for x in (dq, dk, dv):
+        assert jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["relative table", "cap", "documents"])
+def test_F117_the_same_bits_every_time(name: str) -> None:
+    score_mod, captures = SCORE_MODS[name]
+    q, k, v, dout = operands("bfloat16", head_dim=64)
+
+    def run(*arrays: Array) -> Any:
+        def ours(q: Array, k: Array, v: Array) -> Array:
+            return jattn.dot_product_attention(
+                q, k, v, score_mod=score_mod, captures=arrays[3:], implementation="flash"
+            )
+
+        return gradients(ours, arrays[:3], dout)
+
+    with jattn.deterministic("strict"):
+        compiled = jax.jit(run)
+        first = jax.tree.leaves(compiled(q, k, v, *captures))
+        for _ in range(20):
+            for a, b in zip(first, jax.tree.leaves(compiled(q, k, v, *captures)), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_F115_other_captures_need_no_other_kernel() -> None:
+    q, k, v = (normal(seed, 1, 100, 2, 64, dtype="bfloat16") for seed in range(3))
+
+    def digests(table: Array, factor: float) -> list[str]:
+        def run(q: Array) -> Array:
+            return jattn.dot_product_attention(
+                q,
+                k,
+                v,
+                score_mod=lambda s, b, h, q, k: s * factor + table[h, k],
+                implementation="flash",
+            )
+
+        return re.findall("digest=([0-9a-f]{64})", jax.jit(run).lower(q).as_text())
+
+    one, other = normal(3, 2, 100), normal(4, 2, 100)
+    assert len(digests(one, 1.25)) == 1
+    assert digests(one, 1.25) == digests(other, 1.25)
+    assert digests(one, 1.25) != digests(one, 1.5)

@@ -9,6 +9,7 @@ from jattn import backends
 from jattn.backends.base import Backend, missing_features
 from jattn.device import Device
 from jattn.masks import Band
+from jattn.score_program import trace
 from jattn.spec import FLOAT_DTYPES, Dropout, Spec
 
 ARCHS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -34,8 +35,10 @@ ARGUMENTS = {
     "alibi_slopes": "`alibi_slopes`",
     "dropout": "dropout",
     "dropout_rows": "dropout over packed sequences",
+    "score_mod": "`score_mod`",
 }
 
+_PROGRAM, _ = trace(lambda score, *_: 2 * score, (), 2)
 _PLAIN = Spec(2, 256, 256, 4, 4, 64, 64, "float32", 0.125)
 
 
@@ -61,6 +64,7 @@ def _problem(feature: str, dtype: str) -> Spec:
             "segments": True,
             "positions": True,
         },
+        "score_mod": {"score_mod": _PROGRAM},
     }
     spec = dataclasses.replace(_PLAIN, dtype=dtype, **changes[feature])
     assert ("band" if feature == "causal" else feature) in spec.features()

@@ -139,19 +139,25 @@ class Row:
     note: str = ""
 
 
-def _ours(arrays: dict[str, Any], keywords: dict[str, Any], name: str, backward: bool) -> Any:
-    """Our attention of q, k, v as a contender; the captures are arguments of the jitted function."""
+def _ours(
+    arrays: dict[str, Any],
+    captures: list[Any],
+    keywords: Callable[..., dict[str, Any]],
+    name: str,
+    backward: bool,
+) -> timing.Contender:
+    """Our attention of q, k, v as a contender. What it reads are arguments: XLA would fold constants for minutes."""
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return jattn.dot_product_attention(q, k, v, **keywords)
+    def forward(q: Any, k: Any, v: Any, *captures: Any) -> Any:
+        return jattn.dot_product_attention(q, k, v, **keywords(*captures))
 
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(forward, q, k, v)
+    def both(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        dout, *captures = rest
+        out, pull = jax.vjp(lambda *x: forward(*x, *captures), q, k, v)
         return (out, *pull(dout))
 
-    operands = [arrays[x] for x in ("q", "k", "v", "dout")]
-    if not backward:
-        operands = operands[:3]
+    operands = [arrays[x] for x in (("q", "k", "v", "dout") if backward else ("q", "k", "v"))]
+    operands += captures
     compiled = jax.jit(both if backward else forward).lower(*operands).compile()
     return timing.Contender(
         name,
@@ -163,22 +169,22 @@ def _ours(arrays: dict[str, Any], keywords: dict[str, Any], name: str, backward:
     )
 
 
-def _with_functions(function: Function, captures: list[Any], shape: tuple[int, ...]) -> Any:
-    """The arguments score_mod and block_mask of ours."""
+def _with_functions(
+    function: Function, captures: list[Any], shape: tuple[int, ...]
+) -> tuple[list[Any], Callable[..., dict[str, Any]]]:
+    """What ours reads, and from this its arguments score_mod and block_mask; blocks are made ahead, as in PyTorch."""
     batch, length = shape[0], shape[1]
-    keywords: dict[str, Any] = {}
-    if function.score_mod is not None:
-        keywords |= {"score_mod": function.score_mod, "captures": captures}
-    if function.mask_mod is not None:
-        mask_mod = function.mask_mod
-        keywords["block_mask"] = jattn.create_block_mask(
-            lambda b, h, q, k: mask_mod(b, h, q, k, *captures),
-            batch if function.per_batch else None,
-            None,
-            length,
-            length,
-        )
-    return keywords
+    if (mask_mod := function.mask_mod) is None:
+        score_mod = function.score_mod
+        return captures, lambda *read: {"score_mod": score_mod, "captures": read}
+    block_mask = jattn.create_block_mask(
+        lambda b, h, q, k: mask_mod(b, h, q, k, *captures),
+        batch if function.per_batch else None,
+        None,
+        length,
+        length,
+    )
+    return [block_mask], lambda mask: {"block_mask": mask}
 
 
 def _flex(
@@ -269,11 +275,11 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
             sorted(x for x in after if after[x] != before.get(x, dict.fromkeys(after[x], 0)))
         )
 
-    keywords = _with_functions(function, captures, shape)
-    add("jattn", lambda: _ours(arrays, keywords, "jattn", backward))
-    if function.keywords is not None:
-        own = function.keywords(*captures)
-        add("jattn, its argument", lambda: _ours(arrays, own, "jattn, its argument", backward))
+    read, keywords = _with_functions(function, captures, shape)
+    add("jattn", lambda: _ours(arrays, read, keywords, "jattn", backward))
+    if (own := function.keywords) is not None:
+        title = "jattn, its argument"
+        add(title, lambda: _ours(arrays, captures, own, title, backward))
     if importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu":
         add("torch-flex", lambda: _flex(function, arrays, captures, backward))
     if len(contenders) > 1 and (note := _agree(contenders)):

@@ -127,7 +127,9 @@ def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -
     code = Code()
     score = code.convert(Scalar("float32", "score"), program.dtype)
     arguments = [Array.scalar(score)]
-    ranges = {"batch": (0, program.batch_extent - 1), "head": (0, limits("int32")[1])}
+    most = limits("int32")[1]
+    extent = program.batch_extent
+    ranges = {"batch": (0, extent - 1 if isinstance(extent, int) else most), "head": (0, most)}
     ranges |= {"query": indices, "key": indices}
     for name in ("batch", "head", "query", "key"):
         arguments.append(Array.scalar(Scalar("int32", name, range=ranges[name])))

@@ -55,7 +55,7 @@ class ScoreProgram:
     Attributes:
       text: the program and its derivative in words: what is compared.
       captures: types of the arrays it reads.
-      batch_extent: its batch index is below this.
+      batch_extent: its batch index is below this; may be symbolic while exporting.
       dtype: of the score: float32, or float64 of a float64 problem.
       jaxpr: of (score, batch, head, query, key, *captures) -> (score',); scalars but for the captures.
       slope_jaxpr: of the same -> (score', d score' / d score).

@@ -700,6 +700,54 @@ def what_is_cut_counts_once(backend: str) -> None:
 
 
 @check
+def score_functions_know_entries_and_heads_of_the_whole_problem(backend: str) -> None:
+    """By batch and heads, on meshes of both kinds and inside shard_map; gradients of captures are sums over devices."""
+    if backend == "cpu":
+        return  # its kernel runs none
+    arrays = drawn(backend, heads=4, kv_heads=2)
+    table, gain = normal(7, 4, 4, 80), normal(8, 4)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any, gain: Any) -> Any:
+        return jnp.where(k <= q + 20, s + gain[h] * table[b, h, q - k + 40], -jnp.inf)
+
+    def loss(q: Any, k: Any, v: Any, table: Any, gain: Any) -> Any:
+        out = jattn.dot_product_attention(
+            q, k, v, score_mod=score_mod, captures=(table, gain), implementation=backend
+        )
+        return (out * arrays[3]).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+    want = run(*arrays[:3], table, gain)
+    for the_mesh in (mesh((2, 2), "x", "y"), explicit((2, 2), "x", "y")):
+        over_both = NamedSharding(the_mesh, PartitionSpec("x", None, "y"))
+        whole = NamedSharding(the_mesh, PartitionSpec())
+        placed = [jax.device_put(x, over_both) for x in arrays[:3]]
+        read = [jax.device_put(x, whole) for x in (table, gain)]
+        with jax.set_mesh(the_mesh):
+            close(run(*placed, *read), want, sums=4 * 40)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh((2, 2), "x", "y"),
+        in_specs=(
+            *[PartitionSpec("x", None, "y")] * 3,
+            PartitionSpec("x", "y"),
+            PartitionSpec("y"),
+        ),
+        out_specs=PartitionSpec("x", None, "y"),
+    )
+    def by_shards(q: Any, k: Any, v: Any, table: Any, gain: Any) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, score_mod=score_mod, captures=(table, gain), implementation=backend
+        )
+
+    whole = jattn.dot_product_attention(
+        *arrays[:3], score_mod=score_mod, captures=(table, gain), implementation=backend
+    )
+    close(jax.jit(by_shards)(*arrays[:3], table, gain), whole)
+
+
+@check
 def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(16):
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto

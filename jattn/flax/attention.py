@@ -72,6 +72,7 @@ class AttentionFunction:
     scale: float | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    score_mod: Callable[..., Any] | None = None
     implementation: str | tuple[str, ...] | None = None
 
     def __call__(
@@ -178,7 +179,8 @@ class AttentionFunction:
                     " mask as StructuralMask(dense=mask)"
                 )
             # A causality of this call counts from the first key, and one visible key needs no slopes.
-            if self.alibi_slopes is not None and not is_causal:
+            measures = self.alibi_slopes is not None or self.score_mod is not None
+            if measures and not is_causal:
                 structure = _decoding_positions(query, key, mask)
                 causal_alignment = "upper_left"
 
@@ -197,6 +199,7 @@ class AttentionFunction:
             alibi_slopes=(
                 None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
             ),
+            score_mod=self.score_mod,
             dropout_rate=dropout_rate,
             dropout_key=dropout_rng,
             broadcast_dropout=broadcast_dropout,
@@ -218,6 +221,7 @@ def make_attention_fn(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Sequence[float] | None = None,
+    score_mod: Callable[..., Any] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> AttentionFunction:
     """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
@@ -226,8 +230,9 @@ def make_attention_fn(
     differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`.
 
     One query beside several keys and a mask array is taken for a step of a module with ``decode=True``. The mask that
-    the module makes has the keys up to the query: `is_causal` is then left to it, `alibi_slopes` count from the last
-    key that it shows, and a `local_window_size` is refused. A `StructuralMask` is never taken for such a step.
+    the module makes has the keys up to the query: `is_causal` is then left to it, `alibi_slopes` and the indices of
+    `score_mod` count from the last key that it shows, and a `local_window_size` is refused. A `StructuralMask` is never
+    taken for such a step.
 
     Args:
       is_causal: query t sees keys up to t (or up to t + S - T, see `causal_alignment`).
@@ -236,6 +241,8 @@ def make_attention_fn(
       scale: of the scores; None: 1 / sqrt(D).
       logits_soft_cap: c in c * tanh(s / c); None: no cap.
       alibi_slopes: N numbers: slope * distance is taken off the scores of each head; None: none.
+      score_mod: of (score, batch, head, query, key), as for `jattn.dot_product_attention`. Functions compare by
+        identity: define it once. Parameters that it closes over are those of the moment of the call.
       implementation: a backend name, or several in order of preference; None: the best one that serves the call.
 
     Returns:
@@ -262,6 +269,7 @@ def make_attention_fn(
         alibi_slopes=(
             None if alibi_slopes is None else tuple(np.asarray(alibi_slopes, np.float32).tolist())
         ),
+        score_mod=score_mod,
         implementation=implementation,
     )
 
@@ -279,7 +287,7 @@ def _is_decoding_step(query: Array, key: Array, mask: object) -> bool:
 
 
 def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
-    """Puts the lone query at the last key that the mask, an array, shows to anyone, for the distances of ALiBi.
+    """Puts the lone query at the last key that the mask, an array, shows to anyone, for ALiBi and score functions.
 
     Softmax does not see what all distances have in common, so any place from the last visible key on would do, but one
     at the end of a long and still empty cache makes scores so large that float32 rounds their differences away.

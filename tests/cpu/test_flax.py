@@ -82,14 +82,23 @@ MASKS: dict[str, Callable[[int, int], Array | None]] = {
 MASKS_IN_MODULES = ("none", "causal-and-padding", "full")
 
 
+def by_distance(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A score function, which knows where queries stand."""
+    return score * (head + 1) / 2 - jnp.log1p(jnp.abs(query - key).astype(jnp.float32))
+
+
 # What a layer that decodes may have; the results are those of a causal pass over all tokens.
-DECODING_OPTIONS: list[dict[str, Any]] = [
+DECODING_OPTIONS: list[Any] = [
     {},
     {"is_causal": True},
     {"is_causal": True, "local_window_size": (-1, None)},
     {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
     {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0)},
     {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0), "causal_alignment": "lower_right"},
+    pytest.param(
+        {"is_causal": True, "score_mod": by_distance},
+        marks=pytest.mark.filterwarnings("ignore::jattn.FallbackWarning"),
+    ),
 ]
 
 

@@ -320,24 +320,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for head_dim in options.head_dims:
         for name in options.functions:
             for pass_name in options.passes:
-                for row in measure(name, head_dim, pass_name, options):
-                    rows.append(row)
+                found = measure(name, head_dim, pass_name, options)
+                rows += found
+                for row in found:
                     time = "-" if row.median_us is None else f"{row.median_us:9.1f} us"
                     print(
                         f"D={head_dim:<4d}{name:17s}{pass_name:17s}{row.contender:20s}{time}"
                         f"  {row.note or row.backends}",
                         flush=True,
                     )
-    if options.out is not None:
-        content = {
-            **facts,
-            "what": f"score functions, bfloat16, {options.batch} x {options.length} tokens, heads x head dim"
-            f" {options.width}, microseconds a call",
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+                if options.out is not None:  # after each, as PyTorch compiles for long
+                    write(options, facts, rows)
     return int(any(row.contender == "jattn" and row.median_us is None for row in rows))
+
+
+def write(options: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row]) -> None:
+    """Writes the JSON file."""
+    content = {
+        **facts,
+        "what": f"score functions, bfloat16, {options.batch} x {options.length} tokens, heads x head dim {options.width},"
+        " microseconds a call",
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ TITLES = {
     "jattn:padded": "jattn, padded",
     "jattn:cpu": "jattn",
     "jattn": "jattn",
+    "jattn, its argument": "jattn, by an argument",
     "jattn:mem_efficient": "jattn mem_efficient",
     "fa3-dew": "FlashAttention-3",
     "fa3-jax": "FlashAttention-3 (flash-attn3-jax)",

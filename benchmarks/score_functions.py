@@ -129,8 +129,7 @@ FUNCTIONS = {
 class Row:
     """One contender on one function and pass; either timed or with a note that says why not."""
 
-    function: str
-    head_dim: int
+    case: str  # "score-(function)-D(head dim)"
     pass_name: str
     contender: str
     median_us: float | None = None
@@ -258,6 +257,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
         for x, key in zip(("q", "k", "v", "dout"), keys, strict=True)
     }
     captures = [jnp.asarray(x) for x in function.captures(options.batch, heads, options.length)]
+    case = f"score-{name}-D{head_dim}"
     rows: list[Row] = []
     contenders: list[timing.Contender] = []
     backends: dict[str, str] = {}
@@ -268,7 +268,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
             contenders.append(build())
         except Exception as error:  # a contender that cannot run must not hide the others
             note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rows.append(Row(name, head_dim, pass_name, contender, note=note[:200]))
+            rows.append(Row(case, pass_name, contender, note=note[:200]))
             return
         after = jattn.call_counters()
         backends[contender] = "/".join(
@@ -283,12 +283,11 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
     if importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu":
         add("torch-flex", lambda: _flex(function, arrays, captures, backward))
     if len(contenders) > 1 and (note := _agree(contenders)):
-        return rows + [Row(name, head_dim, pass_name, c.name, note=note) for c in contenders]
+        return rows + [Row(case, pass_name, c.name, note=note) for c in contenders]
     times = timing.compare(contenders, options.rounds, options.round_seconds)
     return rows + [
         Row(
-            name,
-            head_dim,
+            case,
             pass_name,
             c.name,
             times[c.name].median_seconds * 1e6,
@@ -338,8 +337,7 @@ def write(options: argparse.Namespace, facts: dict[str, object], rows: Sequence[
     """Writes the JSON file."""
     content = {
         **facts,
-        "what": f"score functions, bfloat16, {options.batch} x {options.length} tokens, heads x head dim {options.width},"
-        " microseconds a call",
+        "what": f"bfloat16, batch {options.batch}, {options.length} queries and keys, heads x head dim {options.width}",
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

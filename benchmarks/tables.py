@@ -507,6 +507,41 @@ def _compiled(kernels: dict[str, int]) -> str:
     return f" ({count} {'kernel' if count == 1 else 'kernels'})" if count else ""
 
 
+# As benchmarks.score_functions names them.
+SCORE_NAME = re.compile(r"score-(.+)-D(\d+)")
+
+
+def score_functions(page: Path) -> str:
+    """Score functions and masks as functions, beside FlexAttention and beside our arguments that mean the same."""
+    if not records.has("h200-score-functions"):
+        return ""
+    record = records.newest("h200-score-functions")
+    titles = records.contenders(record.points)
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for point in record.points:
+        times = groups.setdefault((point.name, point.pass_name), {})
+        times[point.contender] = point.median_us / 1e3
+    rows = []
+    for (name, pass_name), values in groups.items():
+        match = SCORE_NAME.fullmatch(name)
+        if match is None:
+            raise LookupError(f"{record.path.name}: {name!r} is no case of score functions")
+        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
+    what = (
+        f'{record.content["what"]}, milliseconds, "-": does not run, or there is no such argument'
+    )
+    return "\n\n".join(
+        [
+            _format(["function", "head dim", "pass", *titles], rows),
+            "Times as fast, geometric mean (least to most) of the rows that both have: "
+            + _ratios(list(groups.values()), titles, largest=False)
+            + "."
+            + _spread(record.points),
+            _caption(record, page, what),
+        ]
+    )
+
+
 def training(page: Path) -> str:
     """Training steps of the example's language model with different attention."""
     if not records.has("h200-training"):
@@ -557,6 +592,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy,
     "latency": latency,
     "training": training,
+    "score-functions": score_functions,
 }
 
 

@@ -751,7 +751,8 @@ def score_functions_know_entries_and_heads_of_the_whole_problem(backend: str) ->
 def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(16):
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto
-        random_cuts.Cut.draw(seed, kind, dtype_of(backend)).check(backend)
+        left_out = ("score_mod",) if backend == "cpu" else ()
+        random_cuts.Cut.draw(seed, kind, dtype_of(backend), left_out).check(backend)
 
 
 def failures(backend: str, **environment: str) -> dict[str, str]:

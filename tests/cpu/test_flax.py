@@ -98,6 +98,7 @@ DECODING_OPTIONS: list[Any] = [
     pytest.param(
         {"is_causal": True, "score_mod": by_distance},
         marks=pytest.mark.filterwarnings("ignore::jattn.FallbackWarning"),
+        id="score function",
     ),
 ]
 

@@ -221,9 +221,8 @@ def trace(
 
     examples = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
     try:
-        with jax.sharding.use_abstract_mesh(
-            _NO_MESH
-        ):  # a shard evaluates it on none, or on another one
+        # A shard evaluates it on no mesh, or on another one.
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
             closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(

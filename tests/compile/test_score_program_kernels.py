@@ -1,4 +1,4 @@
-"""The kernels for every GPU with a score program inside: both compilers make them, and no register spills.
+"""The kernels with a score program inside: both compilers make them, and no register spills.
 
 What the program's text computes is tested elsewhere (tests/cpu/test_device_code.py); here it is in its place.
 """
@@ -16,7 +16,7 @@ import resources
 import toolchain
 
 from jattn import _core
-from jattn.backends import cuda_tiles
+from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
 from jattn.backends.kernel_plan import program_text
 from jattn.score_program import ScoreProgram, trace
 from jattn.spec import Spec
@@ -100,6 +100,33 @@ def test_nvcc(family: str, name: str, arch: tuple[int, int], tmp_path: Path) -> 
     assert resources.read_log(key, log, len(code)).faults == ()
 
 
+def hopper_keys(spec: Spec) -> list[str]:
+    """Those of `flash`; the backward ones are for slopes of 1."""
+    plans = [flash_tiles.plan_forward(spec)]
+    assert spec.score_mod is not None
+    for deterministic in (False, True) if spec.score_mod.has_unit_slope else ():
+        wants = (True, True, True, spec.bias is not None)
+        plans.append(
+            flash_backward_tiles.plan_backward(spec, wants=wants, deterministic=deterministic)
+        )
+    for plan in plans:
+        _core.register_program(plan.program)
+    found = dict.fromkeys(key for plan in plans for key in plan.kernels.split(";"))
+    return [key for key in found if "program=1" in key]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["added", "capped"])
+def test_hopper(name: str, head_dim: int) -> None:
+    toolchain.require_nvrtc()
+    keys = hopper_keys(problem(name, head_dim))
+    families = {toolchain.word(key, "family") for key in keys}
+    assert len(families) == (1 if name == "capped" else 3 if head_dim == 256 else 2)
+    for key in keys:
+        code, log = _core.compile_kernel(key)
+        assert resources.read_log(key, log, len(code)).faults == (), key
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", ["added", "capped"])
 def test_with_everything_else(name: str, dtype: str) -> None:
@@ -120,6 +147,9 @@ def test_with_everything_else(name: str, dtype: str) -> None:
     )
     for key in keys(spec, (8, 0)).values():
         _core.compile_kernel(key)
+    if dtype == "float16":
+        for key in hopper_keys(spec):
+            _core.compile_kernel(key)
 
 
 def test_a_slope_that_is_one_costs_no_registers() -> None:

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "sm90/score.cuh"
+#include "sm90/score_program.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/turns.cuh"

@@ -1,9 +1,8 @@
-// What happens to a score of the forward between the first product and the softmax: the score stage (softcap, bias, slopes, the
-// user's program), then the masks. And which probabilities dropout removes behind it.
+// What happens to a score of the forward between the first product and the softmax: the score stage (softcap, bias, slopes; then
+// the user's program, score_program.cuh), then the masks. And which probabilities dropout removes behind it.
 #pragma once
 
 #include "attn/dropout.cuh"
-#include "attn/score_program.cuh"
 #include "sm90/softmax.cuh"
 #include "sm90/wgmma.cuh"
 #include "sm90/work.cuh"
@@ -259,33 +258,6 @@ __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileC
   if constexpr (!C.bias && !C.alibi && !C.softcap) {  // a program alone
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) s[i] *= problem.scale;
-  }
-}
-
-// Scores pass through the user's program.
-template <Config C>
-__device__ __forceinline__ void apply_program(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
-  const ProblemParams& problem = context.params.problem;
-  const int batch = __ldg(problem.batch_ids + context.item.batch), head = __ldg(problem.head_ids + context.item.head);
-  int query[2] = {context.query(0), context.query(1)};
-  if constexpr (C.positions) {
-    const int* positions = context.control.q_positions[context.slot] + context.place.row;
-    query[0] = positions[0], query[1] = positions[8];
-  }
-  const int first_key = context.first_key();
-#pragma unroll
-  for (int i = 0; i < C.tile_kv / 8; ++i) {
-    int2 keys = make_int2(first_key + 8 * i, first_key + 8 * i + 1);
-    if constexpr (C.positions) {
-      keys = *reinterpret_cast<const int2*>(context.control.kv_positions[context.stage] + context.place.column + 8 * i);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float& low = s[4 * i + 2 * r];
-      float& high = s[4 * i + 2 * r + 1];
-      low = ScoreProgram::score(low, batch, head, query[r], keys.x, problem.captures);
-      high = ScoreProgram::score(high, batch, head, query[r], keys.y, problem.captures);
-    }
   }
 }
 

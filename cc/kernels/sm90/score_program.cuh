@@ -1,0 +1,35 @@
+// The user's score function in the forward: scores of a tile, finished but for it, pass through it before the masks.
+#pragma once
+
+#include "attn/score_program.cuh"
+#include "sm90/score.cuh"
+
+namespace jattn::sm90 {
+
+template <Config C>
+__device__ __forceinline__ void apply_program(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
+  const ProblemParams& problem = context.params.problem;
+  const int batch = __ldg(problem.batch_ids + context.item.batch), head = __ldg(problem.head_ids + context.item.head);
+  int query[2] = {context.query(0), context.query(1)};
+  if constexpr (C.positions) {
+    const int* positions = context.control.q_positions[context.slot] + context.place.row;
+    query[0] = positions[0], query[1] = positions[8];
+  }
+  const int first_key = context.first_key();
+#pragma unroll
+  for (int i = 0; i < C.tile_kv / 8; ++i) {
+    int2 keys = make_int2(first_key + 8 * i, first_key + 8 * i + 1);
+    if constexpr (C.positions) {
+      keys = *reinterpret_cast<const int2*>(context.control.kv_positions[context.stage] + context.place.column + 8 * i);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& low = s[4 * i + 2 * r];
+      float& high = s[4 * i + 2 * r + 1];
+      low = ScoreProgram::score(low, batch, head, query[r], keys.x, problem.captures);
+      high = ScoreProgram::score(high, batch, head, query[r], keys.y, problem.captures);
+    }
+  }
+}
+
+}  // namespace jattn::sm90

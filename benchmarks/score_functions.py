@@ -28,7 +28,8 @@ from benchmarks import report, timing
 
 # Largest difference between contenders, over the largest value: two roundings of bfloat16.
 TOLERANCE = 2.0**-6
-PASSES = ("forward", "forward+backward")
+# The last with gradients of what the function reads, too.
+PASSES = ("forward", "forward+backward", "learned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Function:
     per_batch: bool = False
     keywords: Callable[..., dict[str, Any]] | None = None
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether it reads an array that may have a gradient."""
+        return self.captures in (_slopes, _table, _buckets, _bias)
+
 
 def _slopes(batch: int, heads: int, length: int) -> tuple[Any, ...]:
     return ((0.5 ** (8 * np.arange(1, heads + 1) / heads)).astype(np.float32),)
@@ -59,6 +65,10 @@ def _slopes(batch: int, heads: int, length: int) -> tuple[Any, ...]:
 
 def _table(batch: int, heads: int, length: int) -> tuple[Any, ...]:
     return (np.random.default_rng(1).normal(size=(heads, 2 * length)).astype(np.float32),)
+
+
+def _buckets(batch: int, heads: int, length: int) -> tuple[Any, ...]:
+    return (np.random.default_rng(1).normal(size=(heads, 32)).astype(np.float32),)
 
 
 def _documents(batch: int, heads: int, length: int) -> tuple[Any, ...]:
@@ -80,6 +90,11 @@ def _torch() -> Any:
     return torch
 
 
+def _bucket(library: Any, distance: Any) -> Any:
+    """The bucket of a distance, as a float; in jax.numpy or torch."""
+    return library.where(distance < 16, distance, 16 + 2 * library.log2(1 + distance / 16))
+
+
 FUNCTIONS = {
     "causal": Function(
         _none,
@@ -97,6 +112,15 @@ FUNCTIONS = {
         _table,
         score_mod=lambda s, b, h, q, k, table: s + table[h, q - k + table.shape[1] // 2],
         torch_score_mod=lambda s, b, h, q, k, table: s + table[h, q - k + table.shape[1] // 2],
+    ),
+    "buckets": Function(  # of distances, linear up to 15, then logarithmic
+        _buckets,
+        score_mod=lambda s, b, h, q, k, table: (
+            s + table[h, _bucket(jnp, jnp.abs(q - k)).astype(int)]
+        ),
+        torch_score_mod=lambda s, b, h, q, k, table: (
+            s + table[h, _bucket(_torch(), (q - k).abs()).int()]
+        ),
     ),
     "bias": Function(
         _bias,
@@ -138,12 +162,15 @@ class Row:
     note: str = ""
 
 
+_RESULTS = ("out", "dq", "dk", "dv", "dcapture")
+
+
 def _ours(
     arrays: dict[str, Any],
     captures: list[Any],
     keywords: Callable[..., dict[str, Any]],
     name: str,
-    backward: bool,
+    pass_name: str,
 ) -> timing.Contender:
     """Our attention of q, k, v as a contender. What it reads are arguments: XLA would fold constants for minutes."""
 
@@ -152,9 +179,11 @@ def _ours(
 
     def both(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         dout, *captures = rest
-        out, pull = jax.vjp(lambda *x: forward(*x, *captures), q, k, v)
+        moving = [q, k, v, *(captures if pass_name == "learned" else ())]
+        out, pull = jax.vjp(lambda *x: forward(*x, *captures[len(x) - 3 :]), *moving)
         return (out, *pull(dout))
 
+    backward = pass_name != "forward"
     operands = [arrays[x] for x in (("q", "k", "v", "dout") if backward else ("q", "k", "v"))]
     operands += captures
     compiled = jax.jit(both if backward else forward).lower(*operands).compile()
@@ -162,9 +191,7 @@ def _ours(
         name,
         lambda: compiled(*operands),
         jax.block_until_ready,
-        lambda found: dict(
-            zip(("out", "dq"), cast(Any, found if backward else (found,)), strict=False)
-        ),
+        lambda found: dict(zip(_RESULTS, cast(Any, found if backward else (found,)), strict=False)),
     )
 
 
@@ -187,7 +214,7 @@ def _with_functions(
 
 
 def _flex(
-    function: Function, arrays: dict[str, Any], captures: list[Any], backward: bool
+    function: Function, arrays: dict[str, Any], captures: list[Any], pass_name: str
 ) -> timing.Contender:
     """PyTorch's FlexAttention, compiled for the shapes."""
     import torch
@@ -201,7 +228,10 @@ def _flex(
 
     q, k, v, dout = (from_jax(arrays[x]).transpose(1, 2) for x in ("q", "k", "v", "dout"))
     own = [from_jax(x) for x in captures]
+    backward, learned = pass_name != "forward", pass_name == "learned"
     inputs = [x.detach().requires_grad_() for x in (q, k, v)] if backward else [q, k, v]
+    if learned:
+        own = [x.clone().requires_grad_() for x in own]
     batch, _, length, _ = q.shape
     score_mod = block_mask = None
     if (score := function.torch_score_mod) is not None:
@@ -221,12 +251,15 @@ def _flex(
 
     def enqueue() -> tuple[Any, ...]:
         out = attention(*inputs, score_mod=score_mod, block_mask=block_mask)
-        return (out, *torch.autograd.grad(out, inputs, dout)) if backward else (out,)
+        moving = [*inputs, *(own if learned else ())]
+        return (out, *torch.autograd.grad(out, moving, dout)) if backward else (out,)
 
     def results(found: Any) -> dict[str, object]:
         return {
-            name: jnp.from_dlpack(x.transpose(1, 2).detach().contiguous())
-            for name, x in zip(("out", "dq"), found, strict=False)
+            name: jnp.from_dlpack(
+                (x if name == "dcapture" else x.transpose(1, 2)).detach().contiguous()
+            )
+            for name, x in zip(_RESULTS, found, strict=False)
         }
 
     contender = timing.Contender("torch-flex", enqueue, lambda _: torch.cuda.synchronize(), results)
@@ -248,7 +281,7 @@ def _agree(contenders: Sequence[timing.Contender]) -> str:
 
 def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespace) -> list[Row]:
     """Builds, compares and times the contenders of one function."""
-    function, backward = FUNCTIONS[name], pass_name == PASSES[1]
+    function = FUNCTIONS[name]
     heads = options.width // head_dim
     shape = (options.batch, options.length, heads, head_dim)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -276,12 +309,13 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
         )
 
     read, keywords = _with_functions(function, captures, shape)
-    add("jattn", lambda: _ours(arrays, read, keywords, "jattn", backward))
+    add("jattn", lambda: _ours(arrays, read, keywords, "jattn", pass_name))
     if (own := function.keywords) is not None:
         title = "jattn, its argument"
-        add(title, lambda: _ours(arrays, captures, own, title, backward))
-    if importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu":
-        add("torch-flex", lambda: _flex(function, arrays, captures, backward))
+        add(title, lambda: _ours(arrays, captures, own, title, pass_name))
+    has_torch = importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu"
+    if has_torch and not options.no_rivals:
+        add("torch-flex", lambda: _flex(function, arrays, captures, pass_name))
     if len(contenders) > 1 and (note := _agree(contenders)):
         return rows + [Row(case, pass_name, c.name, note=note) for c in contenders]
     times = timing.compare(contenders, options.rounds, options.round_seconds)
@@ -311,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=2048, help="heads x head dim")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-seconds", type=float, default=0.05)
+    parser.add_argument("--no-rivals", action="store_true", help="ours alone")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
 
@@ -319,6 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for head_dim in options.head_dims:
         for name in options.functions:
             for pass_name in options.passes:
+                if pass_name == "learned" and not FUNCTIONS[name].is_learned:
+                    continue
                 found = measure(name, head_dim, pass_name, options)
                 rows += found
                 for row in found:

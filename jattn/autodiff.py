@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jattn import blocked, counters, device, dispatch, reference
-from jattn.backends import Residuals, Wants
+from jattn import blocked, counters, device, device_gradients, dispatch, reference
+from jattn.backends import SUMS_CAPTURES, Backend, Residuals, Wants
 from jattn.config import Options
 from jattn.errors import NoBackendError, Reason, describe_refusals, warn_caller
 from jattn.jax_interface import (
@@ -106,10 +106,10 @@ def _run_backward(
     wants: Wants,
     has_dlse: bool,
 ) -> Any:
-    _refuse_unstable_sums(wants, options, where)
     operands, rest = _split(arrays, spec)
     spec = spec.for_operands(operands)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
+    _refuse_unstable_sums(spec, backend, wants, options, where)
     residuals = _residuals(rest, has_dlse)
     grads: Gradients | None = None
     if any(wants.of_backend().all_flags()):
@@ -254,14 +254,15 @@ def _forward_jvp(
     needs_grad: bool,
 ) -> tuple[Any, Any]:
     _warn_if_not_deterministic(spec, options)
-    dispatch.choose_or_raise(spec, device.expected(options.device), options, needs_grad=True)
+    where = device.expected(options.device)
+    backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     out, lse = forward_p.bind(*primals, spec=spec, options=options, needs_grad=True)
     # Named inside the rule, because what a checkpointed block lacks later are the residuals of this rule.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     operand_tangents, _ = _split(tangents, spec)
     differentiable = operand_tangents.differentiable()
     wants = Wants.of([t is not None and not isinstance(t, ad.Zero) for t in differentiable])
-    _refuse_unstable_sums(wants, options, device.expected(options.device))
+    _refuse_unstable_sums(spec, backend, wants, options, where)
     present = [t for t, wanted in zip(differentiable, wants.all_flags(), strict=True) if wanted]
     moved = tangent_p.bind(*primals, out, lse, *present, spec=spec, options=options, wants=wants)
     return (out, lse), moved
@@ -300,21 +301,31 @@ def _tangent_transpose(
     return of_primals + [next(grads) if is_unknown else None for is_unknown in unknown]
 
 
-def _refuse_unstable_sums(wants: Wants, options: Options, where: device.Device) -> None:
+def _refuse_unstable_sums(
+    spec: Spec, backend: Backend, wants: Wants, options: Options, where: device.Device
+) -> None:
     """Refuses gradients of captures where they are added up in any order, for who asks for the same bits every time.
+
+    Kernels of ours have an order; XLA has none on a GPU.
 
     Raises:
       NoBackendError: it is so.
     """
     if options.determinism != "strict" or where.platform != "cuda" or not any(wants.captures):
         return
+    can_sum = spec.score_mod is not None and device_gradients.can_sum(
+        spec.score_mod, wants.captures
+    )
+    if can_sum and backend.name in SUMS_CAPTURES:
+        return
     reason = Reason(
         "xla",
         "DETERMINISTIC",
         "determinism",
         "strict",
-        "must be another where score_mod's captures get gradients on a GPU, which adds them up in any order",
-        "leave jattn.deterministic, or pass the captures through jax.lax.stop_gradient",
+        "must be another where XLA computes the gradients of score_mod's captures on a GPU, in any order",
+        "leave jattn.deterministic, pass the captures through jax.lax.stop_gradient, or, on flash and mem_efficient,"
+        f" let score_mod read at most {device_gradients.MAX_READS} elements of arrays of at most 32 bits for a pair",
     )
     text = "jattn.dot_product_attention: no backend has deterministic gradients of captures here"
     raise NoBackendError(describe_refusals(text, {"xla": (reason,)}), (reason,))

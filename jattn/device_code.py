@@ -24,10 +24,18 @@ from jattn.device_scalars import C_TYPES, MAX_SCALARS, Code, Scalar, TooLongErro
 from jattn.jax_interface import ClosedJaxpr, Literal
 from jattn.score_program import ScoreProgram, flat_equations
 
-__all__ = ["MAX_CAPTURES", "device_code", "refusals"]
+__all__ = [
+    "ARGUMENTS",
+    "MAX_CAPTURES",
+    "arguments_of",
+    "device_code",
+    "evaluated",
+    "index_range",
+    "refusals",
+]
 
 MAX_CAPTURES = 16
-_ARGUMENTS = (
+ARGUMENTS = (
     "float score, int batch, int head, int query, int key,"
     f" const void* const (&captures)[{MAX_CAPTURES}]"
 )
@@ -68,8 +76,7 @@ def refusals(program: ScoreProgram) -> list[tuple[str, object, str]]:
             found.append(("CAPTURE_ACCESS", named, "an array with elements"))
     jaxprs = [program.jaxpr] if program.has_unit_slope else [program.jaxpr, program.slope_jaxpr]
     for jaxpr in jaxprs:
-        for equation, inputs, outputs in _live_equations(jaxpr)[0]:
-            found += _refusals_of(equation, inputs, outputs)
+        found += refused_operations(jaxpr)
     if not found:
         try:
             device_code(program)
@@ -80,11 +87,23 @@ def refusals(program: ScoreProgram) -> list[tuple[str, object, str]]:
     return list(dict.fromkeys(found))
 
 
+def refused_operations(jaxpr: ClosedJaxpr) -> list[tuple[str, object, str]]:
+    """What of one function cannot be expressed, as ``refusals``."""
+    equations, _ = _live_equations(jaxpr)
+    return [refusal for equation in equations for refusal in _refusals_of(*equation)]
+
+
 @functools.lru_cache(maxsize=256)
 def device_code(
-    program: ScoreProgram, *, by_position: bool = True, largest_index: int = LARGEST_INDEX
+    program: ScoreProgram,
+    *,
+    by_position: bool = True,
+    largest_index: int = LARGEST_INDEX,
+    more: tuple[str, ...] = (),
 ) -> str:
     """Returns the text of ``struct ScoreProgram``, which belongs into namespace jattn behind program_math.cuh.
+
+    ``more``: lines of further members.
 
     Its functions map a score in natural units, the indices of its pair (head >= 0, batch within
     ``program.batch_extent``, query and key at most ``largest_index`` in size, and not negative unless ``by_position``)
@@ -93,7 +112,7 @@ def device_code(
 
     The program must have no ``refusals``.
     """
-    indices = (-largest_index if by_position else 0, largest_index)
+    indices = index_range(by_position=by_position, largest_index=largest_index)
     value = _body(program, program.jaxpr, indices)
     if program.has_unit_slope:
         slope = [
@@ -108,32 +127,51 @@ def device_code(
         "",
         "  // The score of one pair, in natural units.",
         "  JATTN_PROGRAM_FUNCTION float score(",
-        f"      {_ARGUMENTS}) {{",
+        f"      {ARGUMENTS}) {{",
         *(f"    {line}" for line in value),
         "  }",
         "",
         "  // The same, and its derivative by the score that comes in.",
         "  JATTN_PROGRAM_FUNCTION float score_and_slope(",
-        f"      {_ARGUMENTS}, float& slope) {{",
+        f"      {ARGUMENTS}, float& slope) {{",
         *(f"    {line}" for line in slope),
         "  }",
+        *(f"  {line}".rstrip() for line in more),
         "};",
     ]
     return "\n".join(lines) + "\n"
 
 
+def index_range(*, by_position: bool, largest_index: int) -> tuple[int, int]:
+    """What indices of queries and keys are within."""
+    return (-largest_index if by_position else 0), largest_index
+
+
 def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -> list[str]:
     """The statements of a function for a jaxpr with one result, or two, of which the second is the slope."""
     code = Code()
-    score = code.convert(Scalar("float32", "score"), program.dtype)
-    arguments = [Array.scalar(score)]
+    results = evaluated(code, jaxpr, arguments_of(code, program, indices))
+    return code.lines([code.convert(x.at(()), "float32") for x in results])
+
+
+def arguments_of(code: Code, program: ScoreProgram, indices: tuple[int, int]) -> list[Array]:
+    """What a function of device code gets, as the arguments of ``program.jaxpr``.
+
+    ``indices``: the range of queries and keys.
+    """
     most = limits("int32")[1]
     extent = program.batch_extent
     ranges = {"batch": (0, extent - 1 if isinstance(extent, int) else most), "head": (0, most)}
     ranges |= {"query": indices, "key": indices}
-    for name in ("batch", "head", "query", "key"):
-        arguments.append(Array.scalar(Scalar("int32", name, range=ranges[name])))
-    arguments += [capture_array(code, i, x) for i, x in enumerate(program.captures)]
+    return [
+        Array.scalar(code.convert(Scalar("float32", "score"), program.dtype)),
+        *(Array.scalar(Scalar("int32", name, range=within)) for name, within in ranges.items()),
+        *(capture_array(code, i, x) for i, x in enumerate(program.captures)),
+    ]
+
+
+def evaluated(code: Code, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
+    """The results of a jaxpr."""
     values: dict[Any, Array] = dict(zip(jaxpr.jaxpr.invars, arguments, strict=True))
 
     def value_of(x: Any) -> Array:
@@ -147,8 +185,7 @@ def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -
             values[output] = array
             if not array.shape:
                 array.at(())  # here, so that statements come in the order of the program
-    scalars = [code.convert(value_of(x).at(()), "float32") for x in results]
-    return code.lines(scalars)
+    return [value_of(x) for x in results]
 
 
 def _live_equations(jaxpr: ClosedJaxpr) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:

@@ -55,6 +55,8 @@ def operation(
     first = xs[0]
     if name == "select_n":
         return select(code, first, xs[1:])
+    if any(x.is_nil for x in xs):
+        return _of_nil(code, name, dtype, xs)
     if name == "clamp":
         low, x, high = xs
         return extreme(code, "min", extreme(code, "max", x, low), high)
@@ -95,6 +97,16 @@ def operation(
         text = ROUND[dtype].format(text)
     signs = min(max(first.range[0], -1), 1), min(max(first.range[1], -1), 1)
     return code.make(dtype, text, *xs, within=signs if name == "sign" else None)
+
+
+def _of_nil(code: Code, name: str, dtype: str, xs: Sequence[Scalar]) -> Scalar:
+    """A linear operation on tangents, some of which are nil, or of such a one and a number."""
+    moving = [x for x in xs if not x.is_nil]
+    if name not in ("add", "add_any", "sub") or not moving:
+        return code.nil(dtype)
+    if name == "sub" and xs[0].is_nil:
+        return operation(code, "neg", {}, dtype, (moving[0],))
+    return moving[0]
 
 
 def _operation_text(name: str, params: dict[str, Any], dtype: str, xs: tuple[Scalar, ...]) -> str:
@@ -139,6 +151,7 @@ def select(code: Code, which: Scalar, cases: Sequence[Scalar]) -> Scalar:
         return cases[min(max(int(which.constant), 0), len(cases) - 1)]
     if all(x is cases[0] for x in cases):
         return cases[0]
+    cases = [code.constant(x.dtype, 0) if x.is_nil else x for x in cases]
     within = (min(x.range[0] for x in cases), max(x.range[1] for x in cases))
     if which.dtype == "bool":
         is_float = cases[0].dtype in FLOATS

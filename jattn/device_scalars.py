@@ -41,6 +41,7 @@ class Scalar:
       range: of an integer, what it is within.
       constant: its value, if that is known.
       table: of elements of a constant array, the declaration of that.
+      is_nil: the tangent of what does not move: 0, whatever it is multiplied by.
     """
 
     dtype: str
@@ -49,6 +50,7 @@ class Scalar:
     range: tuple[int, int] = (0, 0)
     constant: bool | int | float | None = None
     table: str = ""
+    is_nil: bool = False
 
     @property
     def is_int(self) -> bool:
@@ -101,10 +103,18 @@ class Code:
         text = constant_text(dtype, plain, number)
         return self._made.setdefault((dtype, text), Scalar(dtype, text, (), bounds, plain))
 
+    def nil(self, dtype: str) -> Scalar:
+        """Returns the tangent of what does not move."""
+        return self._made.setdefault(
+            ("nil", dtype), Scalar(dtype, constant_text(dtype, 0.0, None), is_nil=True)
+        )
+
     def convert(self, x: Scalar, dtype: str) -> Scalar:
         """As XLA: floats to integers toward zero, saturating, NaN to 0; integers to narrower ones modulo."""
         if x.dtype == dtype:
             return x
+        if x.is_nil:
+            return self.nil(dtype)
         if x.constant is not None and (x.is_int or x.dtype == "bool"):
             return self.constant(dtype, np.asarray(x.constant, jnp.dtype(x.dtype)))
         if x.constant is not None and dtype in FLOATS:
@@ -131,6 +141,12 @@ class Code:
 
     def lines(self, results: Sequence[Scalar]) -> list[str]:
         """The statements that compute and return the first result, and store the second one in ``slope``."""
+        lines, names = self.statements(results)
+        lines += [f"slope = {name};" for name in names[1:]]
+        return [*lines, f"return {names[0]};"]
+
+    def statements(self, results: Sequence[Scalar]) -> tuple[list[str], list[str]]:
+        """The statements that compute the results, and expressions of these."""
         live: dict[Scalar, None] = {}
         stack = [(x, False) for x in reversed(results)]
         while stack:
@@ -151,8 +167,7 @@ class Code:
             text = x.text.format(*map(name, x.operands))
             names[x] = f"v{len(names)}"
             lines.append(f"const {C_TYPES[x.dtype]} {names[x]} = {text};")
-        lines += [f"slope = {name(x)};" for x in results[1:]]
-        return [*lines, f"return {name(results[0])};"]
+        return lines, [name(x) for x in results]
 
 
 def limits(dtype: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.export
 import numpy as np
 
-from jattn import config
+from jattn import config, device_gradients
 from jattn.backends.base import Residuals, Wants
 from jattn.errors import Reason
 from jattn.jax_interface import CUDNN_TARGETS, NamedSharding, PartitionSpec, manual_axes
@@ -127,27 +128,44 @@ def backward(
     plan: dict[str, Any],
     scratch_shape: tuple[int, ...],
     slope_parts: int = 0,
+    captures: tuple[bool, ...] = (),
 ) -> Gradients:
     """Calls the backward target; a gradient that is not wanted comes back with zero elements.
 
-    ``slope_parts``: in how many parts it computes the gradient of the slopes; 0: not at all.
+    Args:
+      spec, operands, residuals, wants: as for ``Backend.backward``.
+      plan: the attribute of that name.
+      scratch_shape: in bytes.
+      slope_parts: in how many parts it computes the gradient of the slopes; 0: not at all.
+      captures: for which captures it computes the gradient; (): for none.
     """
+    program = spec.score_mod
+    starts = [0]
+    if program is not None and any(captures):
+        starts = device_gradients.offsets(program, captures)
     shapes = spec.shapes()
     slopes_shape = (spec.batch, spec.num_heads, slope_parts)
     of_wanted = zip(
-        (shapes["q"], shapes["k"], shapes["v"], spec.bias or (0,), slopes_shape),
-        (*wants.flags(), slope_parts > 0),
+        (
+            shapes["q"],
+            shapes["k"],
+            shapes["v"],
+            spec.bias or (0,),
+            slopes_shape,
+            (starts[-1],),
+        ),
+        (*wants.flags(), slope_parts > 0, True),
         strict=True,
     )
     results = [shape if wanted else (0,) for shape, wanted in of_wanted]
-    dtypes = (*[spec.dtype] * 3, spec.bias_dtype or spec.dtype, spec.lse_dtype)
+    dtypes = (*[spec.dtype] * 3, spec.bias_dtype or spec.dtype, spec.lse_dtype, "float32")
     arrays = (
         *operands.flat()[:3],
         *(residuals.out, residuals.lse, residuals.dout),
         *operands.flat()[3:],
         *(() if residuals.dlse is None else (residuals.dlse,)),
     )
-    dq, dk, dv, dbias, slopes, _ = _call(
+    dq, dk, dv, dbias, slopes, dcaptures, _ = _call(
         BACKWARD_TARGET,
         arrays,
         [*zip(results, dtypes, strict=True), (scratch_shape, "uint8")],
@@ -160,6 +178,18 @@ def backward(
         v=dv,
         bias=dbias if wants.bias else None,
         alibi_slopes=slopes.sum(-1, keepdims=True) if slope_parts > 0 else None,
+        captures=_cut(dcaptures, spec, captures, starts) if any(captures) else None,
+    )
+
+
+def _cut(
+    gradients: jax.Array, spec: Spec, wanted: tuple[bool, ...], starts: list[int]
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of captures that lie one after the other; None for those that are not wanted."""
+    assert spec.score_mod is not None
+    return tuple(
+        gradients[start : start + math.prod(c.shape)].reshape(c.shape) if flag else None
+        for c, start, flag in zip(spec.score_mod.captures, starts, wanted, strict=False)
     )
 
 

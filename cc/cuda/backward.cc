@@ -1,6 +1,7 @@
 #include "cuda/backward.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "core/require.h"
 #include "cuda/attention_params.h"
@@ -40,12 +41,20 @@ struct Kernels {
   const Kernel* dq;
   const Kernel* dbias;
   const Kernel* dslopes;
+  const Kernel* dcaptures;
+  const Kernel* dcaptures_sizes;
+  const Kernel* dcaptures_exact;
 };
 
 Kernels find_kernels(const Plan& plan) {
-  return {find_family(plan, "sm80_backward"), find_family(plan, "sm80_backward_dkv"),
-          find_family(plan, "sm80_backward_dq"), find_family(plan, "sm80_backward_dbias"),
-          find_family(plan, "sm80_backward_dslopes")};
+  return {find_family(plan, "sm80_backward"),
+          find_family(plan, "sm80_backward_dkv"),
+          find_family(plan, "sm80_backward_dq"),
+          find_family(plan, "sm80_backward_dbias"),
+          find_family(plan, "sm80_backward_dslopes"),
+          find_family(plan, "sm80_backward_dcaptures"),
+          find_family(plan, "sm80_backward_dcaptures_sizes"),
+          find_family(plan, "sm80_backward_dcaptures_exact")};
 }
 
 // Everything in scratch, in the order of its parts.
@@ -58,13 +67,24 @@ struct Scratch {
   void* query_ranges = nullptr;  // for the one that owns queries
   void* dbias_ranges = nullptr;
   void* dslopes_ranges = nullptr;
+  void* dcaptures_ranges = nullptr;
   void* key_mask = nullptr;  // packed, likewise
   void* query_mask = nullptr;
   void* dbias_mask = nullptr;
   void* dslopes_mask = nullptr;
+  void* dcaptures_mask = nullptr;
   float* partials = nullptr;
+  float* capture_copies = nullptr;  // of gradients of captures, if there are several
+  unsigned long long* whole_sums = nullptr;
+  unsigned* largest = nullptr;  // of each capture
   int64_t bytes = 0;
 };
+
+// How many copies of the gradients of captures blocks share: with one, all of them may add to few elements.
+int64_t capture_copies(int64_t elements) {
+  constexpr int64_t kWantedElements = int64_t{1} << 20, kMost = 64;
+  return std::clamp<int64_t>(kWantedElements / std::max<int64_t>(elements, 1), 1, kMost);
+}
 
 Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
   Carver carver(base);
@@ -98,6 +118,19 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (buffers.dslopes != nullptr) {
     scratch.dslopes_ranges = take_ranges(kernels.dslopes);
     scratch.dslopes_mask = take_mask(kernels.dslopes, false);
+  }
+  if (buffers.dcaptures != nullptr) {
+    const bool is_exact = kernels.dcaptures_exact != nullptr;
+    const Kernel* kernel = is_exact ? kernels.dcaptures_exact : kernels.dcaptures;
+    scratch.dcaptures_ranges = take_ranges(kernel);
+    scratch.dcaptures_mask = take_mask(kernel, false);
+    const int64_t copied = capture_copies(buffers.dcaptures_elements) * buffers.dcaptures_elements;
+    if (is_exact) {
+      scratch.largest = carver.take<unsigned>(kMaxCaptures);
+      scratch.whole_sums = carver.take<unsigned long long>(copied);
+    } else if (copied > buffers.dcaptures_elements) {
+      scratch.capture_copies = carver.take<float>(copied);
+    }
   }
   scratch.bytes = carver.used();
   return scratch;
@@ -243,6 +276,58 @@ void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
+// Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their unit; in
+// copies, then together.
+void launch_dcaptures(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
+                      const Scratch& scratch, CUstream stream) {
+  const bool is_exact = kernels.dcaptures_exact != nullptr;
+  const Kernel& kernel = is_exact ? *kernels.dcaptures_exact : *kernels.dcaptures;
+  const Config& config = kernel.config();
+  CapturesParams params{};
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  launch_tile_ranges(problem, plan, config, scratch.dcaptures_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dcaptures_mask, stream);
+  }
+  params.backward.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.backward.section_heads = section_heads(problem, config);
+  const int64_t elements = buffers.dcaptures_elements;
+  params.copies = static_cast<int32_t>(capture_copies(elements));
+  params.elements = elements;
+  auto* const gradients = static_cast<float*>(buffers.dcaptures);
+  params.sums = scratch.capture_copies != nullptr ? scratch.capture_copies : gradients;
+  params.whole_sums = scratch.whole_sums;
+  params.largest = scratch.largest;
+  const auto pairs = static_cast<uint64_t>(problem.batch * problem.num_heads * problem.q_len);
+  params.pairs_log2 =
+      static_cast<int32_t>(std::bit_width(pairs) + std::bit_width(static_cast<uint64_t>(problem.kv_len)));
+  const Launch shape{.grid = {.x = problem.batch * problem.num_heads * params.backward.tiles},
+                     .num_threads = sm80::backward_dq_threads(config),
+                     .shared_bytes = sm80::backward_dq_shared_bytes(config)};
+  if (is_exact) {
+    fill_zero(scratch.largest, kMaxCaptures * 4, stream);
+    fill_zero(scratch.whole_sums, params.copies * elements * 8, stream);
+    JATTN_REQUIRE(kernels.dcaptures_sizes->config().tile_q == config.tile_q &&
+                      kernels.dcaptures_sizes->config().num_warps == config.num_warps,
+                  "kernels ", kernels.dcaptures_sizes->text, " and ", kernel.text, " do not agree on their blocks");
+    launch(*kernels.dcaptures_sizes, shape, &params, stream);
+  } else {
+    fill_zero(params.sums, params.copies * elements * 4, stream);
+  }
+  launch(kernel, shape, &params, stream);
+  if (params.sums == gradients && !is_exact) return;
+  const Kernel& sums = require_family(plan, "capture_sums");
+  const CaptureSumsParams last{.sums = params.sums,
+                               .whole_sums = params.whole_sums,
+                               .largest = params.largest,
+                               .gradients = gradients,
+                               .elements = elements,
+                               .copies = params.copies,
+                               .pairs_log2 = params.pairs_log2};
+  const int threads = capture_sums_threads(sums.config());
+  launch(sums, {.grid = {.x = ceil_div(elements, threads)}, .num_threads = threads}, &last, stream);
+}
+
 }  // namespace
 
 int64_t backward_scratch_bytes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan) {
@@ -267,6 +352,9 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
                 "dbias is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(buffers.dslopes == nullptr || kernels.dslopes != nullptr,
                 "dslopes is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dcaptures == nullptr || kernels.dcaptures != nullptr ||
+                    (kernels.dcaptures_sizes != nullptr && kernels.dcaptures_exact != nullptr),
+                "dcaptures is wanted, but the plan has no kernel for it");
 
   launch_row_delta(problem, buffers, plan, kernels, scratch, stream);
   if (kernels.fused != nullptr) {
@@ -278,6 +366,7 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
   }
   if (buffers.dbias != nullptr) launch_dbias(problem, buffers, plan, *kernels.dbias, scratch, stream);
   if (buffers.dslopes != nullptr) launch_dslopes(problem, buffers, plan, *kernels.dslopes, scratch, stream);
+  if (buffers.dcaptures != nullptr) launch_dcaptures(problem, buffers, plan, kernels, scratch, stream);
 }
 
 }  // namespace jattn::cuda

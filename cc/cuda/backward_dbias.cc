@@ -41,6 +41,7 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
   if (buffers.dslopes != nullptr) {
     fill_zero(buffers.dslopes, problem.batch * problem.num_heads * buffers.dslopes_parts * 4, stream);
   }
+  if (buffers.dcaptures != nullptr) fill_zero(buffers.dcaptures, buffers.dcaptures_elements * 4, stream);
   if (buffers.dbias == nullptr) return;
   const BroadcastTensor& bias = problem.bias;
   fill_zero(buffers.dbias, shape_of(bias, problem).elements() * size_bytes(bias.dtype), stream);

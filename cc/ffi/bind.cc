@@ -326,7 +326,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     }
   }
   operands.require_used_up();
-  std::array results = decode_results<6>(rets, check);
+  std::array results = decode_results<7>(rets, check);
   if (!check.ok()) return ffi::Unexpected(check.error());
   const ffi::DataType type = element_type(p.dtype);
   buffers.dq = wanted("dq", results[0], type, {p.batch, p.q_len, p.num_heads, p.head_dim}, check);
@@ -345,7 +345,15 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     buffers.dslopes = results[4].untyped_data();
     buffers.dslopes_parts = dims.size() == 3 ? dims[2] : 0;
   }
-  scratch = results[5];
+  if (results[5].element_count() != 0) {
+    check.require(p.score_mod, "dcaptures is wanted without a score function");
+    check.require(results[5].dimensions().size() == 1, "dcaptures has shape ", Shape{results[5].dimensions()},
+                  ", must have one axis");
+    check.require_type("dcaptures", results[5], ffi::DataType::F32);
+    buffers.dcaptures = results[5].untyped_data();
+    buffers.dcaptures_elements = static_cast<int64_t>(results[5].element_count());
+  }
+  scratch = results[6];
   if (!check.ok()) return ffi::Unexpected(check.error());
   return p;
 }

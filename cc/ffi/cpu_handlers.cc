@@ -115,6 +115,9 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
+  if (buffers.dcaptures != nullptr) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dcaptures is wanted of the CPU kernel, which has none");
+  }
   return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });
 }

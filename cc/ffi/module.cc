@@ -164,7 +164,7 @@ int64_t cpu_scratch_bytes(bool backward, bool wants_dbias, int64_t batch, int64_
 int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std::vector<bool>& wants, int64_t batch,
                            int64_t q_len, int64_t kv_len, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                            int64_t head_dim_v, const std::string& dtype, const std::vector<int64_t>& bias_shape,
-                           const std::vector<int64_t>& mask_shape, bool segments) {
+                           const std::vector<int64_t>& mask_shape, bool segments, int64_t capture_elements) {
   Problem problem =
       sized_problem({batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v}, dtype, bias_shape);
   problem.q_segments = problem.kv_segments = present_if<int32_t>(segments);
@@ -174,12 +174,15 @@ int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std:
   for (std::string_view key : split_kernel_keys(kernels)) plan.kernels.push_back(&cuda::describe_kernel(key));
   if (!backward) return cuda::planned_forward_scratch_bytes(problem, plan);
   JATTN_REQUIRE(wants.size() == 5, "wants has ", wants.size(), " entries, must have 5: dq, dk, dv, dbias, dslopes");
+  JATTN_REQUIRE(capture_elements >= 0, "capture_elements is ", capture_elements, ", must be at least 0");
   BackwardBuffers buffers;
   buffers.dq = present_if<char>(wants[0]);
   buffers.dk = present_if<char>(wants[1]);
   buffers.dv = present_if<char>(wants[2]);
   buffers.dbias = present_if<char>(wants[3]);
   buffers.dslopes = present_if<char>(wants[4]);
+  buffers.dcaptures = present_if<char>(capture_elements > 0);
+  buffers.dcaptures_elements = capture_elements;
   return cuda::planned_backward_scratch_bytes(problem, buffers, plan);
 }
 
@@ -253,5 +256,5 @@ NB_MODULE(_core, m) {
         "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a);
   m.def("cuda_scratch_bytes", &cuda_scratch_bytes, nb::kw_only(), "backward"_a, "kernels"_a, "wants"_a, "batch"_a,
         "q_len"_a, "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,
-        "mask_shape"_a = std::vector<int64_t>(4, 0), "segments"_a);
+        "mask_shape"_a = std::vector<int64_t>(4, 0), "segments"_a, "capture_elements"_a = 0);
 }

@@ -208,6 +208,28 @@ struct SlopesParams {
   float* dslopes;  // [B, N, backward.tiles]
 };
 
+// sm80/backward_dcaptures.cuh
+struct CapturesParams {
+  BackwardParams backward;
+  float* sums;                     // [copies, elements]: gradients of captures, one after the other, zeroed
+  unsigned long long* whole_sums;  // [copies, elements]: the same in units, of 64 bits with a sign, zeroed
+  unsigned* largest;               // [captures]: size of the largest summand, bits of a float, zeroed
+  int64_t elements;
+  int32_t copies;
+  int32_t pairs_log2;  // there are at most 2^pairs_log2 pairs
+};
+
+// passes/capture_sums.cuh
+struct CaptureSumsParams {
+  const float* sums;                     // as in CapturesParams
+  const unsigned long long* whole_sums;  // or null: there are sums
+  const unsigned* largest;
+  float* gradients;  // [elements]
+  int64_t elements;
+  int32_t copies;
+  int32_t pairs_log2;
+};
+
 // passes/sum_partials.cuh
 struct SumPartialsParams {
   const float* partials;  // [elements / group, splits, group]

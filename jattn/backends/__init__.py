@@ -10,7 +10,16 @@ from jattn.backends.mem_efficient import MemEfficientBackend
 from jattn.backends.reference import ReferenceBackend
 from jattn.backends.xla import XlaBackend
 
-__all__ = ["BY_NAME_ONLY", "KNOWN_NAMES", "ORDER", "SLOW", "Backend", "Residuals", "Wants"]
+__all__ = [
+    "BY_NAME_ONLY",
+    "KNOWN_NAMES",
+    "ORDER",
+    "SLOW",
+    "SUMS_CAPTURES",
+    "Backend",
+    "Residuals",
+    "Wants",
+]
 
 _REFERENCE = ReferenceBackend()
 _XLA = XlaBackend()
@@ -27,6 +36,10 @@ BY_NAME_ONLY: tuple[Backend, ...] = (CudnnBackend(),)
 
 # Backends that stand in for a platform's fused ones: using one of them where a fused one exists warns once.
 SLOW = frozenset({"xla", "reference"})
+
+# Backends whose kernels add up the gradients of captures where ``device_gradients.can_sum`` says so, and with the same
+# bits every time if asked for that.
+SUMS_CAPTURES = frozenset({"flash", "mem_efficient"})
 
 # Every name a user may write, in the order of ``explain``.
 KNOWN_NAMES = ("flash", "mem_efficient", "cudnn", "cpu", "xla", "reference")

@@ -6,8 +6,10 @@ Shared memory is counted as the kernels count it (``cc/kernels/sm80/*_shape.cuh`
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jattn import device_gradients
 from jattn.backends.kernel_plan import (
     ELEMENTS,
     SCRATCH_ALIGNMENT,
@@ -221,7 +223,13 @@ def _has_narrow_rows(spec: Spec) -> bool:
     return spec.head_dim % wide != 0 or spec.head_dim_v % wide != 0
 
 
-def _attention_key(family: str, spec: Spec, arch: tuple[int, int], tile: Tile) -> str:
+def _attention_key(
+    family: str,
+    spec: Spec,
+    arch: tuple[int, int],
+    tile: Tile,
+    captures: tuple[bool, ...] = (),
+) -> str:
     chain = tf32_chain() if spec.dtype == "float32" else 1
     return compose_key(
         family,
@@ -234,7 +242,7 @@ def _attention_key(family: str, spec: Spec, arch: tuple[int, int], tile: Tile) -
         num_warps=tile.num_warps,
         stages=tile.stages,
         bias_element=bias_element(spec),
-        **feature_flags(spec),
+        **feature_flags(spec, captures),
         narrow_rows=_has_narrow_rows(spec),
         staged_bias=tile.staged_bias,
         shared_scores=tile.shared_scores,
@@ -405,7 +413,10 @@ def dbias_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
 
 
 def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
-    """Picks the tile of the kernel for the gradient of ALiBi slopes: that of dq, without columns of a gradient."""
+    """Picks the tile of the kernels for the gradients of ALiBi slopes and of what a score function reads.
+
+    It is that of dq, without columns of a gradient.
+    """
     head_dim, head_dim_v = round_up(spec.head_dim, 32), round_up(spec.head_dim_v, 32)
     widest = max(head_dim, head_dim_v)
     tile_kv = 64 if spec.score_mod is None else 32  # a program needs registers, too
@@ -421,6 +432,11 @@ def slopes_tile(spec: Spec, arch: tuple[int, int]) -> Tile:
         candidates = ((64, 32, 4, 2), *candidates)
     tiles = (Tile(head_dim, head_dim_v, *candidate) for candidate in candidates)
     return _first_that_fits(tiles, spec, arch, queries_shared_bytes)
+
+
+# Copies of gradients of captures, which blocks share (``cc/cuda/backward.cc``).
+_COPIED_ELEMENTS = 2**20
+_MOST_COPIES = 64
 
 
 # Blocks that the dbias kernel is given at least, if there is enough work (``cc/cuda/backward.cc``).
@@ -462,6 +478,36 @@ def plan_slopes_gradient(spec: Spec, arch: tuple[int, int]) -> tuple[Plan, int]:
     scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
     plan = Plan(";".join(keys), scratch, program_text(spec))
     return plan, -(-spec.q_len // tile.tile_q)
+
+
+def plan_capture_gradients(
+    spec: Spec, arch: tuple[int, int], wanted: tuple[bool, ...], *, deterministic: bool
+) -> Plan:
+    """Plans the gradients of what the score function reads.
+
+    Args:
+      spec: the problem, without sinks. The batch only scales the scratch and may be symbolic.
+      arch: compute capability.
+      wanted: of which of its captures; ``device_gradients.can_sum`` says of which it can.
+      deterministic: the same bits every time, by sums of whole numbers, after a run that finds their unit.
+    """
+    assert spec.score_mod is not None
+    tile = slopes_tile(spec, arch)
+    families = ["sm80_backward_dcaptures"]
+    if deterministic:
+        families = ["sm80_backward_dcaptures_sizes", "sm80_backward_dcaptures_exact"]
+    program = program_text(spec, wanted)
+    keys = [_row_delta_key(spec, arch)]
+    keys += [_attention_key(family, spec, arch, tile, wanted) for family in families]
+    scratch = 2 * (_statistics_rows(spec) * 4 + SCRATCH_ALIGNMENT)
+    scratch += tile_facts_bytes(spec, tile.tile_q, tile.tile_kv)
+    elements = device_gradients.num_elements(spec.score_mod, wanted)
+    copies = max(1, min(_COPIED_ELEMENTS // elements, _MOST_COPIES))
+    if deterministic or copies > 1:
+        digest = hashlib.sha256(program.encode()).hexdigest()
+        keys.append(compose_key("capture_sums", _arch_name(arch), program=True, digest=digest))
+        scratch += copies * elements * (8 if deterministic else 4) + 2 * SCRATCH_ALIGNMENT
+    return Plan(";".join([*keys, *tile_pass_keys(spec, _arch_name(arch))]), scratch, program)
 
 
 def plan_backward(

@@ -77,7 +77,7 @@ class FlashBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients; that of ALiBi slopes by the kernel that serves all devices.
+        """Returns the wanted gradients; those of ALiBi slopes and captures by the kernels that serve all devices.
 
         So are all gradients through a score function whose slopes are not 1: they take registers that the products of
         these kernels do not leave.
@@ -90,8 +90,8 @@ class FlashBackend:
                 )
             return self._backward_on_hopper(spec, operands, residuals, wants, determinism)
 
-        return mem_efficient.with_slopes_gradient(
-            self.name, spec, operands, residuals, wants, device, others
+        return mem_efficient.with_terms_gradients(
+            self.name, spec, operands, residuals, wants, device, determinism, others
         )
 
     def _backward_on_hopper(

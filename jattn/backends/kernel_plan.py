@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable
 
-from jattn import device_code
+from jattn import device_code, device_gradients
 from jattn.masks import UNBOUNDED_BAND, Band
 from jattn.spec import Spec
 
@@ -67,9 +67,12 @@ def compose_key(family: str, arch: str, **members: str | int | None) -> str:
     return " ".join(f"{name}={word}" for name, word in words.items())
 
 
-def feature_flags(spec: Spec) -> dict[str, str | bool | None]:
-    """The members of ``Config`` that say what a problem has, in their order, and which score program it has."""
-    program = program_text(spec)
+def feature_flags(spec: Spec, captures: tuple[bool, ...] = ()) -> dict[str, str | bool | None]:
+    """The members of ``Config`` that say what a problem has, in their order, and which score program it has.
+
+    ``captures``: as for ``program_text``.
+    """
+    program = program_text(spec, captures)
     return {
         "band": not spec.band.unbounded,
         "lengths": spec.q_lengths or spec.kv_lengths,
@@ -88,16 +91,22 @@ def feature_flags(spec: Spec) -> dict[str, str | bool | None]:
     }
 
 
-def program_text(spec: Spec) -> str:
-    """The score function of a problem as kernels include it, or an empty string."""
+def program_text(spec: Spec, captures: tuple[bool, ...] = ()) -> str:
+    """The score function of a problem as kernels include it, or an empty string.
+
+    ``captures``: of which arrays that it reads gradients are added up, if of any.
+    """
     if spec.score_mod is None:
         return ""
     lengths = [n for n in (spec.q_len, spec.kv_len) if is_number(n)]
     is_small = not spec.positions and max(lengths, default=0) < _SMALL_INDEX // 2
+    largest_index = _SMALL_INDEX if is_small else device_code.LARGEST_INDEX
+    if any(captures):
+        return device_gradients.gradient_code(
+            spec.score_mod, captures, by_position=spec.positions, largest_index=largest_index
+        )
     return device_code.device_code(
-        spec.score_mod,
-        by_position=spec.positions,
-        largest_index=_SMALL_INDEX if is_small else device_code.LARGEST_INDEX,
+        spec.score_mod, by_position=spec.positions, largest_index=largest_index
     )
 
 

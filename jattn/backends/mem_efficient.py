@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 
-from jattn import device_code, ffi
+from jattn import device_code, device_gradients, ffi
 from jattn.backends import cuda_tiles, few_queries
 from jattn.backends.base import (
     Backend,
@@ -117,7 +118,9 @@ class MemEfficientBackend:
                 self.name, spec, operands, residuals, wants, device, determinism
             )
 
-        return with_slopes_gradient(self.name, spec, operands, residuals, wants, device, others)
+        return with_terms_gradients(
+            self.name, spec, operands, residuals, wants, device, determinism, others
+        )
 
 
 def gradients_on_any_device(
@@ -141,38 +144,62 @@ def gradients_on_any_device(
     return ffi.backward(spec, operands, residuals, wants, attributes, (plan.scratch_bytes,))
 
 
-def with_slopes_gradient(
+def with_terms_gradients(
     backend: str,
     spec: Spec,
     operands: Operands[jax.Array],
     residuals: Residuals,
     wants: Wants,
     device: Device,
+    determinism: Determinism,
     others: Callable[[], Gradients],
 ) -> Gradients:
-    """Returns the wanted gradients; that of ALiBi slopes is computed in a pass of its own, for ``backend``.
+    """Returns the wanted gradients; those of ALiBi slopes and of captures are computed in passes of their own.
 
     Args:
-      backend: who computes them.
-      spec, operands, residuals, wants, device: as for ``Backend.backward``.
+      backend: for whom.
+      spec, operands, residuals, wants, device, determinism: as for ``Backend.backward``.
       others: computes the gradients of q, k, v and bias; called if any of them is wanted.
     """
-    if not wants.alibi_slopes:
-        return others()
     assert device.arch is not None
-    plan, parts = cuda_tiles.plan_slopes_gradient(spec, device.arch)
-    only = ffi.backward(
-        spec,
-        operands,
-        residuals,
-        Wants(q=False, k=False, v=False, bias=False, alibi_slopes=True),
-        plan.attributes(backend),
-        (plan.scratch_bytes,),
-        parts,
+    nothing = Wants(q=False, k=False, v=False, bias=False)
+    slopes = captures = None
+    if wants.alibi_slopes:
+        plan, parts = cuda_tiles.plan_slopes_gradient(spec, device.arch)
+        only = dataclasses.replace(nothing, alibi_slopes=True)
+        attributes = plan.attributes(backend)
+        found = ffi.backward(
+            spec, operands, residuals, only, attributes, (plan.scratch_bytes,), parts
+        )
+        slopes = found.alibi_slopes
+    if sums_captures(spec, wants.captures):
+        plan = cuda_tiles.plan_capture_gradients(
+            spec, device.arch, wants.captures, deterministic=determinism == "strict"
+        )
+        found = ffi.backward(
+            spec,
+            operands,
+            residuals,
+            nothing,
+            plan.attributes(backend),
+            (plan.scratch_bytes,),
+            captures=wants.captures,
+        )
+        captures = found.captures
+    if any(wants.flags()):
+        found = others()
+    elif slopes is None and captures is None:
+        return others()
+    return found._replace(alibi_slopes=slopes, captures=captures)
+
+
+def sums_captures(spec: Spec, wanted: tuple[bool, ...]) -> bool:
+    """Whether kernels of ours compute the gradients of the captures that are wanted, and any is; else XLA does."""
+    return (
+        spec.score_mod is not None
+        and any(wanted)
+        and device_gradients.can_sum(spec.score_mod, wanted)
     )
-    if not any(wants.flags()):
-        return only
-    return others()._replace(alibi_slopes=only.alibi_slopes)
 
 
 def no_device_code(backend: str, spec: Spec) -> tuple[Reason, ...]:

@@ -35,12 +35,26 @@ def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
     return CAP * jnp.tanh(score / CAP)
 
 
+def learned(score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any) -> Any:
+    """Reads an element of the head, of the query, of the key and of the distance."""
+    gain, of_query, of_key, table = captures
+    return score * gain[head] + of_query[query] + of_key[key] + table[head, query - key + LENGTH]
+
+
 @functools.cache
 def program(name: str) -> ScoreProgram:
-    """One of the two, traced."""
-    captures = (jnp.zeros((HEADS, LENGTH, LENGTH)),) if name == "added" else ()
-    functions: dict[str, Callable[..., Any]] = {"added": added, "capped": capped}
-    return trace(functions[name], captures, 1)[0]
+    """One of them, traced."""
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "added": ((HEADS, LENGTH, LENGTH),),
+        "capped": (),
+        "learned": ((HEADS,), (LENGTH,), (LENGTH,), (HEADS, 2 * LENGTH)),
+    }
+    functions: dict[str, Callable[..., Any]] = {
+        "added": added,
+        "capped": capped,
+        "learned": learned,
+    }
+    return trace(functions[name], tuple(jnp.zeros(shape) for shape in shapes[name]), 1)[0]
 
 
 def problem(name: str, head_dim: int) -> Spec:
@@ -49,7 +63,10 @@ def problem(name: str, head_dim: int) -> Spec:
 
 
 def keys(spec: Spec, arch: tuple[int, int]) -> dict[str, str]:
-    """A kernel of every family that scores pass through; those of biases and slopes for a problem that has them."""
+    """A kernel of every family that scores pass through; those of biases and slopes for a problem that has them.
+
+    Those that add up gradients of captures are of the program `learned` where the problem's reads none.
+    """
     wants = (True, True, True, True)
     biased = dataclasses.replace(
         spec, bias=(1, HEADS, spec.q_len, spec.kv_len), bias_dtype=spec.dtype
@@ -62,6 +79,16 @@ def keys(spec: Spec, arch: tuple[int, int]) -> dict[str, str]:
                 cuda_tiles.plan_backward(each, arch, wants=wants, deterministic=deterministic)
             )
     plans.append(cuda_tiles.plan_slopes_gradient(sloped, arch)[0])
+    assert spec.score_mod is not None
+    reading = spec.score_mod if spec.score_mod.captures else program("learned")
+    of_captures = dataclasses.replace(spec, score_mod=reading)
+    for deterministic in (False, True):
+        wanted = (True,) * len(reading.captures)
+        plans.append(
+            cuda_tiles.plan_capture_gradients(
+                of_captures, arch, wanted, deterministic=deterministic
+            )
+        )
     for plan in plans:
         _core.register_program(plan.program)
     found: dict[str, str] = {}
@@ -72,7 +99,7 @@ def keys(spec: Spec, arch: tuple[int, int]) -> dict[str, str]:
 
 
 FAMILIES = sorted(keys(problem("capped", 64), (8, 0)))
-WITH_PROGRAM = [f for f in _core.kernel_families() if f.startswith("sm80_")]
+WITH_PROGRAM = [f for f in _core.kernel_families() if f.startswith("sm80_") or f == "capture_sums"]
 
 
 def test_every_family_is_planned() -> None:

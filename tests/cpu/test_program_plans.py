@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
-from jattn import _core
-from jattn.backends import cuda_tiles, few_queries
+from jattn import _core, ffi
+from jattn.backends import Residuals, Wants, cuda_tiles, few_queries
 from jattn.backends.kernel_plan import program_text
 from jattn.backends.mem_efficient import MemEfficientBackend
 from jattn.score_program import trace
-from jattn.spec import Spec
+from jattn.spec import Operands, Spec
 
 ARCH = (8, 0)
 SM80 = jattn.Device("cuda", arch=ARCH)
@@ -89,3 +89,84 @@ def test_a_lowered_call_holds_the_program() -> None:
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert "struct ScoreProgram" in text
     assert "num_captures = 0 : i64" in text
+
+
+def biased(score: Any, batch: Any, head: Any, query: Any, key: Any, table: Any) -> Any:
+    return score + table[head, query - key + 256]
+
+
+BIASED = dataclasses.replace(PLAIN, score_mod=trace(biased, (jnp.zeros((8, 512)),), 2)[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plans_of_gradients_of_captures(deterministic: bool) -> None:
+    plan = cuda_tiles.plan_capture_gradients(BIASED, ARCH, (True,), deterministic=deterministic)
+    ours = ["sm80_backward_dcaptures", "capture_sums"]
+    if deterministic:
+        ours = ["sm80_backward_dcaptures_sizes", "sm80_backward_dcaptures_exact", "capture_sums"]
+    families = [key.split()[0].removeprefix("family=") for key in plan.kernels.split(";")]
+    assert families == ["row_delta", *ours]
+    digest = _core.register_program(plan.program)
+    assert plan.kernels.count(f"program=1 digest={digest}") == len(ours)
+    assert program_text(BIASED) != plan.program
+    needed = _core.cuda_scratch_bytes(
+        backward=True,
+        kernels=plan.kernels,
+        wants=[False] * 5,
+        batch=2,
+        q_len=512,
+        kv_len=512,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        head_dim_v=64,
+        dtype="bfloat16",
+        bias_shape=[0] * 4,
+        segments=False,
+        capture_elements=8 * 512,
+    )
+    assert needed <= plan.scratch_bytes < needed + 2048
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+@pytest.mark.parametrize("determinism", ["off", "strict"])
+def test_gradients_of_captures_come_from_kernels(backend: str, determinism: Any) -> None:
+    """And from nothing else: the program multiplies no matrices and has no loops."""
+    device = jattn.Device("cuda", arch=(9, 0))
+    x = jax.ShapeDtypeStruct((2, 512, 8, 64), "bfloat16")
+    table = jax.ShapeDtypeStruct((8, 512), "float32")
+
+    def loss(table: jax.Array, x: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(
+            x, x, x, score_mod=biased, captures=(table,), implementation=backend
+        )
+        return out.astype(jnp.float32).sum()
+
+    with jattn.target_device(device), jattn.deterministic(determinism):
+        lowered = jax.jit(jax.grad(loss)).trace(table, x).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    exact = "family=sm80_backward_dcaptures_exact" in text
+    assert exact == (determinism == "strict")
+    assert exact or "family=sm80_backward_dcaptures " in text
+    assert "sm90_backward" not in text
+    assert "dot_general" not in text
+    assert "stablehlo.while" not in text
+
+
+def test_the_native_module_refuses_what_it_cannot_compute() -> None:
+    x = jnp.ones((2, 512, 8, 64), jnp.bfloat16)
+    operands = Operands(
+        *(x, x[:, :, :2], x[:, :, :2]),
+        batch_ids=jnp.arange(2, dtype=jnp.int32),
+        head_ids=jnp.arange(8, dtype=jnp.int32),
+        captures=(jnp.zeros((8, 512)),),
+    )
+    residuals = Residuals(out=x, lse=jnp.ones((2, 8, 512)), dout=x, dlse=None)
+    wants = Wants(q=False, k=False, v=False, bias=False)
+
+    def call() -> Any:
+        plan = {"backend": "cpu", "kernels": ""}
+        return ffi.backward(BIASED, operands, residuals, wants, plan, (1,), captures=(True,))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jattn: "):
+        jax.block_until_ready(jax.jit(call)().captures)

@@ -3,6 +3,7 @@
 F numbers are rows of the acceptance list of score functions; tests/score_mods.py has the functions and plain attention.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from jax.test_util import check_grads
 from score_mods import SCORE_MODS, B, N, S, T, check_close, dense, gradients, operands
 
 import jattn
+from jattn.device_gradients import MAX_READS
 from jattn.score_program import trace
 
 Array = Any
@@ -644,21 +646,28 @@ def test_positions_stand_for_indices() -> None:
     np.testing.assert_allclose(shifted, jattn.dot_product_attention(q, k, v, bias), atol=2e-6)
 
 
-def test_F117_gradients_of_captures_have_no_order_on_a_gpu() -> None:
-    """Asked for the same bits every time, they are refused there; those of q, k and v are not."""
+def test_F117_gradients_of_captures_that_have_no_order_on_a_gpu() -> None:
+    """Asked for the same bits every time, they are refused where XLA adds them up; those of q, k and v are not."""
     q, k, v = qkv(dtype="bfloat16")
     table = jnp.ones(24)
 
-    def loss(q: Array, table: Array) -> Array:
-        return attend(q, k, v, lambda s, b, h, q, k: s + table[k]).sum()
+    def loss(q: Array, table: Array, reads: int) -> Array:
+        def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+            return s + sum(table[(k + i) % 24] for i in range(reads))
 
+        return attend(q, k, v, score_mod).sum()
+
+    few, many = (functools.partial(loss, reads=n) for n in (MAX_READS, MAX_READS + 1))
     with jattn.target_device(jattn.Device("cuda", arch=(9, 0))), jattn.deterministic("strict"):
+        jax.eval_shape(jax.grad(few, 1), q, table)
+        jax.eval_shape(jax.grad(many, 0), q, table)
         with pytest.raises(jattn.NoBackendError, match="captures") as caught:
-            jax.eval_shape(jax.grad(loss, 1), q, table)
+            jax.eval_shape(jax.grad(many, 1), q, table)
         assert [reason.code for reason in caught.value.reasons] == ["DETERMINISTIC"]
-        jax.eval_shape(jax.grad(loss, 0), q, table)
+        with jattn.sdpa_kernel("xla"), pytest.raises(jattn.NoBackendError, match="captures"):
+            jax.eval_shape(jax.grad(few, 1), q, table)
     with jattn.deterministic("strict"):
-        jax.grad(loss, 1)(q, table)
+        jax.grad(many, 1)(q, table)
 
 
 def test_the_fallback_says_why() -> None:

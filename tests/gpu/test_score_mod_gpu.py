@@ -3,6 +3,7 @@
 F numbers are rows of the acceptance list of score functions; tests/score_mods.py has the functions and plain attention.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import normal
-from score_mods import SCORE_MODS, check_close, dense, gradients, operands
+from score_mods import SCORE_MODS, check_close, dense, floats_of, gradients, operands
 
 import jattn
 from jattn.testing.cases import Case
@@ -121,7 +122,9 @@ def test_F100_results_and_gradients(name: str, dtype: str) -> None:
     before = jattn.call_counters()
     run = jax.jit(lambda *arrays: flat(ours, *arrays))
     lowered = run.lower(q, k, v, *captures)
-    assert_ran(backend, before, lowered.as_text(), passes=("forward", "backward"))
+    text = lowered.as_text()
+    assert_ran(backend, before, text, passes=("forward", "backward"))
+    assert ("family=sm80_backward_dcaptures " in text) == bool(floats_of(captures))
     got = lowered.compile()(q, k, v, *captures)
     low = flat(jax.jit(plain), q, k, v, *captures)
     with jax.enable_x64(True):
@@ -187,25 +190,106 @@ def test_F113_rows_without_keys(backend: str) -> None:
         assert jnp.isfinite(x.astype(jnp.float32)).all()
 
 
-@pytest.mark.parametrize("name", ["relative table", "cap", "documents"])
-def test_F117_the_same_bits_every_time(name: str) -> None:
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+@pytest.mark.parametrize("name", ["relative table", "cap", "documents", "gain and bias", "bias"])
+def test_F117_the_same_bits_every_time(name: str, backend: str) -> None:
+    """Gradients of captures among them, which are those that are added up in any order but for rounding."""
     score_mod, captures = SCORE_MODS[name]
     q, k, v, dout = operands("bfloat16", head_dim=64)
 
     def run(*arrays: Array) -> Any:
-        def ours(q: Array, k: Array, v: Array) -> Array:
+        def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
             return jattn.dot_product_attention(
-                q, k, v, score_mod=score_mod, captures=arrays[3:], implementation="flash"
+                q, k, v, score_mod=score_mod, captures=captures, implementation=backend
             )
 
-        return gradients(ours, arrays[:3], dout)
+        return gradients(ours, arrays, dout)
 
+    relaxed = jax.tree.leaves(jax.jit(run)(q, k, v, *captures))
     with jattn.deterministic("strict"):
         compiled = jax.jit(run)
+        lowered = compiled.lower(q, k, v, *captures).as_text()
+        assert ("family=sm80_backward_dcaptures_exact" in lowered) == bool(floats_of(captures))
         first = jax.tree.leaves(compiled(q, k, v, *captures))
         for _ in range(20):
             for a, b in zip(first, jax.tree.leaves(compiled(q, k, v, *captures)), strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for a, b in zip(first[4:], relaxed[4:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+READS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "of everything": (lambda s, b, h, q, k, x: s * x[0], (1,)),
+    "of a head": (lambda s, b, h, q, k, x: s + x[b, h] * (k % 5), (2, 4)),
+    "of a query": (lambda s, b, h, q, k, x: s + x[h, q] * (k % 5), (4, 1300)),
+    "of a key": (lambda s, b, h, q, k, x: s + x[b, k], (2, 1100)),
+    "of a distance": (lambda s, b, h, q, k, x: s + x[h, q - k + 1100], (4, 2400)),
+    "of a bucket": (lambda s, b, h, q, k, x: s + x[h, abs(q - k) // 100], (4, 13)),
+    "of a pair": (lambda s, b, h, q, k, x: s + x[q, k], (1300, 1100)),
+    "of a score": (lambda s, b, h, q, k, x: x[jnp.clip(4 * s + 8, 0, 15).astype(int)], (16,)),
+    "many": (
+        lambda s, b, h, q, k, x: s + sum(x[i, (q + i * k) % 50] for i in range(8)) / 8,
+        (8, 50),
+    ),
+}
+
+
+@pytest.mark.parametrize("determinism", ["off", "strict"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", READS)
+def test_F109_every_way_of_reading(name: str, dtype: str, determinism: Any) -> None:
+    """More than one tile along each axis, a band, and lengths: XLA's gradients of the same problem."""
+    score_mod, shape = READS[name]
+    q, dout = (normal(seed, 2, 1300, 4, 64, dtype=dtype) for seed in (0, 3))
+    k, v = (normal(seed, 2, 1100, 2, 64, dtype=dtype) for seed in (1, 2))
+    x = 1 + 0.1 * normal(4, *shape)
+
+    def run(x: Array, implementation: str) -> Array:
+        def ours(x: Array) -> Array:
+            return jattn.dot_product_attention(
+                q,
+                k,
+                v,
+                score_mod=score_mod,
+                captures=(x,),
+                is_causal=True,
+                key_value_seq_lengths=jnp.asarray([1100, 700]),
+                implementation=implementation,
+            )
+
+        return jax.vjp(ours, x)[1](dout)[0]
+
+    backend = "mem_efficient" if dtype == "float32" else "flash"
+    with jattn.deterministic(determinism):
+        compiled = jax.jit(functools.partial(run, implementation=backend))
+        assert "family=sm80_backward_dcaptures" in compiled.lower(x).as_text()
+        got = np.asarray(compiled(x), np.float64)
+    want = np.asarray(jax.jit(functools.partial(run, implementation="xla"))(x), np.float64)
+    size = np.abs(want).max()
+    assert size > 0
+    # What is summed has the rounding of out in it; its terms cancel.
+    allowed = size * 2.0 ** (-4 if dtype == "bfloat16" else -9)
+    assert np.abs(got - want).max() <= allowed, (np.abs(got - want).max() / size, size)
+
+
+def test_F109_gradients_that_are_not_finite() -> None:
+    """Say so, whichever way they are added up."""
+    q, k, v = (normal(seed, 1, 200, 2, 64, dtype="bfloat16") for seed in range(3))
+    table = jnp.zeros(200)
+
+    def loss(table: Array) -> Array:
+        out = jattn.dot_product_attention(
+            q,
+            k,
+            v,
+            score_mod=lambda s, b, h, q, k: s + table[k],
+            implementation="flash",
+        )
+        return jnp.sum(out * jnp.where(jnp.arange(200)[:, None, None] == 7, jnp.inf, 1.0))
+
+    for determinism in ("off", "strict"):
+        with jattn.deterministic(determinism):  # type: ignore[arg-type]
+            assert not np.isfinite(jax.jit(jax.grad(loss))(table)).all()
 
 
 def test_F115_other_captures_need_no_other_kernel() -> None:

@@ -664,4 +664,10 @@ JATTN_PROGRAM_FUNCTION float atanh(float x) {
   return with_sign_of(0.5f * log1p(divide(2.0f * size, 1.0f - size)), x);
 }
 
+// ---- Gradients of captures ---------------------------------------------------------------------------------------------
+
+// What decides, beside the batch entry, about the place of an element that a pair reads: the head alone, the query or the key too,
+// or both.
+enum class Reach { kHead, kQuery, kKey, kPair };
+
 }  // namespace jattn::program

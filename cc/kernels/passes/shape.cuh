@@ -29,6 +29,8 @@ JATTN_HOST_DEVICE constexpr int cast_grad_shared_bytes(const Config& config) {
 }
 
 // One thread per element.
+JATTN_HOST_DEVICE constexpr int capture_sums_threads(const Config&) { return 256; }
+JATTN_HOST_DEVICE constexpr int capture_sums_min_blocks(const Config&) { return 1; }
 JATTN_HOST_DEVICE constexpr int sum_partials_threads(const Config&) { return 256; }
 JATTN_HOST_DEVICE constexpr int sum_partials_min_blocks(const Config&) { return 1; }
 

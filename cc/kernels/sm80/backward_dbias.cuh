@@ -131,8 +131,9 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     // The bias of rows beyond the length may hold anything, and dbias has these rows.
     const bool full = range.full(kv_tile) && row_end == row_begin + kTileQ;
     float ds[kM][kN][4];
-    score_gradient<kConfig>(ds, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv, full,
-                            filter.same_segment(kv_tile), filter.inside_band(kv_tile), q_operand, dout_operand,
+    ProgramSlope<kConfig, kM, kN> slopes;
+    score_gradient<kConfig>(ds, slopes, params, rows, sequence, batch, head, row_begin + warp_row, kv_tile * kTileKv,
+                            full, filter.same_segment(kv_tile), filter.inside_band(kv_tile), q_operand, dout_operand,
                             k_operand, v_operand, pairs, warp_row, false);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {

@@ -21,7 +21,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const WorkItem item = query_item(params, blockIdx.x);
   float dq[kM][kSliceD / 8][4];
   clear(dq);
-  each_score_gradient<kConfig, true>(params, item, [&](const auto& ds, Tile<kElement, kD> k_tile, int) {
+  QuerySlopes<kConfig> slopes;
+  each_score_gradient<kConfig, true>(params, item, slopes, [&](const auto& ds, Tile<kElement, kD> k_tile, int) {
     multiply_accumulator<kConfig.tf32_chain>(
         dq, ds, ColumnOperand<kElement, kD, (kConfig.grad_slices > 1)>(k_tile, 0, item.slice * kSliceD, false));
   });

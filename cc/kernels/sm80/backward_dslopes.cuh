@@ -23,7 +23,8 @@ __device__ __forceinline__ void backward_dslopes(const SlopesParams& params) {
 
   // A tile is summed up by itself: a chain through all keys would lose more to rounding.
   float sum = 0.0f;
-  each_score_gradient<kConfig, false>(backward, item, [&](auto& ds, const auto&, int tile) {
+  QuerySlopes<kConfig> slopes;
+  each_score_gradient<kConfig, false>(backward, item, slopes, [&](auto& ds, const auto&, int tile) {
     float of_tile = 0.0f;
     each_distance<kConfig, false>(ds, problem, item.batch, offset, row0, tile * kConfig.tile_kv,
                                   [&](float x, float distance) { of_tile = fmaf(x, distance, of_tile); });

@@ -1,5 +1,5 @@
 // Gradients of scores, a tile of queries by one tile of keys after another: the loop of the kernels that own queries
-// (backward_dq.cuh, backward_dslopes.cuh). Built like the forward kernel: a warp owns whole rows of queries.
+// (backward_dq.cuh, backward_dslopes.cuh, backward_dcaptures.cuh). Built like the forward kernel: a warp owns whole rows of queries.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -16,6 +16,10 @@
 
 namespace jattn::sm80 {
 
+// Slopes of the user's program for a warp's part of a tile.
+template <Config kConfig>
+using QuerySlopes = ProgramSlope<kConfig, kConfig.tile_q / kConfig.num_warps / 16, kConfig.tile_kv / 8>;
+
 // The tile of queries that a block owns.
 __device__ __forceinline__ WorkItem query_item(const BackwardParams& params, int block) {
   const ProblemParams& problem = params.problem;
@@ -24,10 +28,10 @@ __device__ __forceinline__ WorkItem query_item(const BackwardParams& params, int
 }
 
 // Calls use(ds, the tile of keys in shared memory, its number) for every tile of keys that the item's queries see, ds as
-// score_gradient() makes it for the warp's rows. Shared memory: backward_dq_shared_bytes().
-template <Config kConfig, bool kToProducts, typename Use>
+// score_gradient() makes it for the warp's rows, with `program`. Shared memory: backward_dq_shared_bytes().
+template <Config kConfig, bool kToProducts, class Program, typename Use>
 __device__ __forceinline__ void each_score_gradient(const BackwardParams& params, const WorkItem& item,
-                                                    const Use& use) {
+                                                    Program& program, const Use& use) {
   constexpr Element kElement = kConfig.element;
   constexpr int kThreads = backward_dq_threads(kConfig);
   constexpr int kTileQ = kConfig.tile_q, kTileKv = kConfig.tile_kv, kStages = kConfig.stages;
@@ -117,10 +121,10 @@ __device__ __forceinline__ void each_score_gradient(const BackwardParams& params
     const KeyTile k_tile{k_base + stage * KeyTile::bytes(kTileKv)};
     const ValueTile v_tile{v_base + stage * ValueTile::bytes(kTileKv)};
     float ds[kM][kN][4];
-    score_gradient<kConfig>(ds, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
-                            range.full(tile), walk.filter.same_segment(tile), walk.filter.inside_band(tile), q_operand,
-                            dout_operand, RowOperand<kElement, kD>::b(k_tile, 0),
-                            RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, kToProducts);
+    score_gradient<kConfig>(
+        ds, program, params, rows, sequence, item.batch, item.head, row_begin + warp_row, tile * kTileKv,
+        range.full(tile), walk.filter.same_segment(tile), walk.filter.inside_band(tile), q_operand, dout_operand,
+        RowOperand<kElement, kD>::b(k_tile, 0), RowOperand<kElement, kDv>::b(v_tile, 0), pairs, warp_row, kToProducts);
     if constexpr (kStaged) {
       __syncwarp();  // all lanes have read
       if (next >= 0) copy_pairs(next);

@@ -71,10 +71,11 @@ __device__ __forceinline__ void clear_empty_queries(const BackwardParams& params
   __syncwarp();
 }
 
-// pairs: the staged tiles, of which the warp's rows start at warp_row. to_products: the gradient of q.k * scale
+// program: the slopes of the user's program, or what else takes its place. pairs: the staged tiles, of which the warp's rows
+// start at warp_row. to_products: the gradient of q.k * scale
 // (through the softcap), otherwise that of the score that the bias was added to.
-template <Config kConfig, int kM, int kN>
-__device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const BackwardParams& params,
+template <Config kConfig, int kM, int kN, class Program>
+__device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], Program& program, const BackwardParams& params,
                                                const RowGradientStatistics<kM>& rows, const Sequence& sequence,
                                                int batch, int head, int row0, int column0, bool full, bool same_segment,
                                                bool inside_band,
@@ -100,8 +101,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
   if constexpr (kConfig.alibi) {
     add_slopes<kConfig, false, kNatural>(s, problem, batch, head, sequence.band.offset, row0, column0);
   }
-  ProgramSlope<kConfig, kM, kN> slope;
-  slope.template apply_program<false, kNatural>(s, problem, batch, head, row0, column0);
+  program.template apply_program<false, kNatural>(s, problem, batch, head, row0, column0);
   if constexpr (kNatural) natural_to_log2(s);
   bool hides = !full;  // some pairs
   if (!full) mask_limits<kConfig, true>(s, sequence.band, sequence.q_length, sequence.kv_length, row0, column0);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], const Back
       for (int e = 0; e < 4; ++e) s[m][n][e] *= dp[m][n][e] - rows.delta[m][e / 2];
     }
   }
-  slope.apply(s);
+  program.apply(s);
   if (to_products) derivative.apply(s);
 }
 

@@ -213,8 +213,24 @@ def _with_functions(
     return [block_mask], lambda mask: {"block_mask": mask}
 
 
+# FlexAttention's own choice may need more shared memory than there is.
+_SMALL_TILES = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "BLOCK_M1": 32,
+    "BLOCK_N1": 64,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+    "num_stages": 1,
+}
+
+
 def _flex(
-    function: Function, arrays: dict[str, Any], captures: list[Any], pass_name: str
+    function: Function,
+    arrays: dict[str, Any],
+    captures: list[Any],
+    pass_name: str,
+    kernel_options: dict[str, int] | None = None,
 ) -> timing.Contender:
     """PyTorch's FlexAttention, compiled for the shapes."""
     import torch
@@ -250,7 +266,9 @@ def _flex(
         )
 
     def enqueue() -> tuple[Any, ...]:
-        out = attention(*inputs, score_mod=score_mod, block_mask=block_mask)
+        out = attention(
+            *inputs, score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options
+        )
         moving = [*inputs, *(own if learned else ())]
         return (out, *torch.autograd.grad(out, moving, dout)) if backward else (out,)
 
@@ -263,7 +281,12 @@ def _flex(
         }
 
     contender = timing.Contender("torch-flex", enqueue, lambda _: torch.cuda.synchronize(), results)
-    contender.wait(enqueue())
+    try:
+        contender.wait(enqueue())
+    except torch._inductor.exc.InductorError:
+        if kernel_options is not None:
+            raise
+        return _flex(function, arrays, captures, pass_name, _SMALL_TILES)
     return contender
 
 

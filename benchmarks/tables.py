@@ -513,9 +513,19 @@ SCORE_NAME = re.compile(r"score-(.+)-D(\d+)")
 
 def score_functions(page: Path) -> str:
     """Score functions and masks as functions, beside FlexAttention and beside our arguments that mean the same."""
-    if not records.has("h200-score-functions"):
+    return _of_score_functions("h200-score-functions", page)
+
+
+def learned_captures(page: Path) -> str:
+    """Gradients of what score functions read, too."""
+    return _of_score_functions("h200-learned-captures", page)
+
+
+def _of_score_functions(name: str, page: Path) -> str:
+    """A row for each function, head dim and pass of the newest record of the name; empty without one."""
+    if not records.has(name):
         return ""
-    record = records.newest("h200-score-functions")
+    record = records.newest(name)
     titles = records.contenders(record.points)
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for point in record.points:
@@ -593,6 +603,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "training": training,
     "score-functions": score_functions,
+    "learned-captures": learned_captures,
 }
 
 

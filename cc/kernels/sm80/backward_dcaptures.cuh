@@ -59,6 +59,8 @@ class WarpSums {
       held_place_[read] = -1, held_sum_[read] = 0.0f;
 #pragma unroll
       for (int row = 0; row < kRows; ++row) row_sums_[row][read] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * (kRows - 1); ++i) late_place_[i][read] = -1, late_sum_[i][read] = 0.0f;
     }
   }
 
@@ -88,7 +90,7 @@ class WarpSums {
               of_tile[row][read] += x;
               row_places_[row][read] = places[row][read];
             } else if (row == kRows - 1) {
-              finish_column(read, places, summands, add);
+              finish_column(read, e % 2, places, summands, add);
             }
           }
         });
@@ -116,6 +118,10 @@ class WarpSums {
         for (int row = 0; row < kRows; ++row) held_sum_[read] += row_sums_[row][read];
       }
       give(read, add);
+#pragma unroll
+      for (int i = 0; i < 2 * (kRows - 1); ++i) {
+        if (is_late(read)) add(read, late_place_[i][read], late_sum_[i][read]);
+      }
     }
   }
 
@@ -130,8 +136,16 @@ class WarpSums {
     return ScoreProgram::read_reach(read) == Reach::kQuery || ScoreProgram::read_reach(read) == Reach::kHead;
   }
 
+  // Whether pairs of a read are added up along diagonals. Of more reads it would take too many registers.
+  __device__ __forceinline__ static constexpr bool is_late(int read) {
+    int reads = 0;
+    for (int other = 0; other < kReads; ++other) reads += ScoreProgram::read_reach(other) == Reach::kPair;
+    return reads <= 2 && ScoreProgram::read_reach(read) == Reach::kPair;
+  }
+
+  // parity: of the column, two of which a lane has of every eight.
   template <typename Add>
-  __device__ __forceinline__ void finish_column(int read, const int (&places)[kRows][kReads],
+  __device__ __forceinline__ void finish_column(int read, int parity, const int (&places)[kRows][kReads],
                                                 const float (&summands)[kRows][kReads], const Add& add) {
     const int first = places[0][read];
     float sum = 0.0f;
@@ -156,8 +170,31 @@ class WarpSums {
       held_sum_[read] += sum;
       return;
     }
+    if (!is_late(read)) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) add(read, places[row][read], summands[row][read]);
+      for (int row = 0; row < kRows; ++row) add(read, places[row][read], summands[row][read]);
+      return;
+    }
+    // Eight rows down and eight columns on is the same distance: a pair waits for the next one on its diagonal, and goes
+    // along with it if they read the same element.
+#pragma unroll
+    for (int row = kRows - 1; row >= 0; --row) {
+      float x = summands[row][read];
+      if (row > 0) {
+        const int before = parity * (kRows - 1) + row - 1;
+        if (late_place_[before][read] == places[row][read]) {
+          x += late_sum_[before][read];
+        } else {
+          add(read, late_place_[before][read], late_sum_[before][read]);
+        }
+      }
+      if (row == kRows - 1) {
+        add(read, places[row][read], x);
+      } else {
+        const int own = parity * (kRows - 1) + row;
+        late_place_[own][read] = places[row][read], late_sum_[own][read] = x;
+      }
+    }
   }
 
   template <typename Add>
@@ -172,6 +209,8 @@ class WarpSums {
   int row_places_[kRows][kReads];
   float held_sum_[kReads];  // of pairs that follow each other and read one element, the same in all lanes
   int held_place_[kReads];
+  float late_sum_[2 * (kRows - 1)][kReads];  // of diagonals, by the parity of the column and the row
+  int late_place_[2 * (kRows - 1)][kReads];
 };
 
 // The same for all tiles of a block.

@@ -521,11 +521,11 @@ def learned_captures(page: Path) -> str:
     return _of_score_functions("h200-learned-captures", page)
 
 
-def _of_score_functions(name: str, page: Path) -> str:
-    """A row for each function, head dim and pass of the newest record of the name; empty without one."""
-    if not records.has(name):
+def _of_score_functions(which: str, page: Path) -> str:
+    """A row for each function, head dim and pass of the newest record of a name; empty without one."""
+    if not records.has(which):
         return ""
-    record = records.newest(name)
+    record = records.newest(which)
     titles = records.contenders(record.points)
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for point in record.points:

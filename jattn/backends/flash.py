@@ -77,14 +77,10 @@ class FlashBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients; those of ALiBi slopes and captures by the kernels that serve all devices.
-
-        So are all gradients through a score function whose slopes are not 1: they take registers that the products of
-        these kernels do not leave.
-        """
+        """Returns the wanted gradients; those of ALiBi slopes and captures by the kernels that serve all devices."""
 
         def others() -> Gradients:
-            if has_program_slopes(spec):
+            if not runs_slopes(spec, wants):
                 return mem_efficient.gradients_on_any_device(
                     self.name, spec, operands, residuals, wants, device, determinism
                 )
@@ -123,6 +119,19 @@ class FlashBackend:
             v=grads.v[..., : spec.head_dim_v],
             bias=grads.bias,
         )
+
+
+def runs_slopes(spec: Spec, wants: Wants) -> bool:
+    """Whether the backward kernels can multiply by the slopes of the score function, if it has others than 1.
+
+    Dropout marks weights by their signs, which such slopes spoil. Heads above 128 pass weights on in 16 bits, in float16
+    as numbers of at most 1. The slope of a softcap, of which a bias knows nothing, is a factor of the slopes.
+    """
+    if not has_program_slopes(spec):
+        return True
+    splits = max(spec.head_dim, spec.head_dim_v) > flash_backward_tiles.LARGEST_UNSPLIT_HEAD_DIM
+    passes_on = splits and spec.dtype == "float16"
+    return not (spec.dropout is not None or passes_on or (wants.bias and spec.softcap > 0))
 
 
 def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:

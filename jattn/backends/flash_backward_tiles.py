@@ -42,7 +42,7 @@ _NUM_WARPS = 12
 _NUM_WARPS_WITH_DQ = 16
 _STATISTICS_ROWS = 128
 # Above this head dim one warpgroup cannot hold dk and dv of its keys: each has one of them, and a third makes dq.
-_LARGEST_UNSPLIT_HEAD_DIM = 128
+LARGEST_UNSPLIT_HEAD_DIM = 128
 # Above this one there are no registers for a third.
 _LARGEST_FUSED_HEAD_DIM = 192
 # Whether blocks stay, take item after item, and their warpgroups take turns at the products; None: by the problem.
@@ -196,7 +196,7 @@ def dbias_shared_bytes(tile: Tile, spec: Spec, *, keeps_bias: bool = False) -> i
 
 
 def _splits(tile: Tile) -> bool:
-    return max(tile.head_dim, tile.head_dim_v) > _LARGEST_UNSPLIT_HEAD_DIM
+    return max(tile.head_dim, tile.head_dim_v) > LARGEST_UNSPLIT_HEAD_DIM
 
 
 def _head_dim_tile(head_dim: int) -> int:
@@ -232,7 +232,7 @@ def can_store_ds(spec: Spec) -> bool:
         return False
     assert spec.bias is not None
     widest = max(_head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v))
-    return widest <= _LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
+    return widest <= LARGEST_UNSPLIT_HEAD_DIM and spec.bias[1] == spec.num_heads
 
 
 def can_sum_bias(spec: Spec) -> bool:
@@ -249,7 +249,7 @@ def can_sum_bias(spec: Spec) -> bool:
     widest = max(_head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v))
     of_keys = spec.bias[3] == spec.kv_len > 1
     of_kv_heads = spec.bias[1] == 1 or spec.num_heads == spec.num_kv_heads
-    return widest <= _LARGEST_UNSPLIT_HEAD_DIM and of_keys and of_kv_heads
+    return widest <= LARGEST_UNSPLIT_HEAD_DIM and of_keys and of_kv_heads
 
 
 def _split_tile(spec: Spec, *, fused: bool) -> Tile:
@@ -339,7 +339,7 @@ def keys_tile(spec: Spec, *, fused: bool, stores_ds: bool = False, sums_bias: bo
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     staged = can_stage_bias(spec)
-    if max(head_dim, head_dim_v) > _LARGEST_UNSPLIT_HEAD_DIM:
+    if max(head_dim, head_dim_v) > LARGEST_UNSPLIT_HEAD_DIM:
         return _split_tile(spec, fused=fused)
     tile = Tile(
         head_dim,

@@ -16,7 +16,7 @@ import resources
 import toolchain
 
 from jattn import _core
-from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
+from jattn.backends import Wants, cuda_tiles, flash, flash_backward_tiles, flash_tiles
 from jattn.backends.kernel_plan import program_text
 from jattn.score_program import ScoreProgram, trace
 from jattn.spec import Spec
@@ -128,11 +128,12 @@ def test_nvcc(family: str, name: str, arch: tuple[int, int], tmp_path: Path) -> 
 
 
 def hopper_keys(spec: Spec) -> list[str]:
-    """Those of `flash`; the backward ones are for slopes of 1."""
+    """Those of `flash`."""
     plans = [flash_tiles.plan_forward(spec)]
-    assert spec.score_mod is not None
-    for deterministic in (False, True) if spec.score_mod.has_unit_slope else ():
-        wants = (True, True, True, spec.bias is not None)
+    everything = Wants(q=True, k=True, v=True, bias=spec.bias is not None)
+    gradients = dataclasses.replace(everything, bias=False)
+    wants = (everything if flash.runs_slopes(spec, everything) else gradients).flags()
+    for deterministic in (False, True):
         plans.append(
             flash_backward_tiles.plan_backward(spec, wants=wants, deterministic=deterministic)
         )
@@ -148,7 +149,7 @@ def test_hopper(name: str, head_dim: int) -> None:
     toolchain.require_nvrtc()
     keys = hopper_keys(problem(name, head_dim))
     families = {toolchain.word(key, "family") for key in keys}
-    assert len(families) == (1 if name == "capped" else 3 if head_dim == 256 else 2)
+    assert len(families) == (3 if head_dim == 256 else 2)
     for key in keys:
         code, log = _core.compile_kernel(key)
         assert resources.read_log(key, log, len(code)).faults == (), key

@@ -208,7 +208,8 @@ struct DbiasConsumer {
     item.upper_offset = step.upper_offset;
     item.lower_offset = step.lower_offset;
     const FragmentOrigin origin = origin_of(step);
-    KeptSlopes<C, kCount> slopes;    // the bias is added behind the softcap: its slope is not asked for
+    KeptSlopes<C, kCount>
+        slopes;  // the bias is added behind the softcap, whose slope is not asked for, before the program
     FetchedBias<C, kCount> fetched;  // of no use here: rows are queries
     const unsigned bias = C.staged_bias || keeps_bias(C) ? tiles + kLayout.bias : 0u;
     make_exponents<C, false>(s, slopes, control.terms[place], item, origin, bias,
@@ -231,7 +232,10 @@ struct DbiasConsumer {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] = marked<C>(exp2_fast(s[i]), drops[i]);
+    for (int i = 0; i < kCount; ++i) {
+      const float p = exp2_fast(s[i]);
+      s[i] = marked<C>(has_program_slopes<C>() ? slopes.weight(p, i) : p, drops[i]);
+    }
   }
 
   __device__ __forceinline__ FragmentOrigin origin_of(const DbiasStep& step) const {
@@ -393,6 +397,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   static_assert(C.element == Element::kF16 || C.element == Element::kBF16);
   static_assert(C.head_dim % 64 == 0 && C.head_dim_v % 64 == 0 && C.head_dim <= 256 && C.head_dim_v <= 256);
   static_assert(C.tile_q == kBackwardConsumers * kWarpgroupRows && C.tile_kv % kChunkColumns == 0 && C.stages >= 2);
+  static_assert(!(C.softcap && has_program_slopes<C>()));  // its slopes have that of the softcap in them
   static_assert(C.bias && !C.narrow_rows && (!C.dropout_rows || (C.dropout && C.segments && C.positions)));
   static_assert(!C.staged_bias || C.bias_element != Element::kF32);
   static_assert(C.num_warps == backward_threads(C) / 32);

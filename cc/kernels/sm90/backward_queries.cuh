@@ -241,7 +241,7 @@ struct QueryConsumer {
 #pragma unroll
     for (int i = 0; i < C.tile_kv / 2; ++i) {
       if constexpr (Stage::kMakesExponents) {
-        s[i] = marked<C>(exp2_fast(s[i]) * slopes[i], drops[i]);
+        s[i] = marked<C>(slopes.weight(exp2_fast(s[i]), i), drops[i]);
       } else {
         const auto weights = Stage::weights(s[i], lse_log2[i / 2 % 2], params.problem);
         s[i] = marked<C>(weights.p * weights.slope, drops[i]);

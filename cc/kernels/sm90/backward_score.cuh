@@ -232,10 +232,8 @@ __device__ __forceinline__ void weights_of_exponents(float (&s)[kCount], unsigne
     low = marked<C>(exp2_fast(low), drops[2 * i]);
     high = marked<C>(exp2_fast(high), drops[2 * i + 1]);
     p[i] = pack_kept<C>(low, high);
-    if constexpr (C.softcap) {
-      low *= fabsf(slopes[2 * i]);
-      high *= fabsf(slopes[2 * i + 1]);
-    }
+    low = slopes.weight(low, 2 * i);
+    high = slopes.weight(high, 2 * i + 1);
   }
 }
 
@@ -287,13 +285,14 @@ __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsig
 }
 
 // What weights are multiplied by where they pass from thread to thread in 16 bits: float16 has few bits for probabilities below
-// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight is 1 at most.
+// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight is 1 at most, without slopes of a program.
 template <Config C>
 inline constexpr float kWeightUnit = C.element == Element::kF16 ? 32768.0f : 1.0f;
 
 // Weights in units of 1 / kWeightUnit, rounded to the element type, with their marks.
 template <Config C, int kCount>
 __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], const float (&weights)[kCount]) {
+  static_assert(kWeightUnit<C> == 1.0f || !has_program_slopes<C>());
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
     packed[i] = ElementTraits<C.element>::pack(kWeightUnit<C> * weights[2 * i], kWeightUnit<C> * weights[2 * i + 1]);

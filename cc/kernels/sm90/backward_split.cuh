@@ -84,7 +84,7 @@ struct SplitConsumer {
     pin_registers(s);
     finish_transposed_scores<C, C.tile_q / 2, kLayout.bias_slots>(s, p, flags, drops, fetched, params, control, stage,
                                                                   tiles + kLayout.bias, bias_ring, row, column);
-    if constexpr (C.softcap || C.dropout || kWeightUnit<C> != 1.0f) {
+    if constexpr (C.softcap || C.dropout || has_program_slopes<C>() || kWeightUnit<C> != 1.0f) {
       Fragments weights;
       pack_weights<C>(weights, s);
       give(weights);

@@ -147,19 +147,29 @@ struct FetchedBias {
   }
 };
 
-// The slope of the softcap, kept while a score becomes an exponent: half precision, an absolute error of 2^-12 at most.
+// Slopes of the softcap and of the user's program, kept in 16 bits while scores become exponents. Those of a softcap are numbers
+// of 0 to 1: half precision, an absolute error of 2^-12 at most. Those of a program are any numbers, rounded as the gradients
+// of the scores will be.
 template <Config C, int kCount>
 struct KeptSlopes {
-  static constexpr bool kUsed = C.softcap && has_score_terms(C);
+  static constexpr bool kUsed = has_score_terms(C) && (C.softcap || has_program_slopes<C>());
+  using Traits = ElementTraits<has_program_slopes<C>() ? C.element : Element::kF16>;
   unsigned words[kUsed ? kCount / 2 : 1];
 
   __device__ __forceinline__ void keep(int pair, float low, float high) {
-    if constexpr (kUsed) words[pair] = ElementTraits<Element::kF16>::pack(low, high);
+    if constexpr (kUsed) words[pair] = Traits::pack(low, high);
   }
   __device__ __forceinline__ float operator[](int index) const {
-    using Traits = ElementTraits<Element::kF16>;
     if constexpr (!kUsed) return 1.0f;
     return index % 2 == 0 ? Traits::low(words[index / 2]) : Traits::high(words[index / 2]);
+  }
+  // p times the slope; of a hidden pair that may be anything. p has a sign that marks what dropout removes, a softcap's slope
+  // none to spoil it.
+  __device__ __forceinline__ float weight(float p, int index) const {
+    if constexpr (!kUsed) return p;
+    if constexpr (!has_program_slopes<C>()) return p * fabsf((*this)[index]);
+    static_assert(!has_program_slopes<C>() || !C.dropout);
+    return p == 0.0f ? 0.0f : p * (*this)[index];
   }
 };
 
@@ -177,7 +187,6 @@ struct ProgramPairs {
                                           const int* column_positions)
       : problem(problem) {
     if constexpr (C.program) {
-      static_assert(ScoreProgram::kUnitSlope);
       batch = __ldg(problem.batch_ids + batch_entry);
       head = __ldg(problem.head_ids + query_head);
       first_column = origin.column;
@@ -187,11 +196,18 @@ struct ProgramPairs {
     }
   }
 
-  // The new score of the pair of value 4 i + 2 r + c; natural units.
-  __device__ __forceinline__ float score(float score, int i, int r, int c) const {
+  // The new score of the pair of value 4 i + 2 r + c; natural units. Its slope is multiplied into `slope`.
+  __device__ __forceinline__ float score(float score, int i, int r, int c, float& slope) const {
     const int column = C.positions ? columns[8 * i + c] : first_column + 8 * i + c;
-    return ScoreProgram::score(score, batch, head, kTransposed ? column : row[r], kTransposed ? row[r] : column,
-                               problem.captures);
+    const int query = kTransposed ? column : row[r], key = kTransposed ? row[r] : column;
+    if constexpr (!has_program_slopes<C>()) {
+      return ScoreProgram::score(score, batch, head, query, key, problem.captures);
+    } else {
+      float own;
+      const float changed = ScoreProgram::score_and_slope(score, batch, head, query, key, problem.captures, own);
+      slope *= own;
+      return changed;
+    }
   }
 };
 
@@ -262,7 +278,7 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
           } else {
             x = fmaf(x, scale, rest);
           }
-          if constexpr (C.program) x = fmaf(program.score(x, i, r, c), kLog2E, -shift_of_pair);
+          if constexpr (C.program) x = fmaf(program.score(x, i, r, c, kept[c]), kLog2E, -shift_of_pair);
         }
         slopes.keep(2 * i + r, kept[0], kept[1]);
       }

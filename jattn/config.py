@@ -108,7 +108,7 @@ def deterministic(mode: Determinism = "strict") -> Iterator[None]:
 
     On one kind of device with one build, the bits are the same in every mode in forward passes, in backward passes on
     a CPU and in those of "flash" above head dim 192. Other backward passes of "flash" and "mem_efficient" add up dq in
-    an order that varies, unless the mode is "strict".
+    an order that varies, and all of them gradients of what ``score_mod`` reads, unless the mode is "strict".
 
     Args:
       mode: "strict" uses the deterministic form of every kernel, "warn" warns at trace time where "flash" or

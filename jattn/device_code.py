@@ -26,6 +26,7 @@ from jattn.score_program import ScoreProgram, flat_equations
 
 __all__ = [
     "ARGUMENTS",
+    "LARGEST_INDEX",
     "MAX_CAPTURES",
     "arguments_of",
     "device_code",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from jattn.device_arrays import Array, Index, index_arithmetic
 from jattn.device_code import (
     ARGUMENTS,
+    LARGEST_INDEX,
     arguments_of,
     device_code,
     evaluated,
@@ -31,6 +32,7 @@ _LARGEST_EXTENT = limits("int32")[1]
 _Read = tuple[int, Index]
 
 
+@functools.lru_cache(maxsize=1024)
 def can_sum(program: ScoreProgram, wanted: tuple[bool, ...]) -> bool:
     """Whether ``gradient_code`` can be written for the captures that are wanted; the program has no ``refusals``."""
     types = [c for c, flag in zip(program.captures, wanted, strict=True) if flag]
@@ -40,8 +42,10 @@ def can_sum(program: ScoreProgram, wanted: tuple[bool, ...]) -> bool:
         return False
     if refused_operations(program.jvp_jaxpr):
         return False
+    # With indices in a narrow range fewer elements may be read.
+    indices = index_range(by_position=True, largest_index=LARGEST_INDEX)
     try:
-        return 0 < len(_derivatives(Code(), program, wanted, (0, 1))) <= MAX_READS
+        return 0 < len(_derivatives(Code(), program, wanted, indices)) <= MAX_READS
     except (TooLongError, RecursionError):
         return False
 
@@ -76,20 +80,22 @@ def gradient_code(
     """
     code = Code()
     indices = index_range(by_position=by_position, largest_index=largest_index)
-    derivatives = _derivatives(code, program, wanted, indices)
+    found = _derivatives(code, program, wanted, indices)
     starts = offsets(program, wanted)
     places = [
         index_arithmetic(code, "add", _flat(code, program.captures[number], index), starts[number])
-        for number, index in derivatives
+        for number, index in found
     ]
-    lines, names = code.statements(
-        [
-            *(code.convert(x, "int32") for x in places),
-            *(code.convert(x, "float32") for x in derivatives.values()),
-        ]
-    )
-    count = len(derivatives)
-    numbers = [number for number, _ in derivatives]
+    derivatives = [code.convert(x, "float32") for x in found.values()]
+    numbers = [number for number, _ in found]
+    if not found:  # nothing is read within these indices; a table has an element
+        numbers, places, derivatives = (
+            [0],
+            [code.constant("int32", 0)],
+            [code.constant("float32", 0)],
+        )
+    count = len(places)
+    lines, names = code.statements([*(code.convert(x, "int32") for x in places), *derivatives])
     reaches = [_reach(x) for x in places]
     more = (
         "",

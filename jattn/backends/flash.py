@@ -124,8 +124,8 @@ class FlashBackend:
 def runs_slopes(spec: Spec, wants: Wants) -> bool:
     """Whether the backward kernels can multiply by the slopes of the score function, if it has others than 1.
 
-    Dropout marks weights by their signs, which such slopes spoil. Heads above 128 pass weights on in 16 bits, in float16
-    as numbers of at most 1. The slope of a softcap, of which a bias knows nothing, is a factor of the slopes.
+    Dropout marks weights by their signs, which such slopes spoil. Heads above 128 pass weights on in 16 bits, which are
+    numbers of at most 1 in float16. The slope of a softcap, of which a bias knows nothing, is a factor of the slopes.
     """
     if not has_program_slopes(spec):
         return True

@@ -179,6 +179,22 @@ def test_only_what_is_wanted_is_added_up() -> None:
     assert "derivatives[0] = score;" in one
 
 
+def test_what_is_read_behind_other_lengths() -> None:
+    """Whether a kernel can add it up does not depend on the lengths; where nothing is read it adds 0."""
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any, x: Any) -> Any:
+        return s + jnp.where(q < 200, 0.0, x[0, q % 8])
+
+    program, _ = trace(score_mod, (TABLE,), 2)
+    assert can_sum(program, (True,))
+    short, long = (
+        gradient_code(program, (True,), by_position=False, largest_index=n) for n in (64, 1024)
+    )
+    assert "derivatives[0] = 0.0f;" in short
+    assert "places[0] = 0;" in short
+    assert "derivatives[0] = program::select" in long
+
+
 def test_what_no_kernel_adds_up() -> None:
     def reading(count: int, s: Any, b: Any, h: Any, q: Any, k: Any, x: Any) -> Any:
         return s + sum(x[0, (k + i) % 8] for i in range(count))

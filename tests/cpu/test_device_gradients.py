@@ -192,7 +192,7 @@ def test_what_is_read_behind_other_lengths() -> None:
     )
     assert "derivatives[0] = 0.0f;" in short
     assert "places[0] = 0;" in short
-    assert "derivatives[0] = program::select" in long
+    assert "program::select(v0, 0.0f, 1.0f)" in long
 
 
 def test_what_no_kernel_adds_up() -> None:

@@ -24,6 +24,8 @@ TITLES = {
     "jattn:padded": "jattn, padded",
     "jattn:cpu": "jattn",
     "jattn": "jattn",
+    "fused": "fused",
+    "as written": "as written",
     "jattn, its argument": "jattn, by an argument",
     "jattn:mem_efficient": "jattn mem_efficient",
     "fa3-dew": "FlashAttention-3",

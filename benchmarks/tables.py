@@ -552,6 +552,38 @@ def _of_score_functions(which: str, page: Path) -> str:
     )
 
 
+# As benchmarks.fusion names them.
+FUSION_NAME = re.compile(r"fusion-(.+)-D(\d+)-S(\d+)")
+
+
+def fusion(page: Path) -> str:
+    """Attention that is written by hand, before and after `fuse_attention`."""
+    if not records.has("h200-fusion"):
+        return ""
+    record = records.newest("h200-fusion")
+    titles = records.contenders(record.points)
+    groups: dict[tuple[str, str], dict[str, float]] = {}
+    for point in record.points:
+        times = groups.setdefault((point.name, point.pass_name), {})
+        times[point.contender] = point.median_us / 1e3
+    rows = []
+    for (name, pass_name), values in groups.items():
+        match = FUSION_NAME.fullmatch(name)
+        if match is None:
+            raise LookupError(f"{record.path.name}: {name!r} is no case of fusion")
+        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
+    return "\n\n".join(
+        [
+            _format(["function", "head dim", "length", "pass", *titles], rows),
+            "Times as fast, geometric mean (least to most): "
+            + _ratios(list(groups.values()), titles, largest=False)
+            + "."
+            + _spread(record.points),
+            _caption(record, page, f"{record.content['what']}, milliseconds"),
+        ]
+    )
+
+
 def training(page: Path) -> str:
     """Training steps of the example's language model with different attention."""
     if not records.has("h200-training"):
@@ -604,6 +636,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "training": training,
     "score-functions": score_functions,
     "learned-captures": learned_captures,
+    "fusion": fusion,
 }
 
 

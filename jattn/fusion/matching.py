@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.fusion.axes import (
     CASTS,
@@ -304,7 +305,9 @@ class _Search:
         fill = fills[0] if visible_if_true else fills[1]
         if fill is None:
             raise Miss("a mask that chooses between two arrays")
-        lowest = _FILL_OF_FLOAT16 if node.outputs[0].dtype == jnp.float16 else _FILL
+        dtype = node.outputs[0].dtype
+        # -1e9 as the type has it: in bfloat16 it is -998244352.
+        lowest = _FILL_OF_FLOAT16 if dtype == jnp.float16 else float(np.asarray(_FILL, dtype))
         if not fill <= lowest:  # NaN is not
             raise Miss(f"a mask that writes {fill:g}, which scores may reach")
         if fill != -math.inf and not self.fuses_finite_fill:

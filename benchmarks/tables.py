@@ -507,22 +507,34 @@ def _compiled(kernels: dict[str, int]) -> str:
     return f" ({count} {'kernel' if count == 1 else 'kernels'})" if count else ""
 
 
-# As benchmarks.score_functions names them.
+# As benchmarks.score_functions and benchmarks.fusion name them.
 SCORE_NAME = re.compile(r"score-(.+)-D(\d+)")
+FUSION_NAME = re.compile(r"fusion-(.+)-D(\d+)-S(\d+)")
 
 
 def score_functions(page: Path) -> str:
     """Score functions and masks as functions, beside FlexAttention and beside our arguments that mean the same."""
-    return _of_score_functions("h200-score-functions", page)
+    columns = ["function", "head dim"]
+    return _of_functions("h200-score-functions", SCORE_NAME, columns, page)
 
 
 def learned_captures(page: Path) -> str:
     """Gradients of what score functions read, too."""
-    return _of_score_functions("h200-learned-captures", page)
+    columns = ["function", "head dim"]
+    return _of_functions("h200-learned-captures", SCORE_NAME, columns, page)
 
 
-def _of_score_functions(which: str, page: Path) -> str:
-    """A row for each function, head dim and pass of the newest record of a name; empty without one."""
+def fusion(page: Path) -> str:
+    """Attention that is written by hand, before and after `fuse_attention`."""
+    columns = ["function", "head dim", "length"]
+    return _of_functions("h200-fusion", FUSION_NAME, columns, page)
+
+
+def _of_functions(which: str, form: re.Pattern[str], columns: list[str], page: Path) -> str:
+    """A row for each case and pass of the newest record of a name, in milliseconds; empty without one.
+
+    ``form``: of the names of cases, with a group for each of the columns.
+    """
     if not records.has(which):
         return ""
     record = records.newest(which)
@@ -533,53 +545,22 @@ def _of_score_functions(which: str, page: Path) -> str:
         times[point.contender] = point.median_us / 1e3
     rows = []
     for (name, pass_name), values in groups.items():
-        match = SCORE_NAME.fullmatch(name)
+        match = form.fullmatch(name)
         if match is None:
-            raise LookupError(f"{record.path.name}: {name!r} is no case of score functions")
+            raise LookupError(f"{record.path.name}: {name!r} is no case like {form.pattern}")
         rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
-    what = (
-        f'{record.content["what"]}, milliseconds, "-": does not run, or there is no such argument'
-    )
+    missing = '"-": does not run, or there is no such contender'
+    what = f"{record.content['what']}, milliseconds"
     return "\n\n".join(
         [
-            _format(["function", "head dim", "pass", *titles], rows),
+            _format([*columns, "pass", *titles], rows),
             "Times as fast, geometric mean (least to most) of the rows that both have: "
             + _ratios(list(groups.values()), titles, largest=False)
             + "."
             + _spread(record.points),
-            _caption(record, page, what),
-        ]
-    )
-
-
-# As benchmarks.fusion names them.
-FUSION_NAME = re.compile(r"fusion-(.+)-D(\d+)-S(\d+)")
-
-
-def fusion(page: Path) -> str:
-    """Attention that is written by hand, before and after `fuse_attention`."""
-    if not records.has("h200-fusion"):
-        return ""
-    record = records.newest("h200-fusion")
-    titles = records.contenders(record.points)
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for point in record.points:
-        times = groups.setdefault((point.name, point.pass_name), {})
-        times[point.contender] = point.median_us / 1e3
-    rows = []
-    for (name, pass_name), values in groups.items():
-        match = FUSION_NAME.fullmatch(name)
-        if match is None:
-            raise LookupError(f"{record.path.name}: {name!r} is no case of fusion")
-        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
-    return "\n\n".join(
-        [
-            _format(["function", "head dim", "length", "pass", *titles], rows),
-            "Times as fast, geometric mean (least to most): "
-            + _ratios(list(groups.values()), titles, largest=False)
-            + "."
-            + _spread(record.points),
-            _caption(record, page, f"{record.content['what']}, milliseconds"),
+            _caption(
+                record, page, f"{what}, {missing}" if any("-" in row for row in rows) else what
+            ),
         ]
     )
 

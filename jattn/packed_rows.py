@@ -40,9 +40,9 @@ def on_rows(
 ) -> Callable[..., Any]:
     """Returns the score function of a packed call in which the user's counts as in the padded form.
 
-    It is called with a batch entry of no meaning, the row of the query, and the key's place as ``key_origins`` has it.
-    The user's gets the number of the query's sequence, the position of the query in it, and that of the key, held
-    within the keys of this sequence: pairs that are hidden read nothing that visible ones could not.
+    It is called with a batch entry of no meaning, the row of the query, and where the key stands (``key_origins``). The
+    user's gets the number of the query's sequence, the position of the query in it, and that of the key, held within
+    the keys of this sequence: a pair that is hidden reads nothing that no visible one could.
 
     Args:
       score_mod: of (score, batch, head, query, key, *captures).

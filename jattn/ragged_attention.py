@@ -107,7 +107,8 @@ def ragged_dot_product_attention(
       A ``RaggedArray`` in the sequences of ``query`` with values (total, N, Dv), zeros in padding; or the pair.
 
     Raises:
-      TypeError: none of the three is a ``RaggedArray``; ``score_mod`` or a capture is none, as in the dense call.
+      TypeError: none of the three is a ``RaggedArray``; ``score_mod`` is no function of these arguments that returns a
+        float scalar, or a capture no array.
       ValueError: shapes, dtypes or options do not fit together; offsets or lengths that are not traced make no sense.
       jattn.NoBackendError: the batch cannot be broadcast, an empty sequence under ``strict``, or no backend.
     """
@@ -195,8 +196,8 @@ def flash_mha_varlen(
       is_causal: query t of a sequence of T queries and S keys sees keys up to t + S - T.
       window_size: how many keys to the left and to the right of its own a query sees, one number for both or a pair;
         -1: no limit.
-      **options: others of ``jattn.ragged_dot_product_attention``; causal_alignment="upper_left" has the diagonal and
-        the window begin at the first key.
+      **options: others of ``jattn.ragged_dot_product_attention``, ``score_mod`` and ``captures`` among them;
+        causal_alignment="upper_left" has the diagonal and the window begin at the first key.
 
     Returns:
       (total_q, N, Dv), or with ``return_lse=True`` the pair with the log-sum-exp (total_q, N).

@@ -141,8 +141,9 @@ def test_F112_vmap_over_captures() -> None:
 
 HALF = [
     case.but("bf16", dtype="bfloat16", head_dim=64, head_dim_v=64)
-    for case in PROGRAMS
     if case.dtype == "float32"
+    else case
+    for case in PROGRAMS
 ]
 
 

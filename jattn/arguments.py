@@ -25,7 +25,7 @@ _NAME = "jattn.dot_product_attention"
 
 _AXES = "axes are (batch, length, heads, head dim)"
 
-_LARGEST_POSITION = 2**29  # so that the difference of two of them, and its double, fit in 32 bits
+LARGEST_POSITION = 2**29  # so that the difference of two of them, and its double, fit in 32 bits
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -499,7 +499,7 @@ def _positions(
 
     def clamped(name: str, values: Any, length: int) -> jax.Array | None:
         x = _index_array(name, values, extents, length)
-        return None if x is None else jnp.clip(x, -_LARGEST_POSITION, _LARGEST_POSITION)
+        return None if x is None else jnp.clip(x, -LARGEST_POSITION, LARGEST_POSITION)
 
     return (
         clamped("query_positions", of_queries, extents.q_len),

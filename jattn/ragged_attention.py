@@ -2,14 +2,15 @@
 
 Packed form: all sequences as one batch entry, segment ids keep them apart, positions inside the sequence serve
 bands, slopes and dropout. Padded form: (B, max_length) with lengths, where the backend has no tiles to skip or where
-one position per row cannot say what is wanted. Why: docs/design/0007-ragged-batches.md.
+one position per row cannot say what is wanted. Why: docs/design/0007-ragged-batches.md. Score functions over packed
+rows: packed_rows.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -17,9 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jattn import api, backends, device, dispatch
-from jattn.arguments import Call, Window, as_dtype, as_flag, dropout_operands
+from jattn import api, backends, device, dispatch, packed_rows
+from jattn.arguments import (
+    LARGEST_POSITION,
+    Call,
+    Window,
+    as_dtype,
+    as_flag,
+    dropout_operands,
+)
 from jattn.arrays import as_array, as_integers
+from jattn.block_mask import BlockMask
 from jattn.errors import NoBackendError, Reason, describe_refusals
 from jattn.masks import Alignment
 from jattn.ragged import RaggedArray, take_rows
@@ -51,6 +60,9 @@ def ragged_dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     dropout_offset: ArrayLike | None = None,
     broadcast_dropout: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    captures: Sequence[ArrayLike] = (),
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     compute_dtype: DTypeLike | None = None,
     strict: bool = False,
@@ -67,13 +79,14 @@ def ragged_dot_product_attention(
     ``query.with_values(...)`` makes them inside ``jit``; it needs no positions and is a little faster then.
 
     With rows of rank 3 or more, values (total, ..., T, N, D), what is ragged is a batch axis: every row is an
-    ordinary attention of fixed lengths, and ``bias`` and ``mask`` are those of the dense call.
+    ordinary attention of fixed lengths, and ``bias``, ``mask``, ``block_mask`` and ``score_mod`` are those of the dense
+    call.
 
     Args:
       query: values (total, N, D); or a dense (B or 1, T, N, D).
       key: values (rows, K, D); or dense.
       value: values (rows, K, Dv); or dense. At least one of the three is ragged.
-      bias, mask: only with rows of rank 3 or more.
+      bias, mask, block_mask: only with rows of rank 3 or more.
       scale, is_causal, local_window_size, implementation, logits_soft_cap, compute_dtype: as in the dense call.
       causal_alignment: "upper_left": query t of a sequence sits at its key t. "lower_right": its last query sits at
         its last key (chunks that extend a cache).
@@ -81,16 +94,21 @@ def ragged_dot_product_attention(
       dropout_rate, dropout_key, dropout_seed, dropout_offset, broadcast_dropout: as in the dense call. The decision
         for a pair depends on (sequence, head, position of the query, position of the key), so it is that of the padded
         dense call, wherever the sequences lie.
+      score_mod: ``score_mod(score, batch, head, query, key, *captures) -> score``, as in the dense call: ``batch`` is
+        the number of the sequence, ``query`` and ``key`` are positions in it, all from 0, wherever the sequences lie.
+        With rows of rank 3 or more ``batch`` is the number of the row (further batch axes folded in).
+      captures: arrays of any shape and dtype that ``score_mod`` gets as further arguments. What it reads has gradients.
       return_lse: also returns the log-sum-exp, values (total, N) float32 (float64 for float64); -inf for padding.
       strict: refuses sequences of length 0 where they are known: declared by ``min_length=0``, or not traced.
       form: "packed" or "padded", for rows of rank 2; None: packed, unless a backend without tiles would run it or
-        dropout meets "lower_right" alignment. Results agree up to rounding, dropout decisions exactly.
+        dropout meets "lower_right" alignment or ``score_mod``. Results agree up to rounding, dropout decisions exactly.
 
     Returns:
       A ``RaggedArray`` in the sequences of ``query`` with values (total, N, Dv), zeros in padding; or the pair.
 
     Raises:
-      TypeError: none of the three is a ``RaggedArray``.
+      TypeError: none of the three is a ``RaggedArray``; ``score_mod`` is no function of these arguments that returns a
+        float scalar, or a capture no array.
       ValueError: shapes, dtypes or options do not fit together; offsets or lengths that are not traced make no sense.
       jattn.NoBackendError: the batch cannot be broadcast, an empty sequence under ``strict``, or no backend.
     """
@@ -119,6 +137,8 @@ def ragged_dot_product_attention(
         "dropout_seed": dropout_seed,
         "dropout_offset": dropout_offset,
         "broadcast_dropout": broadcast_dropout,
+        "score_mod": score_mod,
+        "captures": captures,
     }
     _check_operands(arguments)
     return_lse = as_flag("return_lse", return_lse)
@@ -128,12 +148,15 @@ def ragged_dot_product_attention(
         empty = [r for r in refusals(arguments, strict=strict) if r.code == "RAGGED_ZERO_LEN"]
         if empty:
             raise NoBackendError(_describe(tuple(empty)), tuple(empty))
+        options["block_mask"] = block_mask
         return _ragged_batch(arguments, bias, mask, options, return_lse)
-    if bias is not None or mask is not None:
-        raise ValueError(
-            f"{_NAME}: Masks are not yet supported! Got {'mask' if bias is None else 'bias'} for ragged sequences: use"
-            " is_causal, local_window_size or alibi_slopes, or pad with RaggedArray.to_padded and make the dense call"
-        )
+    for name, given in (("bias", bias), ("mask", mask), ("block_mask", block_mask)):
+        if given is not None:
+            raise ValueError(
+                f"{_NAME}: Masks are not yet supported! Got {name} for ragged sequences: use is_causal,"
+                " local_window_size, alibi_slopes or a score_mod, which hides a pair by -inf, or pad with"
+                " RaggedArray.to_padded and make the dense call"
+            )
     if reasons := refusals(arguments, strict=strict):
         raise NoBackendError(_describe(reasons), reasons)
     q, k, v = _expanded(*arguments.values())
@@ -173,8 +196,8 @@ def flash_mha_varlen(
       is_causal: query t of a sequence of T queries and S keys sees keys up to t + S - T.
       window_size: how many keys to the left and to the right of its own a query sees, one number for both or a pair;
         -1: no limit.
-      **options: others of ``jattn.ragged_dot_product_attention``; causal_alignment="upper_left" has the diagonal and
-        the window begin at the first key.
+      **options: others of ``jattn.ragged_dot_product_attention``, ``score_mod`` and ``captures`` among them;
+        causal_alignment="upper_left" has the diagonal and the window begin at the first key.
 
     Returns:
       (total_q, N, Dv), or with ``return_lse=True`` the pair with the log-sum-exp (total_q, N).
@@ -531,13 +554,31 @@ class _Problem:
         """Whether the position of a query depends on both lengths of its sequence."""
         return not self.self_attention and self.options["causal_alignment"] == "lower_right"
 
+    @property
+    def too_much_to_pack(self) -> str:
+        """What a row's one position cannot say at once; empty if it can say all."""
+        drops, changes = self.dropout_table is not None, self.options["score_mod"] is not None
+        # For dropout it counts from 0.
+        if drops and self.shifted:
+            return "dropout together with causal_alignment='lower_right'"
+        if drops and changes:
+            return "dropout together with score_mod"
+        # For a score function it is the row.
+        rows = self.q.values.shape[0] + self.k.values.shape[0]
+        if changes and not self.self_attention and rows > LARGEST_POSITION:
+            return f"score_mod together with {rows} rows, over 2^29"
+        return ""
+
     def wants_padding(self, form: Form | None) -> bool:
-        # A row has one position: it cannot be aligned to the lower right and also count from 0 for dropout.
-        if self.dropout_table is not None and self.shifted:
+        """Whether to run the padded form.
+
+        Raises:
+          ValueError: the packed form is asked for and cannot hold the problem.
+        """
+        if self.too_much_to_pack:
             if form == "packed":
                 raise ValueError(
-                    f"{_NAME}: form is 'packed', which cannot hold dropout together with"
-                    " causal_alignment='lower_right': pass form=None"
+                    f"{_NAME}: form is 'packed', which cannot hold {self.too_much_to_pack}: pass form=None"
                 )
             return True
         if form is not None:
@@ -546,8 +587,11 @@ class _Problem:
         chosen = dispatch.choose(
             call.spec, device.expected(call.options.device), call.options, needs_grad=False
         ).backend
+        if chosen is None:
+            # The packed form has a capture of its own, which may be one too many for the kernels that are named.
+            return self.options["score_mod"] is not None
         # Without tiles to skip, pairs in different sequences cost as much as others.
-        return chosen is not None and chosen.name in backends.SLOW
+        return chosen.name in backends.SLOW
 
     def packed(self) -> tuple[jax.Array, jax.Array]:
         """Rows as they lie: values (total, N, Dv) and lse (total, N)."""
@@ -558,6 +602,7 @@ class _Problem:
     def packed_call(self) -> Call:
         """The dense call in which all sequences are one batch entry."""
         left_out = {"causal_alignment", *_DROPOUT}
+        score_mod = self.options["score_mod"]
         options = {name: x for name, x in self.options.items() if name not in left_out}
         q_ids, q_positions = self.q.rows()
         k_ids, k_positions = (q_ids, q_positions) if self.self_attention else self.k.rows()
@@ -566,12 +611,18 @@ class _Problem:
             options["is_causal"]
             or options["local_window_size"] is not None
             or options["alibi_slopes"] is not None
+            or score_mod is not None
         )
+        shift = None
         if self.shifted:
             (q_starts, q_stops), (k_starts, k_stops) = self.q.bounds(), self.k.bounds()
             shift = (k_stops - k_starts) - (q_stops - q_starts)
-            if shift.shape[0]:
-                q_positions = q_positions + shift[jnp.maximum(q_ids, 0)]
+            q_positions = q_positions + packed_rows.of_sequences(shift, q_ids)
+        if callable(score_mod):
+            origins = packed_rows.key_origins(self.q, shift)
+            options["score_mod"] = packed_rows.on_rows(score_mod, self.q, self.k, origins)
+            q_positions = jnp.arange(q_ids.shape[0], dtype=jnp.int32)
+            k_positions = k_positions + packed_rows.of_sequences(origins, k_ids)
         # Rows of one sequence are neighbours, so in self-attention distances of rows are those of positions.
         table = self.dropout_table
         if self.q.num_sequences == 0:

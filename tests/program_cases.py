@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jattn import RaggedArray, packed_rows
 from jattn.score_program import ScoreProgram, trace
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 5, 7
@@ -710,3 +711,17 @@ case(
     lambda s, b, h, q, k: jnp.where(k == 2, jnp.nan, jnp.where(k == 3, jnp.inf, s)) + 0.0,
     ulps=0,
 )
+
+# ---- Packed sequences ------------------------------------------------------------------------------------------------
+
+
+def packed(score_mod: Callable[..., Any], shift: int) -> Callable[..., Any]:
+    """A score function over two packed sequences, whose queries sit ``shift`` keys further than they count."""
+    q = RaggedArray(jnp.zeros((QUERIES, 1, 1)), jnp.array([0, 2, QUERIES], jnp.int32))
+    k = RaggedArray(jnp.zeros((KEYS, 1, 1)), jnp.array([0, 4, KEYS], jnp.int32))
+    origins = packed_rows.key_origins(q, jnp.full(2, shift, jnp.int32))
+    return packed_rows.on_rows(score_mod, q, k, origins)
+
+
+case("packed", packed(lambda s, b, h, q, k: s + 4 * b + q - jnp.log1p(k / 8), 0))
+case("packed, of pairs", packed(lambda s, b, h, q, k, x: s * x[b, q, k], 1), floats(2, 3, 4))

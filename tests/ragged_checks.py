@@ -14,15 +14,17 @@ from jattn.testing import bounds, compare, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
 from jattn.testing.run import assert_ran
+from jattn.testing.score_functions import SCORE_FUNCTIONS
 
-SHARED = {"dsinks", "dalibi_slopes"}  # gradients of what all sequences share
+# Gradients of what all sequences share.
+SHARED = {"dsinks", "dalibi_slopes", *compare.CAPTURES}
 SEED = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedCase:
     """A ragged problem without its arrays. ``kv_lengths`` None: self-attention. ``alignment`` makes holes, ``tail``
-    appends rows that belong to no sequence.
+    appends rows that belong to no sequence. ``score_mod``: the name of one of ``jattn.testing.score_functions``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class RaggedCase:
     sinks: bool = False
     alibi: bool = False
     dropout_rate: float = 0.0
+    score_mod: str | None = None
     alignment: int = 1
     tail: int = 0
 
@@ -77,12 +80,23 @@ class RaggedCase:
             alibi_form="n" if self.alibi else None,
             dropout_rate=self.dropout_rate,
             dropout_rows=self.dropout_rate > 0,
+            score_mod=self.score_mod,
         )
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments that have no gradient."""
         options = self.sequence(0).options()
+        if self.score_mod is not None:
+            options["score_mod"] = SCORE_FUNCTIONS[self.score_mod].score_mod
         return options | ({"dropout_seed": SEED} if self.dropout_rate else {})
+
+    def captures(self) -> tuple[Array, ...]:
+        """What the score function reads: integers have an element for each sequence, floats serve all of them."""
+        if self.score_mod is None:
+            return ()
+        rng = inputs.generator(f"{self.name}, captures")
+        draw = SCORE_FUNCTIONS[self.score_mod].draw
+        return draw(rng, len(self.q_lengths), self.num_heads)
 
     def per_head(self) -> tuple[Array | None, Array | None]:
         """Sinks and slopes, (N,) float32."""
@@ -152,17 +166,20 @@ def make(case: RaggedCase) -> Arrays:
 def run(
     case: RaggedCase, backend: str, *, form: Any = None, arrays: Arrays | None = None
 ) -> dict[str, Array]:
-    """Runs a case through a forced backend under jit: out, lse, dq, dk, dv, all (rows, ...), and with sinks and slopes
-    dsinks and dalibi_slopes (N,).
+    """Runs a case through a forced backend under jit: out, lse, dq, dk, dv, all (rows, ...), and with sinks, slopes and
+    captures that are floats dsinks and dalibi_slopes (N,), dcapture0 and so on.
     """
     arrays = make(case) if arrays is None else arrays
-    keywords = case.options()
+    keywords, captures = case.options(), case.captures()
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in captures]
 
     # Offsets are arguments of the jitted function; one structure serves all operands of self-attention.
     @jax.jit
     def both(q: RaggedArray, kv: RaggedArray | None, values: Any, cotangents: Any) -> Any:
         def attend(*values: Any) -> Any:
             keys = q if kv is None else kv
+            rest = iter(values[5:])
+            read = [next(rest) if flag else x for x, flag in zip(captures, is_float, strict=True)]
             out, lse = jattn.ragged_dot_product_attention(
                 q.with_values(values[0]),
                 keys.with_values(values[1]),
@@ -172,6 +189,7 @@ def run(
                 form=form,
                 sinks=values[3],
                 alibi_slopes=values[4],
+                captures=read,
                 **keywords,
             )
             return out.values, lse.values
@@ -179,7 +197,8 @@ def run(
         results, pullback = jax.vjp(attend, *values)
         return results, pullback(cotangents)
 
-    values = (*(x.values for x in (arrays.q, arrays.k, arrays.v)), *case.per_head())
+    floats = [x for x, flag in zip(captures, is_float, strict=True) if flag]
+    values = (*(x.values for x in (arrays.q, arrays.k, arrays.v)), *case.per_head(), *floats)
     kv = None if case.kv_lengths is None else arrays.k
     before = jattn.call_counters()
     lowered = both.lower(arrays.q, kv, values, (arrays.dout, arrays.dlse))
@@ -187,7 +206,8 @@ def run(
     (out, lse), grads = jax.device_get(
         lowered.compile()(arrays.q, kv, values, (arrays.dout, arrays.dlse))
     )
-    names = ("dq", "dk", "dv", "dsinks", "dalibi_slopes")
+    of_floats = [f"dcapture{i}" for i, flag in enumerate(is_float) if flag]
+    names = ("dq", "dk", "dv", "dsinks", "dalibi_slopes", *of_floats)
     named = zip(names, grads, strict=True)
     return {"out": out, "lse": lse, **{name: x for name, x in named if x is not None}}
 
@@ -210,6 +230,11 @@ def _randomness(case: RaggedCase, i: int) -> dict[str, Any]:
     }
 
 
+def _of_sequence(case: RaggedCase, i: int) -> tuple[Array, ...]:
+    """The captures of sequence i alone, which is batch entry 0 there."""
+    return tuple(x[i : i + 1] if x.dtype == np.int32 else x for x in case.captures())
+
+
 def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Array]:
     """Runs a case and compares every sequence with the oracle; padding must be zeros (lse: -inf).
 
@@ -228,7 +253,7 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
     q, k, v = (np.asarray(x.values) for x in (arrays.q, arrays.k, arrays.v))
     dout, dlse = np.asarray(arrays.dout), np.asarray(arrays.dlse)
     sinks, slopes = case.per_head()
-    sums = {name: np.zeros((2, case.num_heads)) for name in SHARED}  # values and error bounds
+    sums: dict[str, Array] = {}  # values and error bounds
     for i, (of_q, of_kv) in enumerate(zip(arrays.q_rows, arrays.kv_rows, strict=True)):
         found = {
             name: x[of_kv if name in ("dk", "dv") else of_q][None] for name, x in rows_of.items()
@@ -240,13 +265,14 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
         sequence = case.sequence(i)
         operands = Operands(
             q=q[of_q][None], k=k[of_kv][None], v=v[of_kv][None], dout=dout[of_q][None], dlse=dlse[of_q][None],
-            sinks=sinks, alibi_slopes=slopes, **_randomness(case, i),
+            sinks=sinks, alibi_slopes=slopes, captures=_of_sequence(case, i), **_randomness(case, i),
         )  # fmt: skip
         solution = oracle.solve(sequence, operands)
         compare.assert_close(sequence, operands, found, solution=solution)
         limits = bounds.bounds(sequence, operands, solution, bounds.units(case.dtype), "float32")
         for name in SHARED & set(results):
-            sums[name] += np.stack([getattr(solution, name), limits[name]])
+            more = np.stack([getattr(solution, name), limits[name]])
+            sums[name] = sums.get(name, 0) + more
     for name in SHARED & set(results):
         want, bound = sums[name]
         error = np.abs(results[name] - want)
@@ -335,3 +361,39 @@ FEATURES = [
               num_heads=4, head_dim_v=24, lower_right=True, dtype="float16"),
     _SELF.but("window-lower-right", window=(4, None), is_causal=True, lower_right=True, dtype="float16"),
 ]  # fmt: skip
+
+_EVERYTHING = FEATURES[9]
+# Score functions with each other feature.
+PROGRAMS = [
+    case.but(f"{suffix}-{name}", score_mod=name, **changes)
+    for name in SCORE_FUNCTIONS
+    for suffix, case, changes in (
+        ("cross", _BASE, {"alignment": 16}),
+        ("causal", _BASE, {"is_causal": True, "num_heads": 4}),
+        ("lower-right", _BASE, {"is_causal": True, "lower_right": True, "alignment": 8}),
+        ("self", _SELF, {"is_causal": True, "alignment": 8}),
+        ("window", _BASE, {"window": (5, 2), "softcap": 3.0}),
+        ("alibi-sinks", _BASE, {"sinks": True, "alibi": True, "lower_right": True}),
+        ("dropout", _BASE, {"dropout_rate": 0.3, "alignment": 8}),
+        ("all", _EVERYTHING, {"num_kv_heads": 2}),
+    )
+]
+
+# Many tiles of packed rows, and several of some sequences; prime counts, so that none ends with a tile.
+LONG_PROGRAMS = [
+    RaggedCase(
+        f"long-{kind}-{name}",
+        (211, 0, 401, 3, 97, 353),
+        None if kind == "self" else (157, 83, 499, 0, 1, 307),
+        num_heads=4,
+        head_dim=64,
+        head_dim_v=64,
+        dtype="bfloat16",
+        is_causal=True,
+        lower_right=kind == "lower-right",
+        score_mod=name,
+        tail=7,
+    )
+    for name in SCORE_FUNCTIONS
+    for kind in ("self", "cross", "lower-right")
+]

@@ -5,7 +5,7 @@ The tiers share them. Ids F... are rows of the acceptance list for score functio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -87,8 +87,12 @@ def dense(
     captures: tuple[Array, ...] = (),
     scale: float | None = None,
     visible: Array = True,
+    copied: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
-    """Attention as it is defined: out (B, T, N, D) and lse (B, T, N)."""
+    """Attention as it is defined: out (B, T, N, D) and lse (B, T, N).
+
+    Captures that are ``copied`` have axes (B, N, T) in front: each row reads its own.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -96,7 +100,9 @@ def dense(
     function = score_mod
     for axis in (3, 2, 1, 0):
         indices = tuple(0 if i == axis else None for i in range(4))
-        function = jax.vmap(function, (0, *indices, *[None] * len(captures)))
+        # Keys are mapped first, inside the axes of rows.
+        of_rows = [0 if axis < 3 and own else None for own in copied or [False] * len(captures)]
+        function = jax.vmap(function, (0, *indices, *of_rows))
     counted = [jnp.arange(n, dtype=jnp.int32) for n in s.shape]
     s = jnp.where(visible, function(s, *counted, *captures).astype(s.dtype), -jnp.inf)
     empty = (s == -jnp.inf).all(-1, keepdims=True)
@@ -128,21 +134,117 @@ def gradients(
     return out, list(pull(jnp.asarray(dout, out.dtype)))
 
 
-def check_close(got: list[Array], low: list[Array], exact: list[Array], count: int) -> None:
-    """Mean errors against float64, as multiples of those of the same formula in the type of the operands.
+FEW = 32  # numbers: the mean error of fewer is that of one draw, and may happen to be near 0
+
+
+def check(
+    got: list[Array],
+    score_mod: ScoreMod,
+    captures: tuple[Array, ...],
+    arrays: list[Array],
+    visible: Array = True,
+) -> None:
+    """Compares results with plain attention in float64.
+
+    Args:
+      got: out, dq, dk, dv and the gradients of the captures that are floats.
+      score_mod, captures: of the problem.
+      arrays: q, k, v and dout.
+      visible: broadcastable to the scores.
+    """
+    low, exact = plain_results(score_mod, captures, arrays, visible)
+    check_close(got, low, exact, deviations(score_mod, captures, arrays, visible))
+
+
+def plain_results(
+    score_mod: ScoreMod, captures: tuple[Array, ...], arrays: list[Array], visible: Array = True
+) -> tuple[list[Array], list[Array]]:
+    """What ``got`` of ``check`` is by plain attention: in the type of the operands, and in float64."""
+    *qkv, dout = arrays
+
+    def plain(q: Array, k: Array, v: Array, *captures: Array) -> Array:
+        return dense(q, k, v, score_mod, captures, visible=visible)[0]
+
+    def results(qkv: list[Array], captures: list[Array]) -> list[Array]:
+        out, grads = jax.jit(lambda *x: gradients(plain, x, dout))(*qkv, *captures)
+        return [np.asarray(x) for x in (out, *grads)]
+
+    low = results(qkv, list(captures))
+    with jax.enable_x64(True):
+        return low, results([np.asarray(x, np.float64) for x in qkv], wide(captures))
+
+
+def wide(arrays: tuple[Array, ...]) -> list[Array]:
+    """Floats as float64, where that is enabled; integers as they are."""
+    moving = floats_of(arrays)
+    return [np.asarray(x, np.float64) if i in moving else x for i, x in enumerate(arrays)]
+
+
+def row_gradients(
+    score_mod: ScoreMod, captures: list[Array], arrays: list[Array], visible: Array = True
+) -> list[Array]:
+    """What each row gives to the gradients of captures of few numbers, (B, N, T, ...): those of copies of its own."""
+    few = [i for i in floats_of(tuple(captures)) if np.size(captures[i]) < FEW]
+    q, k, v, dout = map(jnp.asarray, arrays)
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+
+    def of_copies(*copies: Array) -> Array:
+        full = list(captures)
+        for i, x in zip(few, copies, strict=True):
+            full[i] = x
+        copied = [i in few for i in range(len(full))]
+        return dense(q, k, v, score_mod, tuple(full), visible=visible, copied=copied)[0]
+
+    copies = [jnp.broadcast_to(captures[i], (*rows, *np.shape(captures[i]))) for i in few]
+    return list(jax.vjp(of_copies, *copies)[1](dout.astype(q.dtype)))
+
+
+def deviations(
+    score_mod: ScoreMod, captures: tuple[Array, ...], arrays: list[Array], visible: Array = True
+) -> list[Array | None]:
+    """Standard deviations of the errors that the plain formula makes in the type of the operands, for the gradients of
+    captures that are floats; None for those of many numbers.
+
+    Such a gradient is a sum over rows. Each row is off by what was rounded in it alone: these errors have mean 0 and
+    are independent, so that the variance of their sum is the sum of their squares. There are hundreds of rows, so
+    unlike the error of the sum, a single draw, this is no matter of luck.
+    """
+    sizes = [np.size(captures[i]) for i in floats_of(captures)]
+    if all(size >= FEW for size in sizes):
+        return [None] * len(sizes)
+
+    def of_rows(arrays: list[Array], captures: list[Array]) -> list[Array]:
+        run = jax.jit(lambda *x: row_gradients(score_mod, list(x[4:]), list(x[:4]), visible))
+        return run(*arrays, *captures)
+
+    low = of_rows(arrays, list(captures))
+    with jax.enable_x64(True):
+        exact = of_rows([np.asarray(x, np.float64) for x in arrays], wide(captures))
+    found = iter(
+        np.sqrt(np.square(np.asarray(a, np.float64) - np.asarray(b)).sum((0, 1, 2)))
+        for a, b in zip(low, exact, strict=True)
+    )
+    return [next(found) if size < FEW else None for size in sizes]
+
+
+def check_close(
+    got: list[Array], low: list[Array], exact: list[Array], deviations: list[Array | None]
+) -> None:
+    """Mean errors against float64 are at most multiples of those of the same formula in the type of the operands.
 
     Args:
       got: out, dq, dk, dv and gradients of captures.
       low: the same of the plain formula, in the type.
       exact: the same in float64.
-      count: how many of them there are.
+      deviations: of the errors of ``low``, in their place for captures of few numbers.
     """
-    assert len(got) == len(low) == len(exact) == count
-    factors = (1.5, 4.0, 8.0, 8.0, *[4.0] * (count - 4))
-    for i, (a, b, c, factor) in enumerate(zip(got, low, exact, factors, strict=True)):
+    assert len(got) == len(low) == len(exact) == 4 + len(deviations)
+    factors = (1.5, 4.0, 8.0, 8.0, *[4.0] * len(deviations))
+    spreads = (*[None] * 4, *deviations)
+    for i, (a, b, c) in enumerate(zip(got, low, exact, strict=True)):
         x, y, z = (np.asarray(value, np.float64) for value in (a, b, c))
         assert not np.isnan(x).any(), i
-        # Of a few numbers the mean error is that of one draw, and may happen to be near 0: twice as much.
-        allowed = factor * np.abs(y - z).mean() * (1 if x.size >= 32 else 2)
-        allowed += 1e-6 * max(1.0, np.abs(z).mean())
+        spread = spreads[i]
+        error = np.abs(y - z).mean() if spread is None else spread.mean()
+        allowed = factors[i] * error + 1e-6 * max(1.0, np.abs(z).mean())
         assert np.abs(x - z).mean() <= allowed, (i, np.abs(x - z).mean(), allowed)

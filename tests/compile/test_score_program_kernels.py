@@ -15,7 +15,7 @@ import pytest
 import resources
 import toolchain
 
-from jattn import _core
+from jattn import RaggedArray, _core, packed_rows
 from jattn.backends import Wants, cuda_tiles, flash, flash_backward_tiles, flash_tiles
 from jattn.backends.kernel_plan import program_text
 from jattn.score_program import ScoreProgram, trace
@@ -151,6 +151,23 @@ def test_hopper(name: str, head_dim: int) -> None:
     families = {toolchain.word(key, "family") for key in keys}
     assert len(families) == (3 if head_dim == 256 else 2)
     for key in keys:
+        code, log = _core.compile_kernel(key)
+        assert resources.read_log(key, log, len(code)).faults == (), key
+
+
+@pytest.mark.parametrize("positions", [False, True], ids=["self", "cross"])
+def test_packed_rows_on_hopper(positions: bool) -> None:
+    """What a function over packed sequences reads of its row takes no more registers than there are."""
+    toolchain.require_nvrtc()
+    rows = RaggedArray(jnp.zeros((LENGTH, 1, 1)), jnp.array([0, 1000, LENGTH], jnp.int32))
+    origins = packed_rows.key_origins(rows, None)
+    of_rows = packed_rows.on_rows(added, rows, rows, origins)
+    packed, _ = trace(of_rows, (jnp.zeros((HEADS, LENGTH, LENGTH)),), 1)
+    assert [c.shape for c in packed.captures] == [(HEADS, LENGTH, LENGTH), (4, LENGTH)]
+    spec = dataclasses.replace(
+        problem("added", 64), score_mod=packed, segments=True, positions=positions
+    )
+    for key in hopper_keys(spec):
         code, log = _core.compile_kernel(key)
         assert resources.read_log(key, log, len(code)).faults == (), key
 

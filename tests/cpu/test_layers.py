@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch", "call_plan"),  # choosing, and what the choice means
     ("autodiff", "call_timing"),  # transformations
     ("arguments", "api", "explanation"),  # the public functions
-    ("ragged_attention",),  # lowered to them
+    ("packed_rows", "ragged_attention"),  # lowered to them
     ("flax.*", "fusion.*"),  # built on them
 )
 # Beside the layers: may import anything, and nothing above imports them.

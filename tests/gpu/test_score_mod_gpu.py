@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import normal
-from score_mods import SCORE_MODS, check_close, dense, floats_of, gradients, operands
+from ragged_checks import LONG_PROGRAMS, PROGRAMS, RaggedCase
+from ragged_checks import verify as verify_ragged
+from score_mods import SCORE_MODS, check, floats_of, gradients, operands
 
 import jattn
 from jattn.testing.cases import Case
@@ -109,30 +111,21 @@ def test_F100_results_and_gradients(name: str, dtype: str) -> None:
     score_mod, captures = SCORE_MODS[name]
     q, k, v, dout = operands(dtype, head_dim=64)
 
-    def plain(q: Array, k: Array, v: Array, *captures: Array) -> Array:
-        return dense(q, k, v, score_mod, captures)[0]
-
     def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
         return jattn.dot_product_attention(q, k, v, score_mod=score_mod, captures=captures)
 
-    def flat(function: Callable[..., Array], *arrays: Array) -> list[Array]:
-        out, grads = gradients(function, arrays, dout)
+    def run(*arrays: Array) -> list[Array]:
+        out, grads = gradients(ours, arrays, dout)
         return [out, *grads]
 
     backend = "mem_efficient" if dtype == "float32" else "flash"
     before = jattn.call_counters()
-    run = jax.jit(lambda *arrays: flat(ours, *arrays))
-    lowered = run.lower(q, k, v, *captures)
+    lowered = jax.jit(run).lower(q, k, v, *captures)
     text = lowered.as_text()
     assert_ran(backend, before, text, passes=("forward", "backward"))
     assert ("family=sm80_backward_dcaptures " in text) == bool(floats_of(captures))
     got = lowered.compile()(q, k, v, *captures)
-    low = flat(jax.jit(plain), q, k, v, *captures)
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in (q, k, v)]
-        floats = [x if x.dtype == np.int32 else np.asarray(x, np.float64) for x in captures]
-        exact = flat(jax.jit(plain), *wide, *floats)
-    check_close(got, low, exact, len(exact))
+    check(got, score_mod, captures, [q, k, v, dout])
 
 
 def test_F112_vmap_over_captures() -> None:
@@ -149,6 +142,64 @@ def test_F112_vmap_over_captures() -> None:
     got = jax.jit(jax.vmap(lambda t: run(t, implementation="flash")))(tables)
     want = jnp.stack([run(t, implementation="xla") for t in tables])
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=2e-2)
+
+
+HALF = [
+    case.but("bf16", dtype="bfloat16", head_dim=64, head_dim_v=64)
+    if case.dtype == "float32"
+    else case
+    for case in PROGRAMS
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "flash") for case in (*HALF, *LONG_PROGRAMS)),
+        *((case, "mem_efficient") for case in (*PROGRAMS, *LONG_PROGRAMS)),
+    ],
+    ids=str,
+)
+def test_ragged_batches(case: RaggedCase, backend: str) -> None:
+    """Packed rows, and the padded form beside dropout; NaN in all padding, gradients of captures too."""
+    verify_ragged(case, backend)
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_ragged_indices_count_in_their_sequence(form: str, backend: str) -> None:
+    """The capture has an element for each pair and no more, and every head and sequence its own."""
+    q_lengths, kv_lengths = (130, 0, 77, 200), (65, 90, 0, 300)
+
+    def rows(lengths: tuple[int, ...], seed: int, heads: int) -> jattn.RaggedArray:
+        parts = [normal(seed + i, n, heads, 64, dtype="bfloat16") for i, n in enumerate(lengths)]
+        return jattn.RaggedArray.from_list(parts, alignment=8)
+
+    q, k = rows(q_lengths, 0, 4), rows(kv_lengths, 10, 2)
+    v = k.with_values(rows(kv_lengths, 20, 2).values)
+    table = normal(5, 4, 4, 200, 300)
+
+    def run(of_q: Array, table: Array, form: str, backend: str) -> Array:
+        out = jattn.ragged_dot_product_attention(
+            q.with_values(of_q), k, v, form=form, implementation=backend, is_causal=True,
+            causal_alignment="lower_right",
+            score_mod=lambda s, b, h, q, k: s + table[b, h, q, k] + jnp.sin(b + q - k),
+        )  # fmt: skip
+        assert isinstance(out, jattn.RaggedArray)
+        return out.values.astype(jnp.float32)
+
+    def with_gradients(form: str, backend: str) -> list[Array]:
+        def loss(*arrays: Array) -> tuple[Array, Array]:
+            out = run(*arrays, form, backend)
+            return (out**2).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q.values, table)
+        return [out, *grads]
+
+    got, want = with_gradients(form, backend), with_gradients("padded", "xla")
+    for a, b in zip(got, want, strict=True):
+        x, y = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(x, y, atol=2e-2 * max(1.0, np.abs(y).max()))
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient"])

@@ -92,7 +92,9 @@ def _torch() -> Any:
 
 def _bucket(library: Any, distance: Any) -> Any:
     """The bucket of a distance, as a float; in jax.numpy or torch."""
-    return library.where(distance < 16, distance, 16 + 2 * library.log2(1 + distance / 16))
+    # No integer is near where a bucket begins, or rounding would decide.
+    far = 16.25 + 2 * library.log2(1 + distance / 16)
+    return library.where(distance < 16, distance, far)
 
 
 FUNCTIONS = {

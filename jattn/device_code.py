@@ -21,10 +21,18 @@ from jattn.device_arrays import Array, capture_array, constant_array
 from jattn.device_moving import MOVING, SAME, apply
 from jattn.device_operations import ELEMENTWISE, FLOAT64
 from jattn.device_scalars import C_TYPES, MAX_SCALARS, Code, Scalar, TooLongError, limits
+from jattn.device_text import statements
 from jattn.jax_interface import ClosedJaxpr, Literal
 from jattn.score_program import ScoreProgram, flat_equations
 
-__all__ = ["MAX_CAPTURES", "device_code", "refusals"]
+__all__ = [
+    "MAX_CAPTURES",
+    "arguments_of",
+    "device_code",
+    "evaluated",
+    "index_range",
+    "refusals",
+]
 
 MAX_CAPTURES = 16
 _ARGUMENTS = (
@@ -93,7 +101,7 @@ def device_code(
 
     The program must have no ``refusals``.
     """
-    indices = (-largest_index if by_position else 0, largest_index)
+    indices = index_range(by_position=by_position, largest_index=largest_index)
     value = _body(program, program.jaxpr, indices)
     if program.has_unit_slope:
         slope = [
@@ -122,18 +130,38 @@ def device_code(
     return "\n".join(lines) + "\n"
 
 
+def index_range(*, by_position: bool, largest_index: int) -> tuple[int, int]:
+    """What indices of queries and keys are within."""
+    return (-largest_index if by_position else 0), largest_index
+
+
 def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -> list[str]:
     """The statements of a function for a jaxpr with one result, or two, of which the second is the slope."""
     code = Code()
-    score = code.convert(Scalar("float32", "score"), program.dtype)
-    arguments = [Array.scalar(score)]
+    results = evaluated(code, jaxpr, arguments_of(code, program, indices))
+    return statements(code, [code.convert(x.at(()), "float32") for x in results])
+
+
+def arguments_of(
+    code: Code, program: ScoreProgram, indices: tuple[int, int], score_dtype: str = "float32"
+) -> list[Array]:
+    """What a function of device code gets, as the arguments of ``program.jaxpr``.
+
+    ``indices``: the range of queries and keys. ``score_dtype``: what the score comes in.
+    """
     most = limits("int32")[1]
     extent = program.batch_extent
     ranges = {"batch": (0, extent - 1 if isinstance(extent, int) else most), "head": (0, most)}
     ranges |= {"query": indices, "key": indices}
-    for name in ("batch", "head", "query", "key"):
-        arguments.append(Array.scalar(Scalar("int32", name, range=ranges[name])))
-    arguments += [capture_array(code, i, x) for i, x in enumerate(program.captures)]
+    return [
+        Array.scalar(code.convert(Scalar(score_dtype, "score"), program.dtype)),
+        *(Array.scalar(Scalar("int32", name, range=within)) for name, within in ranges.items()),
+        *(capture_array(code, i, x) for i, x in enumerate(program.captures)),
+    ]
+
+
+def evaluated(code: Code, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
+    """The results of a jaxpr."""
     values: dict[Any, Array] = dict(zip(jaxpr.jaxpr.invars, arguments, strict=True))
 
     def value_of(x: Any) -> Array:
@@ -147,8 +175,7 @@ def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -
             values[output] = array
             if not array.shape:
                 array.at(())  # here, so that statements come in the order of the program
-    scalars = [code.convert(value_of(x).at(()), "float32") for x in results]
-    return code.lines(scalars)
+    return [value_of(x) for x in results]
 
 
 def _live_equations(jaxpr: ClosedJaxpr) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_mask",
         "score_program",
         "device_scalars",
+        "device_text",
         "device_operations",
         "device_arrays",
         "device_moving",

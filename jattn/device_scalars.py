@@ -32,6 +32,10 @@ C_TYPES = {
     "float64": "double",
 }
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+# What makes a number of a type of 16 bits out of such numbers.
+_EXACT = frozenset(
+    "neg abs sign max min floor ceil round_to_even round_away rem select choose reduce_precision read lookup".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,12 @@ class Scalar:
     @property
     def is_int(self) -> bool:
         return self.dtype not in (*FLOATS, "bool")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what the operation makes is to be rounded to a type of 16 bits."""
+        name = "" if self.operation is None else self.operation.name
+        return self.dtype in ("float16", "bfloat16") and name not in _EXACT
 
     def is_number(self, value: float) -> bool:
         """Whether it is known to be this number."""

@@ -31,12 +31,7 @@ _FUNCTIONS = {
     "mul_modulo": "multiply",
     "divide_by": "divide",
 }
-# 16-bit floats are float32, rounded after every operation but these.
 _ROUND = {"float16": "program::round_float16({})", "bfloat16": "program::round_bfloat16({})"}
-_EXACT = (
-    *("neg", "abs", "sign", "max", "min", "floor", "ceil", "round_to_even", "round_away", "rem"),
-    *("select", "choose", "reduce_precision", "read", "lookup"),
-)
 _READERS = {"bool": "read_bool", "float16": "read_float16", "bfloat16": "read_bfloat16"}
 
 
@@ -72,9 +67,8 @@ def _table(code: Code, x: Scalar) -> str:
 
 def _expression(x: Scalar) -> str:
     """A scalar as an expression of its operands, {0} and so on."""
-    assert x.operation is not None
-    name, text = x.operation.name, _exact_expression(x)
-    return text if name in _EXACT or x.dtype not in _ROUND else _ROUND[x.dtype].format(text)
+    text = _exact_expression(x)
+    return _ROUND[x.dtype].format(text) if x.is_rounded else text
 
 
 def _exact_expression(x: Scalar) -> str:

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "device_arrays",
         "device_moving",
         "device_code",
+        "cpu_program",
         "spec",
         "ragged",
         "dropout",

@@ -6,6 +6,8 @@ set(cpu_sources
     cc/cpu/plan.cc
     cc/cpu/threads.cc
     cc/cpu/baseline.cc
+    cc/cpu/program.cc
+    cc/cpu/program_baseline.cc
 )
 # Scores are infinite where masked: infinities and NaNs must keep their meaning, so there is no -ffast-math.
 set(cpu_flags -fno-math-errno -fno-trapping-math)
@@ -27,13 +29,17 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
         cc/cpu/avx512.cc
         cc/cpu/avx512_bf16.cc
         cc/cpu/amx.cc
+        cc/cpu/program_avx2.cc
+        cc/cpu/program_avx512.cc
     )
     set_source_files_properties(
         cc/cpu/avx2.cc
+        cc/cpu/program_avx2.cc
         PROPERTIES COMPILE_OPTIONS "${avx2_flags}"
     )
     set_source_files_properties(
         cc/cpu/avx512.cc
+        cc/cpu/program_avx512.cc
         PROPERTIES COMPILE_OPTIONS "${avx512_flags}"
     )
     set_source_files_properties(

@@ -123,6 +123,9 @@ def cpu_force_instruction_set(name: str) -> bool:
 def cpu_active_instruction_set() -> str:
     """Returns the instruction set in use."""
 
+def cpu_program_operations() -> list[str]:
+    """The operations of score functions that the CPU kernel has, as its programs name them."""
+
 def cpu_scratch_bytes(
     *,
     backward: bool,

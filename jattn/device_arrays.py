@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jattn.device_operations import ARITHMETIC, bitwise, compare, extreme, operation
-from jattn.device_scalars import C_TYPES, Code, Scalar, limits
+from jattn.device_scalars import Code, Scalar, limits
 from jattn.score_program import Capture
 
 Index = tuple[Scalar, ...]
@@ -55,7 +55,7 @@ def index_arithmetic(code: Code, name: str, x: Scalar, y: Scalar | int) -> Scala
     low, high = y.range if isinstance(y, Scalar) else (int(y), int(y))
     ends = [*x.range, low, high]
     if name in ARITHMETIC:
-        ends += [ARITHMETIC[name][1](a, b) for a, b in itertools.product(x.range, (low, high))]
+        ends += [ARITHMETIC[name](a, b) for a, b in itertools.product(x.range, (low, high))]
     least, most = limits("int32")
     dtype = "int32" if least <= min(ends) and max(ends) <= most else "int64"
     other = code.convert(y, dtype) if isinstance(y, Scalar) else code.constant(dtype, y)
@@ -66,26 +66,19 @@ def capture_array(code: Code, number: int, capture: Capture) -> Array:
     """An operand of the kernel: dense, row-major."""
     strides = [math.prod(capture.shape[i + 1 :]) for i in range(len(capture.shape))]
     is_wide = _index_type(*capture.shape) == "int64"
-    reader = {"bool": "read_bool", "float16": "read_float16", "bfloat16": "read_bfloat16"}.get(
-        capture.dtype, f"read<{C_TYPES.get(capture.dtype)}>"
-    )
 
     def element(index: Index) -> Scalar:
         fixed = 0
-        terms: list[str] = []
+        own_strides: list[int] = []
         variables: list[Scalar] = []
         for i, stride in zip(index, strides, strict=True):
             if i.constant is not None:
                 fixed += int(i.constant) * stride
             else:
-                position = f"int64_t({{{len(variables)}}})" if is_wide else f"{{{len(variables)}}}"
-                terms.append(position if stride == 1 else f"{position} * {stride}")
+                own_strides.append(stride)
                 variables.append(i)
-        if fixed or not terms:
-            terms.append(str(fixed))
-        return code.make(
-            capture.dtype, f"program::{reader}(captures[{number}], {' + '.join(terms)})", *variables
-        )
+        numbers = (number, int(is_wide), fixed, *own_strides)
+        return code.make(capture.dtype, "read", *variables, numbers=numbers)
 
     return Array(capture.shape, capture.dtype, element)
 
@@ -94,7 +87,6 @@ def constant_array(code: Code, value: Any) -> Array:
     """An array that is part of the program, as a table if its index is not known."""
     dtype = str(value.dtype)
     flat = [code.constant(dtype, x) for x in value.reshape(-1)]
-    numbers = ", ".join(x.text for x in flat)
 
     def element(index: Index) -> Scalar:
         offset = code.constant("int32", 0)
@@ -103,9 +95,7 @@ def constant_array(code: Code, value: Any) -> Array:
             offset = index_arithmetic(code, "add", offset, i)
         if offset.constant is not None:
             return flat[int(offset.constant)]
-        name = code.table(dtype, numbers)
-        declaration = f"static constexpr {C_TYPES[dtype]} {name}[{len(flat)}] = {{{numbers}}};"
-        return code.make(dtype, f"{name}[{{0}}]", offset, table=declaration)
+        return code.make(dtype, "lookup", offset, numbers=(code.table(flat),))
 
     return Array(value.shape, dtype, element)
 

@@ -21,6 +21,7 @@ from jattn.device_arrays import Array, capture_array, constant_array
 from jattn.device_moving import MOVING, SAME, apply
 from jattn.device_operations import ELEMENTWISE, FLOAT64
 from jattn.device_scalars import C_TYPES, MAX_SCALARS, Code, Scalar, TooLongError, limits
+from jattn.device_text import statements
 from jattn.jax_interface import ClosedJaxpr, Literal
 from jattn.score_program import ScoreProgram, flat_equations
 
@@ -152,20 +153,22 @@ def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -
     """The statements of a function for a jaxpr with one result, or two, of which the second is the slope."""
     code = Code()
     results = evaluated(code, jaxpr, arguments_of(code, program, indices))
-    return code.lines([code.convert(x.at(()), "float32") for x in results])
+    return statements(code, [code.convert(x.at(()), "float32") for x in results])
 
 
-def arguments_of(code: Code, program: ScoreProgram, indices: tuple[int, int]) -> list[Array]:
+def arguments_of(
+    code: Code, program: ScoreProgram, indices: tuple[int, int], score_dtype: str = "float32"
+) -> list[Array]:
     """What a function of device code gets, as the arguments of ``program.jaxpr``.
 
-    ``indices``: the range of queries and keys.
+    ``indices``: the range of queries and keys. ``score_dtype``: what the score comes in.
     """
     most = limits("int32")[1]
     extent = program.batch_extent
     ranges = {"batch": (0, extent - 1 if isinstance(extent, int) else most), "head": (0, most)}
     ranges |= {"query": indices, "key": indices}
     return [
-        Array.scalar(code.convert(Scalar("float32", "score"), program.dtype)),
+        Array.scalar(code.convert(Scalar(score_dtype, "score"), program.dtype)),
         *(Array.scalar(Scalar("int32", name, range=within)) for name, within in ranges.items()),
         *(capture_array(code, i, x) for i, x in enumerate(program.captures)),
     ]

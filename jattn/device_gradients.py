@@ -23,6 +23,7 @@ from jattn.device_code import (
     refused_operations,
 )
 from jattn.device_scalars import Code, Scalar, TooLongError, limits
+from jattn.device_text import assignments
 from jattn.score_program import Capture, ScoreProgram
 
 MAX_READS = 8  # for a pair; a kernel keeps an index and a sum for each
@@ -95,7 +96,7 @@ def gradient_code(
             [code.constant("float32", 0)],
         )
     count = len(places)
-    lines, names = code.statements([*(code.convert(x, "int32") for x in places), *derivatives])
+    lines, names = assignments(code, [*(code.convert(x, "int32") for x in places), *derivatives])
     reaches = [_reach(x) for x in places]
     more = (
         "",

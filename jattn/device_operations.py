@@ -12,28 +12,28 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.device_scalars import C_TYPES, FLOATS, ROUND, Code, Scalar, constant_text, limits
+from jattn.device_scalars import Code, Scalar, limits
 
 # Functions of floats in program_math.cuh.
 _FUNCTIONS = (
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erfc exp exp2 expm1 log log1p logistic pow rsqrt sin sinh"
     " sqrt tan tanh"
 ).split()
-COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "eq": ("==", operator.eq),
-    "ne": ("!=", operator.ne),
-    "lt": ("<", operator.lt),
-    "le": ("<=", operator.le),
-    "gt": (">", operator.gt),
-    "ge": (">=", operator.ge),
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
 }
-ARITHMETIC: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "add": ("+", operator.add),
-    "add_any": ("+", operator.add),
-    "sub": ("-", operator.sub),
-    "mul": ("*", operator.mul),
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "add_any": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
 }
-_BITWISE = {"and": "&", "or": "|", "xor": "^"}
+_BITWISE = ("and", "or", "xor")
 _SHIFTS = ("shift_left", "shift_right_logical", "shift_right_arithmetic")
 _ROUNDED = (*_FUNCTIONS, *ARITHMETIC, "div", "square", "one_minus_square", "log2", "integer_pow")
 _EXACT = (
@@ -81,7 +81,7 @@ def operation(
         return code.constant(dtype, -known[0])
     if name in ARITHMETIC and len(known) == 2:
         with np.errstate(all="ignore"):
-            return code.constant(dtype, ARITHMETIC[name][1](*known))
+            return code.constant(dtype, ARITHMETIC[name](*known))
     if name == "one_minus_square":
         one = code.constant(dtype, 1)
         left, right = (operation(code, part, {}, dtype, (one, first)) for part in ("sub", "add"))
@@ -92,11 +92,11 @@ def operation(
         return operation(code, "exp2", {}, dtype, (code.convert(xs[1], dtype),))
     if name == "pow":
         xs = (first, code.convert(xs[1], dtype))
-    text = _operation_text(name, params, dtype, xs)
-    if name in _ROUNDED and dtype in ROUND:
-        text = ROUND[dtype].format(text)
+    if name == "div":
+        return _quotient(code, dtype, first, xs[1])
     signs = min(max(first.range[0], -1), 1), min(max(first.range[1], -1), 1)
-    return code.make(dtype, text, *xs, within=signs if name == "sign" else None)
+    made, numbers = _made_by(name, params)
+    return code.make(dtype, made, *xs, numbers=numbers, within=signs if name == "sign" else None)
 
 
 def _of_nil(code: Code, name: str, dtype: str, xs: Sequence[Scalar]) -> Scalar:
@@ -109,40 +109,26 @@ def _of_nil(code: Code, name: str, dtype: str, xs: Sequence[Scalar]) -> Scalar:
     return moving[0]
 
 
-def _operation_text(name: str, params: dict[str, Any], dtype: str, xs: tuple[Scalar, ...]) -> str:
-    if name in ARITHMETIC:
-        return f"{{0}} {ARITHMETIC[name][0]} {{1}}"
-    if name == "div":
-        divisor = xs[1].constant
-        if dtype == "float64" or divisor is None or not 2.0**-125 < abs(divisor) < 2.0**125:
-            return "program::divide({0}, {1})"
-        mantissa, _ = math.frexp(divisor)
-        inverse = constant_text("float32", float(np.float32(1 / divisor)), np.float32(1 / divisor))
-        return (
-            f"{{0}} * {inverse}"
-            if abs(mantissa) == 0.5
-            else f"program::divide({{0}}, {{1}}, {inverse})"
-        )
-    if name in _SHIFTS:
-        return f"program::{name}({{0}}, {{1}})"
-    if name == "not":
-        return "!{0}" if dtype == "bool" else f"{C_TYPES[dtype]}(~{{0}})"
-    if name == "neg":
-        return "-{0}" if dtype in FLOATS else "program::negate({0})"
-    if name == "log2":
-        return f"program::log({{0}}) * {constant_text('float32', math.log2(math.e), None)}"
-    if name == "square":
-        return "{0} * {0}" if dtype in FLOATS else "program::multiply({0}, {0})"
+def _made_by(name: str, params: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """The operation of a primitive, and what that knows."""
     if name == "round":
         is_even = int(params["rounding_method"]) == 1
-        return f"program::{'round_to_even' if is_even else 'round_away'}({{0}})"
+        return ("round_to_even" if is_even else "round_away"), ()
     if name == "reduce_precision":
-        exponent, mantissa = min(params["exponent_bits"], 8), min(params["mantissa_bits"], 23)
-        return f"program::reduce_precision<{exponent}, {mantissa}>({{0}})"
-    if name == "bitcast_convert_type":
-        return f"program::bit_cast<{C_TYPES[dtype]}>({{0}})"
-    arguments = ", ".join(f"{{{i}}}" for i in range(len(xs)))
-    return f"program::{name}({arguments})"
+        return name, (min(params["exponent_bits"], 8), min(params["mantissa_bits"], 23))
+    return {"add_any": "add"}.get(name, name), ()
+
+
+def _quotient(code: Code, dtype: str, x: Scalar, y: Scalar) -> Scalar:
+    """Of floats; by a constant with its inverse, which alone does where that is exact."""
+    divisor = y.constant
+    if dtype == "float64" or divisor is None or not 2.0**-125 < abs(divisor) < 2.0**125:
+        return code.make(dtype, "divide", x, y)
+    mantissa, _ = math.frexp(divisor)
+    inverse = code.constant("float32", np.float32(1 / divisor))
+    if abs(mantissa) == 0.5:
+        return code.make(dtype, "times_inverse", x, inverse)
+    return code.make(dtype, "divide_by", x, y, inverse)
 
 
 def select(code: Code, which: Scalar, cases: Sequence[Scalar]) -> Scalar:
@@ -153,13 +139,8 @@ def select(code: Code, which: Scalar, cases: Sequence[Scalar]) -> Scalar:
         return cases[0]
     cases = [code.constant(x.dtype, 0) if x.is_nil else x for x in cases]
     within = (min(x.range[0] for x in cases), max(x.range[1] for x in cases))
-    if which.dtype == "bool":
-        is_float = cases[0].dtype in FLOATS
-        text = "program::select({0}, {2}, {1})" if is_float else "{0} ? {2} : {1}"
-        return code.make(cases[0].dtype, text, which, *cases, within=within)
-    tests = [f"{{0}} < {i + 1} ? {{{i + 1}}} : " for i in range(len(cases) - 1)]
-    text = "".join(tests) + f"{{{len(cases)}}}"
-    return code.make(cases[0].dtype, text, which, *cases, within=within)
+    name = "select" if which.dtype == "bool" else "choose"
+    return code.make(cases[0].dtype, name, which, *cases, within=within)
 
 
 def extreme(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
@@ -167,7 +148,7 @@ def extreme(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
     if not x.is_int:
         if x.dtype == "bool":
             return bitwise(code, "or" if name == "max" else "and", x, y)
-        return code.make(x.dtype, f"program::{name}({{0}}, {{1}})", x, y)
+        return code.make(x.dtype, name, x, y)
     (low, high), (other_low, other_high) = x.range, y.range
     if name == "max":
         if low >= other_high or other_low >= high:
@@ -177,11 +158,11 @@ def extreme(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
         if high <= other_low or other_high <= low:
             return x if high <= other_low else y
         within = min(low, other_low), min(high, other_high)
-    return code.make(x.dtype, f"program::{name}({{0}}, {{1}})", x, y, within=within)
+    return code.make(x.dtype, name, x, y, within=within)
 
 
 def compare(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
-    sign, compare = COMPARISONS[name]
+    compare = COMPARISONS[name]
     if x.constant is not None and y.constant is not None:
         return code.constant("bool", compare(x.constant, y.constant))
     if x.dtype == "bool" and name == "ne":
@@ -195,7 +176,7 @@ def compare(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
             outcomes = {compare(a, b) for a, b in itertools.product(x.range, y.range)}
             if len(outcomes) == 1:
                 return code.constant("bool", outcomes.pop())
-    return code.make("bool", f"{{0}} {sign} {{1}}", x, y)
+    return code.make("bool", name, x, y)
 
 
 def bitwise(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
@@ -203,51 +184,39 @@ def bitwise(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
         for known, other in ((x, y), (y, x)):
             if known.constant is not None:
                 if name == "xor":
-                    return code.make("bool", "!{0}", other) if known.constant else other
+                    return code.make("bool", "not", other) if known.constant else other
                 return other if known.constant == (name == "and") else known
-    c_type = C_TYPES[x.dtype]
-    text = f"{{0}} {_BITWISE[name]} {{1}}"
     within = None
     if x.is_int and min(x.range[0], y.range[0]) >= 0:
         highest = (1 << max(x.range[1].bit_length(), y.range[1].bit_length())) - 1
         within = (0, min(x.range[1], y.range[1]) if name == "and" else highest)
-    return code.make(
-        x.dtype, text if c_type in ("bool", "int") else f"{c_type}({text})", x, y, within=within
-    )
+    return code.make(x.dtype, name, x, y, within=within)
 
 
 def _int_arithmetic(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
     """Sums, differences and products of integers, modulo 2^bits."""
-    sign, compute = ARITHMETIC[name]
+    name, compute = {"add_any": "add"}.get(name, name), ARITHMETIC[name]
     ends = [compute(a, b) for a, b in itertools.product(x.range, y.range)]
     low, high = min(ends), max(ends)
     least, most = limits(x.dtype)
     if x.constant is not None and y.constant is not None:
         bits = int(jnp.iinfo(x.dtype).bits)
         return code.constant(x.dtype, (low - least) % (1 << bits) + least)
-    if sign == "+" and x.is_number(0):
+    if name == "add" and x.is_number(0):
         return y
-    if y.is_number(0 if sign != "*" else 1):
+    if y.is_number(0 if name != "mul" else 1):
         return x
-    if sign == "*" and x.is_number(1):
+    if name == "mul" and x.is_number(1):
         return y
-    c_type = C_TYPES[x.dtype]
     if least <= low and high <= most:
-        text = f"{{0}} {sign} {{1}}"
-        return code.make(
-            x.dtype, text if c_type == "int" else f"{c_type}({text})", x, y, within=(low, high)
-        )
-    helper = {"+": "add", "-": "subtract", "*": "multiply"}[sign]
-    return code.make(x.dtype, f"program::{helper}({{0}}, {{1}})", x, y)
+        return code.make(x.dtype, name, x, y, within=(low, high))
+    return code.make(x.dtype, f"{name}_modulo", x, y)
 
 
 def _int_division(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
     """Quotients toward zero and their remainders; XLA's results for 0 and for the least number by -1."""
-    sign = "/" if name == "div" else "%"
-    c_type = C_TYPES[x.dtype]
     if y.constant is None or y.constant <= 0:
-        text = f"program::{'quotient' if name == 'div' else 'remainder'}({{0}}, {{1}})"
-        return code.make(x.dtype, text, x, y)
+        return code.make(x.dtype, "quotient" if name == "div" else "remainder", x, y)
     (low, high), divisor = x.range, int(y.constant)
     if name == "div":
         within = math.trunc(Fraction(low, divisor)), math.trunc(Fraction(high, divisor))
@@ -259,8 +228,8 @@ def _int_division(code: Code, name: str, x: Scalar, y: Scalar) -> Scalar:
         number = int(x.constant)
         quotient = math.trunc(Fraction(number, divisor))
         return code.constant(x.dtype, quotient if name == "div" else number - quotient * divisor)
-    text = f"{{0}} {sign} {{1}}"
-    return code.make(x.dtype, text if c_type == "int" else f"{c_type}({text})", x, y, within=within)
+    made = "quotient_by_positive" if name == "div" else "remainder_by_positive"
+    return code.make(x.dtype, made, x, y, within=within)
 
 
 def _integer_pow(code: Code, x: Scalar, exponent: int) -> Scalar:

@@ -1,4 +1,8 @@
-"""The numbers of device code: a function is a list of scalars, each an expression of those before."""
+"""The numbers of device code: a function is a list of scalars, each made of those before by an operation with a name.
+
+Two languages say the same list: C++ (``device_text``), for the compilers of GPUs, and instructions of an interpreter
+(``cpu_program``).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,24 @@ C_TYPES = {
     "float32": "float",
     "float64": "double",
 }
-ROUND = {"float16": "program::round_float16({})", "bfloat16": "program::round_bfloat16({})"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+# What makes a number of a type of 16 bits out of such numbers.
+_EXACT = frozenset(
+    "neg abs sign max min floor ceil round_to_even round_away rem select choose reduce_precision read lookup".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a scalar is made by.
+
+    Attributes:
+      name: one of those of ``device_text``, which are those of XLA where there is no other.
+      numbers: what it knows beside its operands.
+    """
+
+    name: str
+    numbers: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,24 +57,30 @@ class Scalar:
 
     Attributes:
       dtype: its type in JAX.
-      text: an expression of it: of ``operands`` {0}, {1}, .., or a name or a constant if there are none.
+      text: in C++, of an argument or a constant.
+      operation: what makes any other, of its operands.
       range: of an integer, what it is within.
       constant: its value, if that is known.
-      table: of elements of a constant array, the declaration of that.
       is_nil: the tangent of what does not move: 0, whatever it is multiplied by.
     """
 
     dtype: str
-    text: str
+    text: str = ""
+    operation: Operation | None = None
     operands: tuple[Scalar, ...] = ()
     range: tuple[int, int] = (0, 0)
     constant: bool | int | float | None = None
-    table: str = ""
     is_nil: bool = False
 
     @property
     def is_int(self) -> bool:
         return self.dtype not in (*FLOATS, "bool")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what the operation makes is to be rounded to a type of 16 bits."""
+        name = "" if self.operation is None else self.operation.name
+        return self.dtype in ("float16", "bfloat16") and name not in _EXACT
 
     def is_number(self, value: float) -> bool:
         """Whether it is known to be this number."""
@@ -70,29 +96,35 @@ class Code:
 
     def __init__(self) -> None:
         self._made: dict[Any, Scalar] = {}
-        self._tables: dict[tuple[str, str], str] = {}
+        self._tables: dict[tuple[Scalar, ...], int] = {}
 
-    def table(self, dtype: str, numbers: str) -> str:
-        """Returns the name of a table, the same for the same numbers."""
-        return self._tables.setdefault((dtype, numbers), f"kTable{len(self._tables)}")
+    def table(self, numbers: Sequence[Scalar]) -> int:
+        """Returns which of ``tables`` these constants are, the same for the same numbers."""
+        return self._tables.setdefault(tuple(numbers), len(self._tables))
+
+    @property
+    def tables(self) -> list[tuple[Scalar, ...]]:
+        """The arrays of constants that scalars are elements of, by ``lookup``."""
+        return list(self._tables)
 
     def make(
         self,
         dtype: str,
-        text: str,
+        name: str,
         *operands: Scalar,
+        numbers: tuple[int, ...] = (),
         within: tuple[int, int] | None = None,
-        table: str = "",
     ) -> Scalar:
-        """Returns what the expression is, an integer ``within`` a range."""
+        """Returns what the operation makes of the operands, an integer ``within`` a range."""
         is_int = dtype not in (*FLOATS, "bool")
         bounds = (within or limits(dtype)) if is_int else (0, 0)
         if is_int and bounds[0] == bounds[1]:
             return self.constant(dtype, bounds[0])
-        key = (dtype, text, operands)
+        key = (dtype, name, numbers, operands)
         if len(self._made) > MAX_SCALARS:
             raise TooLongError
-        return self._made.setdefault(key, Scalar(dtype, text, operands, bounds, table=table))
+        made = Scalar(dtype, "", Operation(name, numbers), operands, bounds)
+        return self._made.setdefault(key, made)
 
     def constant(self, dtype: str, value: Any) -> Scalar:
         """Returns a scalar that is known."""
@@ -101,7 +133,9 @@ class Code:
         is_int = dtype not in (*FLOATS, "bool")
         bounds = (int(plain), int(plain)) if is_int else (0, 0)
         text = constant_text(dtype, plain, number)
-        return self._made.setdefault((dtype, text), Scalar(dtype, text, (), bounds, plain))
+        return self._made.setdefault(
+            (dtype, text), Scalar(dtype, text, range=bounds, constant=plain)
+        )
 
     def nil(self, dtype: str) -> Scalar:
         """Returns the tangent of what does not move."""
@@ -119,34 +153,18 @@ class Code:
             return self.constant(dtype, np.asarray(x.constant, jnp.dtype(x.dtype)))
         if x.constant is not None and dtype in FLOATS:
             return self.constant(dtype, np.asarray(x.constant, jnp.dtype(x.dtype)))
-        if dtype == "bool":
-            return self.make("bool", "{0} != 0", x)
-        c_type = C_TYPES[dtype]
-        if dtype in FLOATS:
-            if x.dtype in ("float16", "bfloat16") and dtype in ("float32", "float64"):
-                return self.make(dtype, "{0}" if dtype == "float32" else "double({0})", x)
-            if dtype == "float32" and x.dtype == "int32" and max(map(abs, x.range)) <= 2**22:
-                return self.make(dtype, "program::small_to_float({0})", x)
-            return self.make(dtype, ROUND.get(dtype, "{}").format(f"{c_type}({{0}})"), x)
-        if x.dtype in FLOATS:
-            return self.make(dtype, f"program::to_integer<{c_type}>({{0}})", x)
-        low, high = (0, 1) if x.dtype == "bool" else x.range
-        least, most = limits(dtype)
-        return self.make(
-            dtype,
-            f"{c_type}({{0}})",
-            x,
-            within=(low, high) if least <= low and high <= most else None,
-        )
+        is_small = x.dtype == "int32" and max(map(abs, x.range)) <= 2**22
+        if dtype == "float32" and is_small:
+            return self.make(dtype, "small_to_float", x)
+        within = None
+        if dtype not in (*FLOATS, "bool") and x.dtype not in FLOATS:
+            low, high = (0, 1) if x.dtype == "bool" else x.range
+            least, most = limits(dtype)
+            within = (low, high) if least <= low and high <= most else None
+        return self.make(dtype, "convert", x, within=within)
 
-    def lines(self, results: Sequence[Scalar]) -> list[str]:
-        """The statements that compute and return the first result, and store the second one in ``slope``."""
-        lines, names = self.statements(results)
-        lines += [f"slope = {name};" for name in names[1:]]
-        return [*lines, f"return {names[0]};"]
-
-    def statements(self, results: Sequence[Scalar]) -> tuple[list[str], list[str]]:
-        """The statements that compute the results, and expressions of these."""
+    def live(self, results: Sequence[Scalar]) -> list[Scalar]:
+        """What is made of other scalars on the way to the results, in an order in which it can be."""
         live: dict[Scalar, None] = {}
         stack = [(x, False) for x in reversed(results)]
         while stack:
@@ -156,18 +174,7 @@ class Code:
             elif x not in live and x.operands:
                 stack.append((x, True))
                 stack.extend((y, False) for y in reversed(x.operands))
-        order = [x for x in self._made.values() if x in live]
-        names: dict[Scalar, str] = {}
-
-        def name(x: Scalar) -> str:
-            return names.get(x, x.text)
-
-        lines = list(dict.fromkeys(x.table for x in order if x.table))
-        for x in order:
-            text = x.text.format(*map(name, x.operands))
-            names[x] = f"v{len(names)}"
-            lines.append(f"const {C_TYPES[x.dtype]} {names[x]} = {text};")
-        return lines, [name(x) for x in results]
+        return [x for x in self._made.values() if x in live]
 
 
 def limits(dtype: str) -> tuple[int, int]:

@@ -43,6 +43,10 @@
 
 namespace jattn {
 
+namespace cpu {
+struct Program;
+}
+
 enum class DType : uint8_t { kF16, kBF16, kF32, kF64 };
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
@@ -101,6 +105,8 @@ struct Problem {
   const int32_t* batch_ids = nullptr;                // [B]
   const int32_t* head_ids = nullptr;                 // [N]
   std::array<const void*, kMaxCaptures> captures{};  // arrays that it reads, of types and shapes that it knows
+  std::array<int64_t, kMaxCaptures> capture_bytes{};
+  const cpu::Program* program = nullptr;  // on CPUs: the function (cpu/program.h)
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };

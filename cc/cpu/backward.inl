@@ -6,6 +6,7 @@
 #include "cpu/bias_gradient.h"
 #include "cpu/dropout.h"
 #include "cpu/few_rows.h"
+#include "cpu/score_program.h"
 #include "cpu/slopes_gradient.h"
 
 namespace jattn::cpu {
@@ -207,7 +208,8 @@ class BackwardPass {
   int64_t differentiate_bytes() const {
     return kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
            Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<int8_t>(kTile * kTile) + zeros_bytes() +
-           FewRows<Element>::workspace_bytes(plan_);
+           FewRows<Element>::workspace_bytes(plan_) + TileProgram::workspace_bytes(problem_) +
+           (has_program_slopes() ? Workspace::bytes<Acc>(kTile * kTile) : 0);
   }
 
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
@@ -270,6 +272,8 @@ class BackwardPass {
     Acc *bias, *slope, *visible;
     Acc* column_sums;  // [group][kTile], where a task owns one tile of keys
     int8_t* kept;      // by dropout: all ones or 0
+    TileProgram program;
+    Acc* program_slope;  // null where all are 1
   };
 
   struct TileRange {
@@ -354,7 +358,9 @@ class BackwardPass {
                       take_tile(),
                       take_tile(),
                       workspace.take<Acc>(group_ * kTile),
-                      workspace.take<int8_t>(kTile * kTile)};
+                      workspace.take<int8_t>(kTile * kTile),
+                      TileProgram(problem_, workspace),
+                      has_program_slopes() ? take_tile() : nullptr};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
     const Element* zeros = take_zeros(workspace);
 
@@ -538,6 +544,7 @@ class BackwardPass {
       dropout.is_active() ? differentiate(kNo, kYes) : differentiate(kNo, kNo);
     }
 
+    if (tiles.program_slope != nullptr) multiply_ds(rows.count, tiles.program_slope, tiles.dp);
     Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
     if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, cells, tiles.s, bad_queries);
     if (dbias_.is_wanted()) {
@@ -607,6 +614,20 @@ class BackwardPass {
     const TileDistances<Acc> distances = step.distances(key_tile);
     if (problem_.alibi_slopes.data != nullptr) rule.distances = &distances;
     apply_score_rule<kTile, Acc>(rule, rows.count, columns_of(key_tile.keys), tiles.s, tiles.slope);
+    if (problem_.program != nullptr) {
+      tiles.program.template apply<Acc>(sequence, rows, key_tile.keys, true, kTile, tiles.s, tiles.program_slope);
+    }
+  }
+
+  // Whether gradients of scores have to be multiplied by slopes.
+  bool has_program_slopes() const { return problem_.program != nullptr && problem_.program->slope >= 0; }
+
+  // From the gradients of new scores to those of old ones. The slope of a pair without weight may be NaN.
+  static void multiply_ds(int64_t queries, const Acc* slope, Acc* ds) {
+    for (int64_t i = 0; i < queries * kTile; i += kWidth<Acc>) {
+      const Vec<Acc> of_new = load(ds + i);
+      store(ds + i, of_new == 0 ? of_new : of_new * load(slope + i));
+    }
   }
 
   // s becomes P = exp(s - lse), as dv takes it, and dp becomes dS = P * (dp - delta); both exactly 0 where nothing is

@@ -5,6 +5,7 @@
 #include "cpu/few_rows.h"
 #include "cpu/forward_products.h"
 #include "cpu/online_softmax.h"
+#include "cpu/score_program.h"
 #include "cpu/scores.h"
 
 namespace jattn::cpu {
@@ -98,6 +99,7 @@ class ForwardPass {
   struct Tiles {
     Acc *scores, *visible, *bias, *by_query;
     int8_t* kept;  // by dropout: all ones or 0
+    TileProgram program;
   };
 
   template <typename T>
@@ -216,12 +218,12 @@ class ForwardPass {
     return Products::workspace_bytes(plan_) + Products::pack_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
            Workspace::bytes<int8_t>(kTile * kPanel) + 2 * Workspace::bytes<Acc>(plan_.key_tile_len) +
            2 * Workspace::bytes<Acc>(plan_.value_tile_len) + Workspace::bytes<Acc>(kPanel * plan_.row_len_v) +
-           2 * zeros_bytes();
+           2 * zeros_bytes() + TileProgram::workspace_bytes(problem_);
   }
   int64_t attend_by_rows_bytes() const {
     return RowProducts::workspace_bytes(plan_) + zeros_bytes() + Workspace::bytes<Acc>(kFewRows * plan_.row_len_v) +
            Workspace::bytes<Acc>(kFewRows * kTile) + 2 * Workspace::bytes<Acc>(kTile * kTile) +
-           Workspace::bytes<int8_t>(kTile * kTile);
+           Workspace::bytes<int8_t>(kTile * kTile) + TileProgram::workspace_bytes(problem_);
   }
   int64_t merge_bytes() const { return Workspace::bytes<Acc>(plan_.row_len_v); }
   int64_t task_bytes() const {
@@ -263,7 +265,12 @@ class ForwardPass {
     Products products(problem_, plan_, workspace);
     const auto take_tile = [&] { return workspace.take<Acc>(kTile * kTile); };
     Acc* const scores[] = {take_tile(), take_tile()};
-    Tiles tiles{scores[0], take_tile(), take_tile(), take_tile(), workspace.take<int8_t>(kTile * kPanel)};
+    Tiles tiles{scores[0],
+                take_tile(),
+                take_tile(),
+                take_tile(),
+                workspace.take<int8_t>(kTile * kPanel),
+                TileProgram(problem_, workspace)};
     const auto take_kv_tile = [&] {
       Acc* keys = workspace.take<Acc>(plan_.key_tile_len);
       return KvTile{keys, workspace.take<Acc>(plan_.value_tile_len), 0};
@@ -332,6 +339,7 @@ class ForwardPass {
     Acc* const visible = workspace.take<Acc>(kTile * kTile);
     Acc* const bias = workspace.take<Acc>(kTile * kTile);
     int8_t* const kept = workspace.take<int8_t>(kTile * kTile);
+    const TileProgram program(problem_, workspace);
     const auto rows_of = [&](const void* array, int64_t first, int64_t row_size) {
       const auto row = kv_rows(array, task.batch, task.kv_head, first, row_size);
       return typename RowProducts::Rows{row(0), row(1) - row(0)};
@@ -344,6 +352,9 @@ class ForwardPass {
       if (covered == Coverage::kNone) continue;
       products.multiply_keys(keys.count, rows_of(problem_.k, keys.first, problem_.head_dim), scores);
       if (has_score_rule_) add_score_rule_by_rows(sequence, keys, panel, bias, scores);
+      if (problem_.program != nullptr) {
+        program.apply<Acc>(sequence, panel.rows, keys, true, kTile, scores, nullptr);
+      }
       if (covered == Coverage::kPartial) find_visible(problem_, sequence, panel.rows, keys, visible);
       if (dropout.is_active()) dropout.draw_for_rows(panel.rows, keys, kept);
       for (int64_t row = 0; row < panel.rows.count; ++row) {
@@ -636,6 +647,9 @@ class ForwardPass {
       rule.distances = &distances;
     }
     apply_score_rule<kPanel, Acc>(rule, keys.count, panel.lanes, tiles.scores, nullptr);
+    if (problem_.program != nullptr) {
+      tiles.program.template apply<Acc>(sequence, panel.rows, keys, false, kPanel, tiles.scores, nullptr);
+    }
   }
 
   void set_slopes(const Sequence& sequence, Panel& panel) const {

@@ -103,7 +103,7 @@ ForwardPlan plan_forward(const Problem& problem, bool in_planes) {
   const ForwardPlan narrow = plan_panels(problem, kNarrowRows, in_planes);
   const bool goes_in_runs = problem.softcap == 0 && problem.bias.data == nullptr && problem.mask.data == nullptr &&
                             problem.alibi_slopes.data == nullptr && problem.dropout_keys.data == nullptr &&
-                            problem.scale != 0;
+                            problem.program == nullptr && problem.scale != 0;
   ForwardPlan plan = goes_in_runs ? wide : narrow;
   plan.goes_in_runs = goes_in_runs && !plan.by_rows;
   // Asked for before any of these options is known.

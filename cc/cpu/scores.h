@@ -54,7 +54,8 @@ inline void load_bias(const Problem& problem, const Sequence& sequence, const Qu
 }
 
 inline bool has_score_rule(const Problem& problem) {
-  return problem.softcap > 0 || problem.bias.data != nullptr || problem.alibi_slopes.data != nullptr;
+  return problem.softcap > 0 || problem.bias.data != nullptr || problem.alibi_slopes.data != nullptr ||
+         problem.program != nullptr;
 }
 
 inline bool has_lengths(const Problem& problem) {

@@ -196,7 +196,10 @@ void decode_score_mod(Operands& operands, const Attributes& a, Problem& p, Check
   check.require(a.num_captures >= 0 && a.num_captures <= kMaxCaptures, "the score function reads ", a.num_captures,
                 " arrays, at most ", kMaxCaptures);
   for (int64_t i = 0; check.ok() && i < a.num_captures; ++i) {
-    if (auto capture = operands.next("captures")) p.captures[i] = capture->untyped_data();
+    if (auto capture = operands.next("captures")) {
+      p.captures[i] = capture->untyped_data();
+      p.capture_bytes[i] = static_cast<int64_t>(capture->size_bytes());
+    }
   }
 }
 

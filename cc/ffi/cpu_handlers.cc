@@ -6,9 +6,13 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "core/require.h"
 #include "cpu/attention.h"
+#include "cpu/program.h"
 #include "ffi/bind.h"
 #include "ffi/handlers.h"
 
@@ -86,37 +90,47 @@ ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pa
   }
 }
 
-// Score functions are programs for GPUs; the Python package never sends one here.
-ffi::Error check_features(const Problem& problem) {
+// Finds the score function of the plan, if the problem has one.
+ffi::Error find_score_function(const ffi::Dictionary& plan, Problem& problem) {
   if (!problem.score_mod) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                    "jattn: the problem has a score function, which the CPU kernel cannot run: use the backend xla");
+  const auto text = plan.get<std::string_view>("program");
+  if (!text.has_value()) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "jattn: the problem has a score function, but attribute plan.program is missing or is not text");
+  }
+  try {
+    problem.program = &cpu::find_program(*text);
+    cpu::check_captures(problem);
+  } catch (const Error& error) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("jattn: ") + error.what());
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
-                   ffi::Dictionary) {
+                   ffi::Dictionary plan) {
   ForwardResults results;
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
-  if (ffi::Error error = check_features(*problem); error.failure()) return error;
+  if (ffi::Error error = find_score_function(plan, *problem); error.failure()) return error;
   return run_pass(scratch, cpu::forward_scratch_bytes(*problem),
                   [&](cpu::Scratch memory) { return cpu::forward(*problem, results, memory, threads_of(pool)); });
 }
 
 ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
-                    ffi::Dictionary) {
+                    ffi::Dictionary plan) {
   BackwardBuffers buffers;
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
-  if (ffi::Error error = check_features(*problem); error.failure()) return error;
+  if (ffi::Error error = find_score_function(plan, *problem); error.failure()) return error;
   if (buffers.dslopes != nullptr && buffers.dslopes_parts != 1) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
   if (buffers.dcaptures != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dcaptures is wanted of the CPU kernel, which has none");
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dcaptures is wanted of the CPU kernel, which leaves that to XLA");
   }
   return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });

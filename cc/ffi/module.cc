@@ -18,6 +18,7 @@
 #include "core/program_store.h"
 #include "core/require.h"
 #include "cpu/attention.h"
+#include "cpu/program.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/dispatch.h"
 #include "cuda/driver.h"
@@ -252,6 +253,7 @@ NB_MODULE(_core, m) {
   m.def("cpu_instruction_sets", &cpu::instruction_sets);
   m.def("cpu_force_instruction_set", &cpu::force_instruction_set, "name"_a);
   m.def("cpu_active_instruction_set", &cpu::active_instruction_set);
+  m.def("cpu_program_operations", &cpu::program_operations);
   m.def("cpu_scratch_bytes", &cpu_scratch_bytes, nb::kw_only(), "backward"_a, "wants_dbias"_a, "batch"_a, "q_len"_a,
         "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a);
   m.def("cuda_scratch_bytes", &cuda_scratch_bytes, nb::kw_only(), "backward"_a, "kernels"_a, "wants"_a, "batch"_a,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -12,6 +12,7 @@ from jattn.config import Determinism
 from jattn.device import Device
 from jattn.errors import Reason
 from jattn.reference import Gradients
+from jattn.score_program import ScoreProgram
 from jattn.spec import Operands, Spec
 
 
@@ -238,6 +239,24 @@ def symbolic_extents(
         )
         for name in symbolic
         if name in needed
+    )
+
+
+def refused_score_mod(
+    backend: str,
+    spec: Spec,
+    refusals: Callable[[ScoreProgram], list[tuple[str, object, str]]],
+) -> tuple[Reason, ...]:
+    """The reasons why a backend cannot run the score function of a problem, if it has one.
+
+    ``refusals`` says what of a program it cannot run.
+    """
+    if spec.score_mod is None:
+        return ()
+    way_out = "write score_mod by other operations, or use implementation='xla'"
+    return tuple(
+        Reason(backend, code, "score_mod", actual, f"must be {rule}", way_out)
+        for code, actual, rule in refusals(spec.score_mod)
     )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from jattn import ffi
+from jattn import cpu_program, ffi
 from jattn.backends.base import (
     Backend,
     Residuals,
     Wants,
+    refused_score_mod,
     symbolic_extents,
     wrong_dtype,
     wrong_platform,
@@ -24,7 +25,7 @@ class CpuBackend:
     """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
 
     name = "cpu"
-    understands = frozenset(FEATURES) - {"score_mod"}
+    understands = frozenset(FEATURES)
 
     def for_backward(self) -> Backend:
         """This backend runs its backward pass itself."""
@@ -33,10 +34,12 @@ class CpuBackend:
     def unsupported(
         self, spec: Spec, device: Device, *, needs_grad: bool, determinism: Determinism
     ) -> tuple[Reason, ...]:
-        """Refuses other platforms, other dtypes, and extents that are not known."""
+        """Refuses other platforms, other dtypes, unknown extents, and score functions of other operations."""
         reasons = wrong_platform(self.name, device, "cpu")
         reasons += wrong_dtype(self.name, spec, FLOAT_DTYPES)
-        reasons += symbolic_extents(self.name, spec)
+        reasons += symbolic_extents(self.name, spec) + refused_score_mod(
+            self.name, spec, cpu_program.refusals
+        )
         return reasons + ffi.missing_module(self.name)
 
     def forward(
@@ -44,7 +47,7 @@ class CpuBackend:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
         return ffi.forward(
-            spec, operands, _PLAN, _scratch_shape(spec, backward=False, wants_dbias=False)
+            spec, operands, _plan(spec), _scratch_shape(spec, backward=False, wants_dbias=False)
         )
 
     def backward(
@@ -59,10 +62,18 @@ class CpuBackend:
         """Returns the wanted gradients, that of the slopes among them."""
         scratch_shape = _scratch_shape(spec, backward=True, wants_dbias=wants.bias)
         slope_parts = 1 if wants.alibi_slopes else 0  # the kernel adds its parts up
-        return ffi.backward(spec, operands, residuals, wants, _PLAN, scratch_shape, slope_parts)
+        plan = _plan(spec, slope=True)
+        return ffi.backward(spec, operands, residuals, wants, plan, scratch_shape, slope_parts)
 
 
-_PLAN = {"backend": "cpu", "kernels": ""}
+def _plan(spec: Spec, *, slope: bool = False) -> dict[str, str]:
+    """The attribute ``plan`` of a call; ``slope``: it needs derivatives of the score function."""
+    plan = {"backend": "cpu", "kernels": ""}
+    if spec.score_mod is not None:
+        plan["program"] = cpu_program.cpu_program(
+            spec.score_mod, by_position=spec.positions, slope=slope
+        )
+    return plan
 
 
 def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[int, ...]:

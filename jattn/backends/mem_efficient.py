@@ -14,6 +14,7 @@ from jattn.backends.base import (
     Backend,
     Residuals,
     Wants,
+    refused_score_mod,
     symbolic_extents,
     wide_heads,
     without_terms_of_no_keys,
@@ -204,13 +205,7 @@ def sums_captures(spec: Spec, wanted: tuple[bool, ...]) -> bool:
 
 def no_device_code(backend: str, spec: Spec) -> tuple[Reason, ...]:
     """The reasons why the score function of a problem cannot become a part of CUDA kernels, if it has one."""
-    if spec.score_mod is None:
-        return ()
-    way_out = "write score_mod by other operations, or use implementation='xla'"
-    return tuple(
-        Reason(backend, code, "score_mod", actual, f"must be {rule}", way_out)
-        for code, actual, rule in device_code.refusals(spec.score_mod)
-    )
+    return refused_score_mod(backend, spec, device_code.refusals)
 
 
 def cuda_kernels_missing(

@@ -23,10 +23,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "block_mask",
         "score_program",
         "device_scalars",
+        "device_text",
         "device_operations",
         "device_arrays",
         "device_moving",
         "device_code",
+        "device_gradients",
+        "cpu_program",
         "spec",
         "ragged",
         "dropout",
@@ -144,7 +147,7 @@ def includes_of(folder: str) -> Iterator[tuple[Path, str, str]]:
     ("folder", "allowed"),
     [
         ("core", r"core/|kernels/config\.cuh$"),  # the choices of a kernel are written down once
-        ("cpu", r"(core|cpu)/"),
+        ("cpu", r"(core|cpu)/|attn/program_math\.cuh$"),  # functions of score programs: once
         ("cuda", r"(core|cuda|kernels)/"),
         ("kernels", r"(base|attn|passes|sm80|sm90)/|config\.cuh$|params\.cuh$"),
     ],

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jattn
-from jattn import _core, ffi
+from jattn import _core, cpu_program, ffi
 from jattn.backends import Residuals, Wants, cuda_tiles, few_queries
 from jattn.backends.kernel_plan import program_text
 from jattn.backends.mem_efficient import MemEfficientBackend
@@ -165,8 +165,9 @@ def test_the_native_module_refuses_what_it_cannot_compute() -> None:
     wants = Wants(q=False, k=False, v=False, bias=False)
 
     def call() -> Any:
-        plan = {"backend": "cpu", "kernels": ""}
+        program = cpu_program.cpu_program(BIASED.score_mod, by_position=False, slope=True)
+        plan = {"backend": "cpu", "kernels": "", "program": program}
         return ffi.backward(BIASED, operands, residuals, wants, plan, (1,), captures=(True,))
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="jattn: "):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="dcaptures is wanted of the CPU kernel"):
         jax.block_until_ready(jax.jit(call)().captures)

@@ -4,8 +4,7 @@ F numbers are rows of the acceptance list of score functions; tests/score_mods.p
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,21 +13,27 @@ import numpy as np
 import pytest
 from drawn import normal
 from jax.test_util import check_grads
-from score_mods import SCORE_MODS, B, N, S, T, check, dense, gradients, operands
+from score_mods import (
+    SCORE_MODS,
+    B,
+    N,
+    S,
+    T,
+    check_close,
+    dense,
+    deviations,
+    gradients,
+    operands,
+    plain_results,
+)
 
 import jattn
+from jattn import _core
 from jattn.device_gradients import MAX_READS
 from jattn.score_program import trace
 
 Array = Any
-BACKENDS = ("xla", "reference")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jattn.FallbackWarning)
-        yield
+BACKENDS = ("cpu", "xla", "reference")
 
 
 def attend(
@@ -43,23 +48,37 @@ def qkv(length: int = 24, heads: int = 2, dtype: Any = "float32") -> tuple[Array
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "backend"),
     [
-        *((name, "float32") for name in SCORE_MODS),
-        *((name, "bfloat16") for name in ("causal", "cap", "bias of head", "gain and bias")),
-        *((name, "float16") for name in ("documents", "square", "relative table")),
+        *((name, "float32", "cpu") for name in SCORE_MODS),
+        *((name, "bfloat16", "cpu") for name in ("causal", "cap", "bias of head", "gain and bias")),
+        *((name, "float16", "cpu") for name in ("documents", "square", "relative table")),
+        *((name, "float32", "xla") for name in list(SCORE_MODS)[::2]),
+        *((name, "bfloat16", "xla") for name in ("cap", "documents", "bias of head")),
     ],
 )
-def test_F100_results_and_gradients(name: str, dtype: str) -> None:
-    """Of q, k, v and every capture that is a float (F109)."""
+def test_F100_results_and_gradients(name: str, dtype: str, backend: str) -> None:
+    """Of q, k, v and every capture that is a float (F109); on every instruction set of the CPU kernel."""
     score_mod, captures = SCORE_MODS[name]
     q, k, v, dout = operands(dtype)
 
     def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
-        return attend(q, k, v, score_mod, captures)
+        return attend(q, k, v, score_mod, captures, implementation=backend)
 
-    out, grads = gradients(jax.jit(ours), (q, k, v, *captures), dout)
-    check([out, *grads], score_mod, captures, [q, k, v, dout])
+    def flat(*arrays: Array) -> list[Array]:
+        out, grads = gradients(ours, arrays, dout)
+        return [out, *grads]
+
+    run = jax.jit(flat)
+    arrays = [q, k, v, dout]
+    low, exact = plain_results(score_mod, captures, arrays)
+    spread = deviations(score_mod, captures, arrays)
+    try:
+        for instruction_set in _core.cpu_instruction_sets() if backend == "cpu" else [""]:
+            assert _core.cpu_force_instruction_set(instruction_set)
+            check_close(jax.device_get(run(q, k, v, *captures)), low, exact, spread)
+    finally:
+        assert _core.cpu_force_instruction_set("")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -344,7 +363,12 @@ def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str) -> None:
     np.testing.assert_array_equal(jax.grad(loss)(scale), jnp.full(2, 2 * 1024, dtype))
 
 
-def test_F109_against_finite_differences() -> None:
+@pytest.mark.parametrize(
+    ("backend", "function"),
+    [("cpu", lambda x: x + x * x * x / 6), ("xla", jnp.sinh)],  # there is no sinh of float64
+    ids=("cpu", "xla"),
+)
+def test_F109_against_finite_differences(backend: str, function: Callable[[Array], Array]) -> None:
     q, k, v = (normal(seed, 1, 9, 2, 4) for seed in range(3))
     table = normal(4, 2, 20)
     with jax.enable_x64(True):
@@ -353,9 +377,9 @@ def test_F109_against_finite_differences() -> None:
         def run(q: Array, k: Array, v: Array, table: Array) -> Array:
             def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
                 learned = jnp.asarray(table)[h, q - k + 9]
-                return jnp.where(k <= q + 4, jnp.sinh(s / 2) * learned, -jnp.inf)
+                return jnp.where(k <= q + 4, function(s / 2) * learned, -jnp.inf)
 
-            return attend(q, k, v, score_mod)
+            return attend(q, k, v, score_mod, implementation=backend)
 
         check_grads(run, wide, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
 
@@ -659,12 +683,32 @@ def test_F117_gradients_of_captures_that_have_no_order_on_a_gpu() -> None:
 
 
 def test_the_fallback_says_why() -> None:
-    """The CPU kernel runs no functions: it says so, and XLA stands in."""
+    """The CPU kernel runs no functions of some operations: it says so, and XLA stands in."""
     q, k, v = qkv()
-    found = jattn.explain(q, k, v, score_mod=lambda s, *_: jnp.tanh(s))
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return s + jax.lax.lgamma(1.0 + q)
+
+    found = jattn.explain(q, k, v, score_mod=score_mod)
     assert found.chosen == "xla"
-    assert [reason.code for reason in found.reasons["cpu"]] == ["FEATURE"]
+    assert [reason.code for reason in found.reasons["cpu"]] == ["PRIMITIVE"]
     assert "score_mod" in str(found)
+    with pytest.warns(jattn.FallbackWarning, match="score_mod"):
+        attend(q, k, v, score_mod)
     warned = pytest.warns(UserWarning, match="score_mod")
-    with warned, pytest.raises(jattn.NoBackendError, match="score_mod"):
-        attend(q, k, v, lambda s, *_: s, implementation="cpu")
+    with warned, pytest.raises(jattn.NoBackendError, match="lgamma"):
+        attend(q, k, v, score_mod, implementation="cpu")
+
+
+def test_the_cpu_kernel_runs_functions() -> None:
+    """Chosen by itself, forward and backward, under transformations too; nothing stands in."""
+    q, k, v = qkv()
+    before = jattn.call_counters()
+
+    def loss(q: Array) -> Array:
+        return attend(q, k, v, lambda s, b, h, q, k: jnp.tanh(s) * (h + 1)).sum()
+
+    jax.jit(jax.vmap(jax.grad(loss)))(jnp.stack([q, q]))
+    after = jattn.call_counters()
+    counted = {name for name in after if after[name] != before.get(name)}
+    assert counted == {"cpu"}

@@ -118,7 +118,23 @@ JATTN_PROGRAM_FUNCTION double fused(double a, double b, double c) { return __bui
 JATTN_PROGRAM_FUNCTION float rounded_product(float a, float b) { return a * b; }
 JATTN_PROGRAM_FUNCTION uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 JATTN_PROGRAM_FUNCTION float select(bool which, float x, float y) { return which ? x : y; }
-JATTN_PROGRAM_FUNCTION float approximate_exp2(float x) { return __builtin_exp2f(x); }
+// By a polynomial, so that compilers make vectors of loops over it. Within 1 unit; beyond what float32 has 0 or infinity.
+JATTN_PROGRAM_FUNCTION float approximate_exp2(float x) {
+  const float held = x < -151.0f ? -151.0f : x > 129.0f ? 129.0f : x;
+  const float to_integer = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
+  const float shifted = held + to_integer;
+  const float f = held - (shifted - to_integer);
+  float p = 0.000154531629451f * f + 0.00133908633647f;
+  p = p * f + 0.00961808255728f;
+  p = p * f + 0.0555035711422f;
+  p = p * f + 0.240226507606f;
+  p = fused(p, f, 0.693147188026f);
+  p = fused(p, f, 1.0f);
+  // Two powers of 2, each of which is a number.
+  const int exponent = int(__builtin_bit_cast(uint32_t, shifted) - __builtin_bit_cast(uint32_t, to_integer));
+  const int half = exponent >> 1;
+  return p * float_of_bits(uint32_t(half + 127) << 23) * float_of_bits(uint32_t(exponent - half + 127) << 23);
+}
 JATTN_PROGRAM_FUNCTION float approximate_inverse(float x) { return 1.0f / x; }
 JATTN_PROGRAM_FUNCTION float approximate_quotient(float x, float y) { return x / y; }
 JATTN_PROGRAM_FUNCTION float approximate_sqrt(float x) { return __builtin_sqrtf(x); }
@@ -344,18 +360,21 @@ JATTN_PROGRAM_FUNCTION float round_bfloat16(float x) {
   return x == x ? float_of_bits(rounded) : x;
 }
 // To a float of fewer bits, whose numbers below the least normal one are 0.
-template <int kExponentBits, int kMantissaBits>
-JATTN_PROGRAM_FUNCTION float reduce_precision(float x) {
-  constexpr int kDropped = 23 - kMantissaBits;
-  constexpr uint32_t kHalf = kDropped == 0 ? 0u : (1u << (kDropped == 0 ? 0 : kDropped - 1)) - 1u;
-  constexpr uint32_t kBias = (1u << (kExponentBits - 1)) - 1u;
+JATTN_PROGRAM_FUNCTION float reduce_precision(float x, int exponent_bits, int mantissa_bits) {
+  const int dropped = 23 - mantissa_bits;
+  const uint32_t half = dropped == 0 ? 0u : (1u << (dropped == 0 ? 0 : dropped - 1)) - 1u;
+  const uint32_t odd = dropped == 0 ? 0u : 1u;
+  const uint32_t bias = (1u << (exponent_bits - 1)) - 1u;
   const uint32_t bits = bits_of(x), sign = bits & 0x80000000u;
   uint32_t rounded = bits & 0x7fffffffu;
-  if constexpr (kDropped > 0) rounded = (rounded + kHalf + (rounded >> kDropped & 1u)) >> kDropped << kDropped;
-  if constexpr (kExponentBits < 8) {
-    rounded = rounded >= (128u + kBias) << 23 ? 0x7f800000u : rounded < (128u - kBias) << 23 ? 0u : rounded;
-  }
+  rounded = (rounded + half + (rounded >> dropped & odd)) >> dropped << dropped;
+  const uint32_t held = rounded >= (128u + bias) << 23 ? 0x7f800000u : rounded < (128u - bias) << 23 ? 0u : rounded;
+  rounded = exponent_bits < 8 ? held : rounded;
   return x == x ? float_of_bits(rounded | sign) : x;
+}
+template <int kExponentBits, int kMantissaBits>
+JATTN_PROGRAM_FUNCTION float reduce_precision(float x) {
+  return reduce_precision(x, kExponentBits, kMantissaBits);
 }
 
 // ---- Quotients and roots -----------------------------------------------------------------------------------------------

@@ -1,0 +1,99 @@
+// The interpreter of score functions (program.h), of the instruction set of the file that includes this.
+#pragma once
+
+#include <cstring>
+
+#include "cpu/plan.h"
+#include "cpu/program_operations.inl"
+#include "cpu/vec.h"
+
+namespace jattn::cpu {
+namespace {
+
+template <typename T>
+inline void spread_lanes(const T* from, int64_t stride, int64_t rows, T* to) {
+  for (int64_t row = 0; row < rows; ++row) memcpy(to + row * stride, from, static_cast<size_t>(stride) * sizeof(T));
+}
+
+// from[row] to all lanes of that row.
+template <typename T>
+inline void spread_rows(const T* from, int64_t stride, int64_t rows, T* to) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const T value = from[row];
+    for (int64_t i = 0; i < (stride & ~int64_t{15}); ++i) to[row * stride + i] = value;
+  }
+}
+
+template <ProgramSet kSet>
+class ProgramRun {
+ public:
+  ProgramRun(const Problem& problem, const ProgramTile& tile)
+      : program_(*problem.program),
+        tile_(tile),
+        frame_{static_cast<char*>(tile.registers), program_.slot_bytes, 0, &problem, &program_} {}
+
+  void run() {
+    const int64_t rows_of_block = min_of(kProgramLanes / tile_.stride, tile_.rows);
+    run_section(kUniform, max_of(rows_of_block * tile_.stride, kTile));
+    load_argument(kHeadRegister, tile_.heads);
+    load_argument(kQueryRegister, tile_.queries);
+    load_argument(kKeyRegister, tile_.keys);
+    run_section(kOfQuery, kTile);
+    run_section(kOfKey, kTile);
+    const auto& of_lanes = tile_.keys_in_lanes ? program_.key_spreads : program_.query_spreads;
+    const auto& of_rows = tile_.keys_in_lanes ? program_.query_spreads : program_.key_spreads;
+    spread(of_lanes, [&](auto* from, auto* to) { spread_lanes(from, tile_.stride, rows_of_block, to); });
+    for (int64_t row = 0; row < tile_.rows; row += rows_of_block) {
+      const int64_t rows = min_of(rows_of_block, tile_.rows - row);
+      spread(of_rows, [&](auto* from, auto* to) { spread_rows(from + row, tile_.stride, rows, to); });
+      const size_t unit = program_.is_double ? sizeof(double) : sizeof(float);
+      const size_t bytes = static_cast<size_t>(rows * tile_.stride) * unit;
+      char* const scores = static_cast<char*>(tile_.scores) + static_cast<size_t>(row * tile_.stride) * unit;
+      memcpy(slot(kScoreRegister), scores, bytes);
+      run_section(kOfPair, rows * tile_.stride);
+      memcpy(scores, slot(program_.result), bytes);
+      if (program_.slope >= 0 && tile_.slopes != nullptr) {
+        char* const slopes = static_cast<char*>(tile_.slopes) + static_cast<size_t>(row * tile_.stride) * unit;
+        memcpy(slopes, slot(program_.slope), bytes);
+      }
+    }
+  }
+
+ private:
+  char* slot(int32_t number) const { return frame_.registers + number * frame_.slot_bytes; }
+
+  void load_argument(int32_t number, const int32_t* from) const { memcpy(slot(number), from, kTile * sizeof(int32_t)); }
+
+  void run_section(ProgramSection section, int64_t lanes) {
+    frame_.lanes = lanes;
+    if (section == kUniform) {
+      int32_t* const batch = lanes_of<int32_t>(frame_, kBatchRegister);
+      for (int64_t i = 0; i < num_lanes(frame_); ++i) batch[i] = tile_.batch;
+    }
+    const List<Instruction>& instructions = program_.sections[section];
+    for (int64_t i = 0; i < instructions.count; ++i) instructions.items[i].run[kSet](frame_, instructions.items[i]);
+  }
+
+  template <typename Use>
+  void spread(const List<Spread>& spreads, const Use& use) const {
+    const auto use_as = [&]<typename T>(const Spread& spread, T*) {
+      use(lanes_of<T>(frame_, spread.from), lanes_of<T>(frame_, spread.to));
+    };
+    for (int64_t i = 0; i < spreads.count; ++i) {
+      const Spread& spread = spreads.items[i];
+      switch (spread.lane_bytes) {
+        case 1: use_as(spread, static_cast<int8_t*>(nullptr)); break;
+        case 2: use_as(spread, static_cast<int16_t*>(nullptr)); break;
+        case 4: use_as(spread, static_cast<int32_t*>(nullptr)); break;
+        default: use_as(spread, static_cast<int64_t*>(nullptr)); break;
+      }
+    }
+  }
+
+  const Program& program_;
+  const ProgramTile& tile_;
+  Frame frame_;
+};
+
+}  // namespace
+}  // namespace jattn::cpu

@@ -702,8 +702,6 @@ def what_is_cut_counts_once(backend: str) -> None:
 @check
 def score_functions_know_entries_and_heads_of_the_whole_problem(backend: str) -> None:
     """By batch and heads, on meshes of both kinds and inside shard_map; gradients of captures are sums over devices."""
-    if backend == "cpu":
-        return  # its kernel runs none
     arrays = drawn(backend, heads=4, kv_heads=2)
     table, gain = normal(7, 4, 4, 80), normal(8, 4)
 
@@ -751,8 +749,7 @@ def score_functions_know_entries_and_heads_of_the_whole_problem(backend: str) ->
 def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(16):
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto
-        left_out = ("score_mod",) if backend == "cpu" else ()
-        random_cuts.Cut.draw(seed, kind, dtype_of(backend), left_out).check(backend)
+        random_cuts.Cut.draw(seed, kind, dtype_of(backend)).check(backend)
 
 
 def failures(backend: str, **environment: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ CI runs a thinned, derandomised selection; `--full` (or HYPOTHESIS_PROFILE=night
 300 problems on the kernel.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -33,15 +32,10 @@ def composed(draw: st.DrawFn) -> Case:
     )
 
 
-def for_cpu_kernel(case: Case) -> Case:
-    """Without what it does not have: a score function is a program, and there is no compiler."""
-    return dataclasses.replace(case, score_mod=None)
-
-
 @settings(max_examples=settings.default.max_examples * 2 // 3)
 @given(case=composed())
 def test_features_compose_on_the_kernel(case: Case) -> None:
-    verify(for_cpu_kernel(case), "cpu")
+    verify(case, "cpu")
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
@@ -55,7 +49,7 @@ def test_features_compose_in_plain_jax(backend: str, case: Case) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("case", listed(300), ids=str)
 def test_a_list_of_compositions_on_the_kernel(case: Case) -> None:
-    verify(for_cpu_kernel(case), "cpu")
+    verify(case, "cpu")
 
 
 @pytest.mark.full

@@ -15,69 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from jax import lax
-from program_cases import CASES, SIZES, Case, traced
-from scipy import special
+from program_cases import (
+    CASES,
+    FUNCTIONS,
+    INDICES,
+    assert_close,
+    expected,
+    of_function,
+    scores_of_pairs,
+    traced,
+)
 
 from jattn.device_code import MAX_CAPTURES, device_code, refusals
 from jattn.score_program import ScoreProgram, trace
 
 KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 F32 = npt.NDArray[np.float32]
-
-
-class Function(NamedTuple):
-    """A function of the score, what it is in float64, and between which scores it is tested."""
-
-    name: str
-    function: Callable[[Any], Any]
-    exact: Callable[[Any], Any]
-    low: float
-    high: float
-    ulps: float
-
-
-FUNCTIONS = [
-    Function("exp", jnp.exp, np.exp, -87, 88.7, 2),
-    Function("exp2", jnp.exp2, np.exp2, -126, 128, 2),
-    Function("expm1", jnp.expm1, np.expm1, -20, 88.7, 2),
-    Function("expm1 near 0", jnp.expm1, np.expm1, -1, 1, 2),
-    Function("log", jnp.log, np.log, 1e-30, 1e3, 2),
-    Function("log near 1", jnp.log, np.log, 0.5, 2, 2),
-    Function("log1p", jnp.log1p, np.log1p, -0.999, 30, 2),
-    Function("log1p near 0", jnp.log1p, np.log1p, -1e-3, 1e-3, 2),
-    Function("tanh", jnp.tanh, np.tanh, -10, 10, 4),
-    Function("tanh near 0", jnp.tanh, np.tanh, -1, 1, 4),
-    Function("logistic", jax.nn.sigmoid, special.expit, -80, 30, 4),
-    Function("erf", lax.erf, special.erf, -5, 5, 2),
-    Function("erfc", lax.erfc, special.erfc, -5, 8, 6),
-    Function("sqrt", jnp.sqrt, np.sqrt, 0, 1e4, 0.51),
-    Function("rsqrt", lax.rsqrt, lambda x: 1 / np.sqrt(x), 1e-3, 1e4, 1),
-    Function("cbrt", jnp.cbrt, np.cbrt, -1e4, 1e4, 0.51),
-    Function("divide", lambda x: 3.7 / x, lambda x: np.float32(3.7) / x, -9, 9, 0.51),
-    Function(
-        "divide by", lambda x: x / 3.7, lambda x: x / np.float64(np.float32(3.7)), -9, 9, 0.51
-    ),
-    Function("pow", lambda x: x**17.3, lambda x: x ** np.float64(np.float32(17.3)), 0.01, 160, 6),
-    Function(
-        "power of", lambda x: 1.7**x, lambda x: np.float64(np.float32(1.7)) ** x, -150, 160, 4
-    ),
-    Function("sin", jnp.sin, np.sin, -30, 30, 2),
-    Function("cos", jnp.cos, np.cos, -30, 30, 2),
-    Function("sin far out", jnp.sin, np.sin, -1e6, 1e6, 2),
-    Function("tan", jnp.tan, np.tan, -20, 20, 4),
-    Function("atan", jnp.arctan, np.arctan, -30, 30, 2),
-    Function("asin", jnp.arcsin, np.arcsin, -1, 1, 4),
-    Function("acos", jnp.arccos, np.arccos, -1, 0.99, 4),
-    Function("sinh", jnp.sinh, np.sinh, -80, 80, 4),
-    Function("cosh", jnp.cosh, np.cosh, -80, 80, 4),
-    Function("asinh", jnp.arcsinh, np.arcsinh, -50, 50, 4),
-    Function("acosh", jnp.arccosh, np.arccosh, 1.01, 50, 4),
-    Function("atanh", jnp.arctanh, np.arctanh, -0.99, 0.99, 4),
-]
-
-
-def of_function(item: Function) -> ScoreProgram:
-    return trace(lambda s, b, h, q, k: item.function(s), (), 1)[0]
 
 
 # ---- Compiled programs -----------------------------------------------------------------------------------------------
@@ -152,46 +105,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------------
-
-INDICES = (
-    np.stack(np.meshgrid(*map(np.arange, SIZES), indexing="ij"), -1).reshape(-1, 4).astype(np.int32)
-)
-
-
-def scores_of_pairs() -> F32:
-    scores = np.random.default_rng(1).normal(scale=3, size=len(INDICES)).astype(np.float32)
-    scores[[3, 50, 77, 120, 160, 201]] = [0.0, np.inf, -np.inf, np.nan, 1e4, 1.0]
-    return scores
-
-
-def expected(
-    case: Case, program: ScoreProgram, captures: Sequence[jax.Array], scores: F32
-) -> tuple[Any, Any]:
-    """Values and slopes by JAX, one operation after the other, so that 16-bit numbers are rounded between them."""
-
-    def value(score: Any, index: Any) -> Any:
-        return program(score, *index, *captures).astype(jnp.float32)
-
-    columns = tuple(INDICES.T)
-    with jax.enable_x64(case.x64):
-        values = jax.vmap(value)(scores, columns)
-        if program.has_unit_slope:
-            return np.asarray(values), np.ones_like(scores)
-        return np.asarray(values), np.asarray(jax.vmap(jax.grad(value))(scores, columns))
-
-
-def assert_close(got: F32, want: F32, ulps: int) -> None:
-    with np.errstate(all="ignore"):
-        error = np.abs(got.astype(np.float64) - want) / np.spacing(
-            np.maximum(np.abs(want), np.float32(1))
-        )
-    wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)) | (error <= ulps))
-    assert not wrong.any(), (
-        got[wrong][:5],
-        want[wrong][:5],
-        error[wrong][:5],
-        np.flatnonzero(wrong)[:5],
-    )
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])

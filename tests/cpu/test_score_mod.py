@@ -3,8 +3,7 @@
 F numbers are rows of the acceptance list of score functions; tests/score_mods.py has the functions and plain attention.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,17 +15,11 @@ from jax.test_util import check_grads
 from score_mods import SCORE_MODS, B, N, S, T, check_close, dense, gradients, operands
 
 import jattn
+from jattn import _core
 from jattn.score_program import trace
 
 Array = Any
-BACKENDS = ("xla", "reference")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jattn.FallbackWarning)
-        yield
+BACKENDS = ("cpu", "xla", "reference")
 
 
 def attend(
@@ -41,15 +34,17 @@ def qkv(length: int = 24, heads: int = 2, dtype: Any = "float32") -> tuple[Array
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "backend"),
     [
-        *((name, "float32") for name in SCORE_MODS),
-        *((name, "bfloat16") for name in ("causal", "cap", "bias of head", "gain and bias")),
-        *((name, "float16") for name in ("documents", "square", "relative table")),
+        *((name, "float32", "cpu") for name in SCORE_MODS),
+        *((name, "bfloat16", "cpu") for name in ("causal", "cap", "bias of head", "gain and bias")),
+        *((name, "float16", "cpu") for name in ("documents", "square", "relative table")),
+        *((name, "float32", "xla") for name in list(SCORE_MODS)[::2]),
+        *((name, "bfloat16", "xla") for name in ("cap", "documents", "bias of head")),
     ],
 )
-def test_F100_results_and_gradients(name: str, dtype: str) -> None:
-    """Of q, k, v and every capture that is a float (F109)."""
+def test_F100_results_and_gradients(name: str, dtype: str, backend: str) -> None:
+    """Of q, k, v and every capture that is a float (F109); on every instruction set of the CPU kernel."""
     score_mod, captures = SCORE_MODS[name]
     q, k, v, dout = operands(dtype)
 
@@ -57,19 +52,24 @@ def test_F100_results_and_gradients(name: str, dtype: str) -> None:
         return dense(q, k, v, score_mod, captures)[0]
 
     def ours(q: Array, k: Array, v: Array, *captures: Array) -> Array:
-        return attend(q, k, v, score_mod, captures)
+        return attend(q, k, v, score_mod, captures, implementation=backend)
 
     def flat(function: Callable[..., Array], *arrays: Array) -> list[Array]:
         out, grads = gradients(function, arrays, dout)
         return [out, *grads]
 
-    got = flat(jax.jit(ours), q, k, v, *captures)
+    run = jax.jit(lambda *arrays: flat(ours, *arrays))
     low = flat(jax.jit(plain), q, k, v, *captures)
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) for x in (q, k, v)]
         floats = [x if x.dtype == np.int32 else np.asarray(x, np.float64) for x in captures]
         exact = flat(jax.jit(plain), *wide, *floats)
-    check_close(got, low, exact, len(exact))
+    try:
+        for instruction_set in _core.cpu_instruction_sets() if backend == "cpu" else [""]:
+            assert _core.cpu_force_instruction_set(instruction_set)
+            check_close(jax.device_get(run(q, k, v, *captures)), low, exact, len(exact))
+    finally:
+        assert _core.cpu_force_instruction_set("")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -662,12 +662,32 @@ def test_F117_gradients_of_captures_have_no_order_on_a_gpu() -> None:
 
 
 def test_the_fallback_says_why() -> None:
-    """The CPU kernel runs no functions: it says so, and XLA stands in."""
+    """The CPU kernel runs no functions of some operations: it says so, and XLA stands in."""
     q, k, v = qkv()
-    found = jattn.explain(q, k, v, score_mod=lambda s, *_: jnp.tanh(s))
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return s + jax.lax.lgamma(1.0 + q)
+
+    found = jattn.explain(q, k, v, score_mod=score_mod)
     assert found.chosen == "xla"
-    assert [reason.code for reason in found.reasons["cpu"]] == ["FEATURE"]
+    assert [reason.code for reason in found.reasons["cpu"]] == ["PRIMITIVE"]
     assert "score_mod" in str(found)
+    with pytest.warns(jattn.FallbackWarning, match="score_mod"):
+        attend(q, k, v, score_mod)
     warned = pytest.warns(UserWarning, match="score_mod")
-    with warned, pytest.raises(jattn.NoBackendError, match="score_mod"):
-        attend(q, k, v, lambda s, *_: s, implementation="cpu")
+    with warned, pytest.raises(jattn.NoBackendError, match="lgamma"):
+        attend(q, k, v, score_mod, implementation="cpu")
+
+
+def test_the_cpu_kernel_runs_functions() -> None:
+    """Chosen by itself, forward and backward, under transformations too; nothing stands in."""
+    q, k, v = qkv()
+    before = jattn.call_counters()
+
+    def loss(q: Array) -> Array:
+        return attend(q, k, v, lambda s, b, h, q, k: jnp.tanh(s) * (h + 1)).sum()
+
+    jax.jit(jax.vmap(jax.grad(loss)))(jnp.stack([q, q]))
+    after = jattn.call_counters()
+    counted = {name for name in after if after[name] != before.get(name)}
+    assert counted == {"cpu"}

@@ -128,8 +128,8 @@ JATTN_PROGRAM_FUNCTION float approximate_exp2(float x) {
   p = p * f + 0.00961808255728f;
   p = p * f + 0.0555035711422f;
   p = p * f + 0.240226507606f;
-  p = p * f + 0.693147188026f;
-  p = p * f + 1.0f;
+  p = fused(p, f, 0.693147188026f);
+  p = fused(p, f, 1.0f);
   // Two powers of 2, each of which is a number.
   const int exponent = int(__builtin_bit_cast(uint32_t, shifted) - __builtin_bit_cast(uint32_t, to_integer));
   const int half = exponent >> 1;

@@ -39,12 +39,12 @@ class Cut:
     options: dict[str, Any]
 
     @classmethod
-    def draw(cls, seed: int, kind: AxisType, dtype: str, left_out: tuple[str, ...] = ()) -> "Cut":
+    def draw(cls, seed: int, kind: AxisType, dtype: str) -> "Cut":
         rng = np.random.default_rng(seed)
         used = frozenset(
             name
             for name, tenths in composition.FEATURES.items()
-            if name not in ("dropout_rows", *left_out) and rng.integers(10) < 0.6 * tenths
+            if name != "dropout_rows" and rng.integers(10) < 0.6 * tenths
         )
         case = composition.problem(
             lambda choices: choices[rng.integers(len(choices))],

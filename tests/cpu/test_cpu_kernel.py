@@ -296,6 +296,7 @@ THREAD_CASES = (
         window=(300, 9),
     ),
     Case("lengths", batch=4, q_len=150, kv_len=150, kv_lengths=(150, 3, 0, 70), is_causal=True),
+    Case("score-function", q_len=330, kv_len=200, num_heads=6, num_kv_heads=3, score_mod="cap"),
     *SHORT_CASES,
 )
 

@@ -208,8 +208,6 @@ def test_demo_refuses_sizes_that_make_no_sense(
 def test_readme_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 4
-    # A score function is a part of GPU kernels: on a CPU it falls back, with a warning.
-    blocks.insert(3, "import warnings\nwarnings.simplefilter('ignore')\n")
     checks = (
         "assert out.shape == (2, 128, 8, 64) and lse.shape == (2, 128, 8) and y.shape == x.shape\n"
     )

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,10 +40,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             # Blank lines in front, so that an error names the line of the page.
             lines_before = text.count("\n", 0, match.start(2))
             code = compile("\n" * lines_before + match[2], str(page), "exec", dont_inherit=True)
-            with warnings.catch_warnings():
-                # Readers with a GPU see no such warning.
-                warnings.filterwarnings("ignore", "(.|\n)*score_mod", jattn.FallbackWarning)
-                exec(code, module.__dict__)
+            exec(code, module.__dict__)
 
 
 # The pairs of this page: a block of another library, and the next one, of ours, which gives the same.

@@ -95,11 +95,7 @@ DECODING_OPTIONS: list[Any] = [
     {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
     {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0)},
     {"is_causal": True, "alibi_slopes": (0.5, -0.25, 1.5, 0.0), "causal_alignment": "lower_right"},
-    pytest.param(
-        {"is_causal": True, "score_mod": by_distance},
-        marks=pytest.mark.filterwarnings("ignore::jattn.FallbackWarning"),
-        id="score function",
-    ),
+    pytest.param({"is_causal": True, "score_mod": by_distance}, id="score function"),
 ]
 
 

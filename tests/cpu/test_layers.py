@@ -146,7 +146,7 @@ def includes_of(folder: str) -> Iterator[tuple[Path, str, str]]:
     ("folder", "allowed"),
     [
         ("core", r"core/|kernels/config\.cuh$"),  # the choices of a kernel are written down once
-        ("cpu", r"(core|cpu)/"),
+        ("cpu", r"(core|cpu)/|attn/program_math\.cuh$"),  # functions of score programs: once
         ("cuda", r"(core|cuda|kernels)/"),
         ("kernels", r"(base|attn|passes|sm80|sm90)/|config\.cuh$|params\.cuh$"),
     ],

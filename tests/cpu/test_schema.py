@@ -154,9 +154,9 @@ MALFORMED: dict[str, tuple[Callable[[], Call], str]] = {
         "bias.* is missing",
     ),
     "operand too many": (lambda: dataclasses.replace(GOOD, operands=(Q, K, V, V)), "operands"),
-    "score function on the CPU": (
+    "score function without a program": (
         lambda: with_score_function(3),
-        "score function, which the CPU kernel cannot run",
+        "plan.program is missing",
     ),
     "captures are not counted": (
         lambda: with_score_function(1, announce=False),

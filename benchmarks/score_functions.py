@@ -1,11 +1,13 @@
 """Times score functions: ours, PyTorch's FlexAttention, and our own arguments that mean the same, where there are any.
 
 Each function is written twice, for JAX and for PyTorch, of the same arrays. Results and dq of all contenders must agree
-before anything is timed.
+before anything is timed. On a CPU our kernel is compared with XLA on the function, and with attention that
+has none.
 
 Examples:
   python -m benchmarks.score_functions --out benchmarks/results/2026-01-01-h200-score-functions.json
   python -m benchmarks.score_functions --length 512 --batch 1 --functions alibi      # a quick look
+  JAX_PLATFORMS=cpu python -m benchmarks.score_functions --dtype float32 --batch 1 --width 512 --head-dims 64
 """
 
 from __future__ import annotations
@@ -253,7 +255,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
     shape = (options.batch, options.length, heads, head_dim)
     keys = jax.random.split(jax.random.key(0), 4)
     arrays = {
-        x: jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+        x: jax.random.normal(key, shape, jnp.float32).astype(options.dtype)
         for x, key in zip(("q", "k", "v", "dout"), keys, strict=True)
     }
     captures = [jnp.asarray(x) for x in function.captures(options.batch, heads, options.length)]
@@ -282,8 +284,17 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
         add(title, lambda: _ours(arrays, captures, own, title, backward))
     if importlib.util.find_spec("torch") is not None and jax.default_backend() == "gpu":
         add("torch-flex", lambda: _flex(function, arrays, captures, backward))
+    if is_cpu := jax.default_backend() == "cpu":
+
+        def by_xla(*read: Any) -> dict[str, Any]:
+            return keywords(*read) | {"implementation": "xla"}
+
+        add("jattn, xla", lambda: _ours(arrays, read, by_xla, "jattn, xla", backward))
     if len(contenders) > 1 and (note := _agree(contenders)):
         return rows + [Row(case, pass_name, c.name, note=note) for c in contenders]
+    if is_cpu:
+        plain = "jattn, no function"
+        add(plain, lambda: _ours(arrays, [], dict, plain, backward))
     times = timing.compare(contenders, options.rounds, options.round_seconds)
     return rows + [
         Row(
@@ -306,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--functions", nargs="+", choices=FUNCTIONS, default=tuple(FUNCTIONS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=(64, 128))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--width", type=int, default=2048, help="heads x head dim")
@@ -337,7 +349,8 @@ def write(options: argparse.Namespace, facts: dict[str, object], rows: Sequence[
     """Writes the JSON file."""
     content = {
         **facts,
-        "what": f"bfloat16, batch {options.batch}, {options.length} queries and keys, heads x head dim {options.width}",
+        "what": f"{options.dtype}, batch {options.batch}, {options.length} queries and keys,"
+        f" heads x head dim {options.width}",
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

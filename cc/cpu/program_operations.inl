@@ -1,5 +1,5 @@
-// What programs do to vectors of numbers: a loop for each operation and type, which the compiler makes vectors of. Mathematics as on
-// GPUs (program_math.cuh).
+// What programs do to vectors of numbers: a loop for each operation and type, which the compiler makes vectors of.
+// Mathematics as on GPUs (program_math.cuh).
 #pragma once
 
 #include "attn/program_math.cuh"
@@ -50,8 +50,8 @@ void fill(const Frame& frame, const Instruction& instruction) {
   for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = value;
 }
 
-// Places outside of an array are held to its ends: the program holds them itself, but its text may come from anywhere. In the type of
-// the index, so that more of them go into one instruction that gathers.
+// Places outside of an array are held to its ends: the program holds them itself, but its text may come from anywhere.
+// In the type of the index, so that more of them go into one instruction that gathers.
 template <typename Index>
 inline Index last_place(int64_t count) {
   return static_cast<Index>(min_of(count - 1, int64_t{program::kGreatest<Index>}));
@@ -147,7 +147,7 @@ constexpr ProgramOperation two(const char* name) {
   return {name, TypeName<A>::kText, "", map_two<kFunction, To, A, A>, 2, 0, larger(sizeof(To), sizeof(A))};
 }
 
-// ---- All types ---------------------------------------------------------------------------------------------------------
+// ---- All types -------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kComparisons[] = {
@@ -172,7 +172,7 @@ struct OfSize {
   };
 };
 
-// ---- Conversions and reads ---------------------------------------------------------------------------------------------
+// ---- Conversions and reads -------------------------------------------------------------------------------------------
 
 template <typename T>
 inline constexpr bool kIsFloat = T(0.5) != T(0);
@@ -243,7 +243,7 @@ struct Reads {
   };
 };
 
-// ---- Integers ----------------------------------------------------------------------------------------------------------
+// ---- Integers --------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kIntegers[] = {
@@ -268,7 +268,7 @@ constexpr ProgramOperation kSmallIntegers[] = {
     one<[](int32_t x) { return program::small_to_float(x); }, float, int32_t>("small_to_float"),
 };
 
-// ---- Floats ------------------------------------------------------------------------------------------------------------
+// ---- Floats ----------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kFloats[] = {

@@ -118,8 +118,8 @@ extern const OperationGroup* const kAvx512Operations;
 // The operations that there are, as programs name them.
 std::vector<std::string> program_operations();
 
-// Reads a program, the first time. A text may come from somebody else: whatever it says, nothing outside of registers and
-// captures is touched. From any thread; what it returns stays.
+// Reads a program, the first time. A text may come from somebody else: whatever it says, nothing outside of registers
+// and captures is touched. From any thread; what it returns stays.
 // Raises Error (caller): it is no program.
 const Program& find_program(std::string_view text);
 

@@ -147,7 +147,7 @@ constexpr ProgramOperation two(const char* name) {
   return {name, TypeName<A>::kText, "", map_two<kFunction, To, A, A>, 2, 0, larger(sizeof(To), sizeof(A))};
 }
 
-// ---- All types -------------------------------------------------------------------------------------------------------
+// ---- All types ------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kComparisons[] = {
@@ -172,7 +172,7 @@ struct OfSize {
   };
 };
 
-// ---- Conversions and reads -------------------------------------------------------------------------------------------
+// ---- Conversions and reads ------------------------------------------------------------------------------------------
 
 template <typename T>
 inline constexpr bool kIsFloat = T(0.5) != T(0);
@@ -243,7 +243,7 @@ struct Reads {
   };
 };
 
-// ---- Integers --------------------------------------------------------------------------------------------------------
+// ---- Integers -------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kIntegers[] = {
@@ -268,7 +268,7 @@ constexpr ProgramOperation kSmallIntegers[] = {
     one<[](int32_t x) { return program::small_to_float(x); }, float, int32_t>("small_to_float"),
 };
 
-// ---- Floats ----------------------------------------------------------------------------------------------------------
+// ---- Floats ---------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kFloats[] = {

@@ -1,19 +1,20 @@
-// Score functions on CPUs: programs that an interpreter runs over tiles of scores (program_run.inl). jattn/cpu_program.py writes
-// them as text.
+// Score functions on CPUs: programs that an interpreter runs over tiles of scores (program_run.inl).
+// jattn/cpu_program.py writes them as text.
 //
-// Registers are vectors of kProgramLanes numbers. A program has four sections, by what its numbers depend on, so that nothing is
-// computed for every pair that is the same for many:
+// Registers are vectors of kProgramLanes numbers. A program has four sections, by what its numbers depend on, so that
+// nothing is computed for every pair that is the same for many:
 //   U  the same in a whole tile: constants, and what depends on the batch entry alone
 //   Q  of a query and its head     K  of a key     P  of a pair
-// U and P fill all lanes, Q and K have a lane for each query or key of the tile; what P reads of them is spread over pairs first.
+// U and P fill all lanes, Q and K have a lane for each query or key of the tile; what P reads of them is spread over
+// pairs first.
 //
 // Statements end in ';' and are words with a space between them:
 //   score TYPE REGISTERS RESULT SLOPE    first; SLOPE is -1 where all slopes are 1
 //   table BYTES NUMBER...                an array of constants, as the bits of their lanes
 //   q BYTES TO FROM                      spreads a register of Q over pairs; k: of K
 //   SECTION OPERATION TO FROM... NUMBER...
-// Registers 0 to 4 are the arguments: score, batch, head, query, key. Bools have lanes of 32 bits, 0 or 1; float16 and bfloat16
-// those of float, rounded.
+// Registers 0 to 4 are the arguments: score, batch, head, query, key. Bools have lanes of 32 bits, 0 or 1; float16 and
+// bfloat16 those of float, rounded.
 #pragma once
 
 #include <cstdint>
@@ -117,8 +118,8 @@ extern const OperationGroup* const kAvx512Operations;
 // The operations that there are, as programs name them.
 std::vector<std::string> program_operations();
 
-// Reads a program, the first time. A text may come from somebody else: whatever it says, nothing outside of registers and captures
-// is touched. From any thread; what it returns stays.
+// Reads a program, the first time. A text may come from somebody else: whatever it says, nothing outside of registers
+// and captures is touched. From any thread; what it returns stays.
 // Raises Error (caller): it is no program.
 const Program& find_program(std::string_view text);
 

@@ -1,9 +1,10 @@
-// What programs do to vectors of numbers: a loop for each operation and type, which the compiler makes vectors of. Mathematics as on
-// GPUs (program_math.cuh).
+// What programs do to vectors of numbers: a loop for each operation and type, which the compiler makes vectors of.
+// Mathematics as on GPUs (program_math.cuh).
 #pragma once
 
 #include "attn/program_math.cuh"
 #include "cpu/program.h"
+#include "cpu/vec.h"
 
 namespace jattn::cpu {
 namespace {
@@ -50,10 +51,14 @@ void fill(const Frame& frame, const Instruction& instruction) {
 }
 
 // Places outside of an array are held to its ends: the program holds them itself, but its text may come from anywhere.
+// In the type of the index, so that more of them go into one instruction that gathers.
 template <typename Index>
-inline int64_t held(Index index, int64_t count) {
-  const int64_t place = static_cast<int64_t>(index);
-  return place < 0 ? 0 : place < count ? place : count - 1;
+inline Index last_place(int64_t count) {
+  return static_cast<Index>(min_of(count - 1, int64_t{program::kGreatest<Index>}));
+}
+template <typename Index>
+inline Index held(Index index, Index last) {
+  return index < 0 ? Index{0} : index < last ? index : last;
 }
 
 template <typename T>
@@ -61,7 +66,8 @@ void look_up(const Frame& frame, const Instruction& instruction) {
   const List<int64_t>& table = frame.program->tables.items[instruction.numbers[0]];
   T* __restrict to = lanes_of<T>(frame, instruction.to);
   const int32_t* index = lanes_of<int32_t>(frame, instruction.from[0]);
-  for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = static_cast<T>(table.items[held(index[i], table.count)]);
+  const int32_t last = last_place<int32_t>(table.count);
+  for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = static_cast<T>(table.items[held(index[i], last)]);
 }
 
 template <auto kConvert, typename To, typename Stored, typename Index>
@@ -75,7 +81,8 @@ void read_capture(const Frame& frame, const Instruction& instruction) {
     for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = To{};
     return;
   }
-  for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = kConvert(elements[held(index[i], count)]);
+  const Index last = last_place<Index>(count);
+  for (int64_t i = 0; i < num_lanes(frame); ++i) to[i] = kConvert(elements[held(index[i], last)]);
 }
 
 void reduce_precision(const Frame& frame, const Instruction& instruction) {
@@ -140,7 +147,7 @@ constexpr ProgramOperation two(const char* name) {
   return {name, TypeName<A>::kText, "", map_two<kFunction, To, A, A>, 2, 0, larger(sizeof(To), sizeof(A))};
 }
 
-// ---- All types ---------------------------------------------------------------------------------------------------------
+// ---- All types ------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kComparisons[] = {
@@ -165,7 +172,7 @@ struct OfSize {
   };
 };
 
-// ---- Conversions and reads ---------------------------------------------------------------------------------------------
+// ---- Conversions and reads ------------------------------------------------------------------------------------------
 
 template <typename T>
 inline constexpr bool kIsFloat = T(0.5) != T(0);
@@ -236,7 +243,7 @@ struct Reads {
   };
 };
 
-// ---- Integers ----------------------------------------------------------------------------------------------------------
+// ---- Integers -------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kIntegers[] = {
@@ -261,7 +268,7 @@ constexpr ProgramOperation kSmallIntegers[] = {
     one<[](int32_t x) { return program::small_to_float(x); }, float, int32_t>("small_to_float"),
 };
 
-// ---- Floats ------------------------------------------------------------------------------------------------------------
+// ---- Floats ---------------------------------------------------------------------------------------------------------
 
 template <typename T>
 constexpr ProgramOperation kFloats[] = {

@@ -5,7 +5,6 @@
 
 #include "cpu/plan.h"
 #include "cpu/program_operations.inl"
-#include "cpu/vec.h"
 
 namespace jattn::cpu {
 namespace {

@@ -1,4 +1,5 @@
-// The user's score function: tiles of scores pass through it after all that the problem itself does to them, and before masks.
+// The user's score function: tiles of scores pass through it after all that the problem itself does to them, and before
+// masks.
 #pragma once
 
 #include "cpu/program.h"
@@ -28,8 +29,8 @@ class TileProgram {
       : problem_(problem),
         registers_(problem.program == nullptr ? nullptr : workspace.take<char>(problem.program->registers_bytes)) {}
 
-  // Takes rows of scores[row * stride + lane] through the function, queries in the rows or in the lanes. `slopes`, unless null,
-  // receives its derivatives, if they are not all 1.
+  // Takes rows of scores[row * stride + lane] through the function, queries in the rows or in the lanes. `slopes`,
+  // unless null, receives its derivatives, if they are not all 1.
   template <typename Acc>
   void apply(const Sequence& sequence, const QueryRows& queries, KeyRange keys, bool keys_in_lanes, int64_t stride,
              Acc* scores, Acc* slopes) const {
@@ -49,8 +50,8 @@ class TileProgram {
                            .queries = query_ids,
                            .keys = key_ids,
                            .registers = registers_});
-    // What has no query, or no key, is as if there were no function: it takes part in products, and in the choice of how the
-    // softmax of a tile is computed.
+    // What has no query, or no key, is as if there were no function: it takes part in products, and in the choice of
+    // how the softmax of a tile is computed.
     const int64_t lanes = keys_in_lanes ? keys.count : queries.count;
     for (int64_t row = 0; row < (keys_in_lanes ? queries.count : keys.count) && lanes < stride; ++row) {
       clear(scores + row * stride + lanes, stride - lanes);

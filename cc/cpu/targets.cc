@@ -3,13 +3,14 @@
 // Source files of the CPU backend and the flags that each needs beside -std=c++20 -O3 -fno-math-errno
 // -fno-trapping-math (x86-64 only where marked; the compiler must not be told -march=native or -ffast-math):
 //
-//   targets.cc, plan.cc, threads.cc   none
+//   targets.cc, plan.cc, threads.cc, program.cc   none
 //   baseline.cc                       none
 //   avx2.cc                           -mavx2 -mfma -mf16c                                                     [x86-64]
 //   avx512.cc                         -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx2
 //                                     -mprefer-vector-width=512                                               [x86-64]
 //   avx512_bf16.cc                    the flags of avx512.cc, and -mavx512bf16                                [x86-64]
 //   amx.cc                            the flags of avx512.cc, and -mamx-tile -mamx-bf16                       [x86-64]
+//   program_baseline.cc, program_avx2.cc, program_avx512.cc   as the files of those sets
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>

@@ -93,10 +93,10 @@ def _torch() -> Any:
 
 
 def _bucket(library: Any, distance: Any) -> Any:
-    """The bucket of a distance, as a float; in jax.numpy or torch."""
+    """The bucket of a distance, as a float of at most 31.5; in jax.numpy or torch."""
     # No integer is near where a bucket begins, or rounding would decide.
-    far = 16.25 + 2 * library.log2(1 + distance / 16)
-    return library.where(distance < 16, distance, far)
+    far = 16.25 + 1.5 * library.log2(1 + distance / 16)
+    return library.where(distance < 16, distance, library.where(far < 31.5, far, 31.5))
 
 
 FUNCTIONS = {

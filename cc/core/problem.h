@@ -129,7 +129,7 @@ struct BackwardBuffers {
   void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
   void* dslopes = nullptr;     // [B, N, dslopes_parts], dtype of lse: of alibi_slopes, in parts to be added up
   int64_t dslopes_parts = 0;   // tiles of queries on a GPU, 1 on CPUs
-  void* dcaptures = nullptr;   // [dcaptures_elements], float: of captures, one after the other as the plan's program has them
+  void* dcaptures = nullptr;   // [dcaptures_elements], float: of captures, one after the other as the program has them
   int64_t dcaptures_elements = 0;
 };
 

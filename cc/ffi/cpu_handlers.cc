@@ -130,7 +130,8 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
   if (buffers.dcaptures != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dcaptures is wanted of the CPU kernel, which leaves that to XLA");
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "jattn: dcaptures is wanted of the CPU kernel, which leaves that to XLA");
   }
   return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });

@@ -10,11 +10,13 @@ import struct
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jattn import _core, ffi
 from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
 from jattn.masks import Band
+from jattn.score_program import trace
 from jattn.spec import Spec
 
 MIN_NVCC = (12, 8)
@@ -64,6 +66,14 @@ def one_key_per_family() -> dict[str, str]:
                 problem, wants=(True,) * 4, deterministic=deterministic
             )
             plans.append(flash_plan.kernels)
+    program, _ = trace(lambda s, b, h, q, k, x: s + x[h, q - k + 256], (np.zeros((2, 512)),), 1)
+    learned = dataclasses.replace(plain, score_mod=program)
+    for deterministic in (False, True):
+        gradients = cuda_tiles.plan_capture_gradients(
+            learned, hopper, (True,), deterministic=deterministic
+        )
+        _core.register_program(gradients.program)
+        plans.append(gradients.kernels)
     keys = listed_key_per_family()
     for planned in ";".join(plans).split(";"):
         key = _core.canonical_kernel_key(planned)

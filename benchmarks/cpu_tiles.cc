@@ -19,6 +19,7 @@
 #include "cpu/attention.h"
 #include "cpu/backward.inl"
 #include "cpu/forward.inl"
+#include "cpu/program.h"
 #if defined(__AMX_BF16__)
 #include "cpu/amx_forward_products.h"
 #include "cpu/pair_backward_products.h"
@@ -28,6 +29,17 @@
 #include "cpu/pair_backward_products.h"
 #include "cpu/pair_forward_products.h"
 #endif
+
+namespace jattn::cpu {
+
+// No problem here has a score function: its interpreter is left out of this program.
+void run_program_baseline(const Problem&, const ProgramTile&) { std::abort(); }
+#if defined(__x86_64__)
+void run_program_avx2(const Problem&, const ProgramTile&) { std::abort(); }
+void run_program_avx512(const Problem&, const ProgramTile&) { std::abort(); }
+#endif
+
+}  // namespace jattn::cpu
 
 namespace jattn::cpu {
 namespace {

@@ -122,18 +122,6 @@ def _contender(
     return timing.Contender(name, lambda: compiled(*operands), jax.block_until_ready, results)
 
 
-def _apart(contenders: Sequence[timing.Contender]) -> str:
-    """What differs from the first contender's results; empty if nothing does."""
-    first = contenders[0].results(contenders[0].enqueue())
-    for other in contenders[1:]:
-        for name, x in other.results(other.enqueue()).items():
-            a, b = (np.asarray(y).astype(np.float32) for y in (first[name], x))
-            apart = float(np.abs(a - b).max() / np.abs(a).max())
-            if not apart <= TOLERANCE:
-                return f"{name} of {other.name} is {apart:.1e} of the largest value off"
-    return ""
-
-
 def measure(
     name: str, head_dim: int, length: int, pass_name: str, options: argparse.Namespace
 ) -> list[Row]:
@@ -157,7 +145,7 @@ def measure(
     fused = _contender("fused", jattn.fuse_attention(function.written), arrays, dout, backward)
     ran = sorted(x for x, passes in jattn.call_counters().items() if any(passes.values()))
     contenders = [written, fused, _contender("jattn", ours, arrays, dout, backward)]
-    note = _apart(contenders) or ("" if ran else "no attention was found")
+    note = timing.disagreement(contenders, TOLERANCE) or ("" if ran else "no attention was found")
     if note:
         return [Row(case, pass_name, c.name, note=note) for c in contenders]
     times = timing.compare(contenders, options.rounds, options.round_seconds)

@@ -294,18 +294,6 @@ def _flex(
     return contender
 
 
-def _agree(contenders: Sequence[timing.Contender]) -> str:
-    """What differs from the first contender's results; empty if nothing does."""
-    first = contenders[0].results(contenders[0].enqueue())
-    for other in contenders[1:]:
-        for name, x in other.results(other.enqueue()).items():
-            a, b = (np.asarray(y).astype(np.float32) for y in (first[name], x))
-            apart = float(np.abs(a - b).max() / np.abs(a).max())
-            if not apart <= TOLERANCE:
-                return f"{name} of {other.name} is {apart:.1e} of the largest value off"
-    return ""
-
-
 def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespace) -> list[Row]:
     """Builds, compares and times the contenders of one function."""
     function = FUNCTIONS[name]
@@ -349,7 +337,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
             return keywords(*read) | {"implementation": "xla"}
 
         add("jattn, xla", lambda: _ours(arrays, read, by_xla, "jattn, xla", pass_name))
-    if len(contenders) > 1 and (note := _agree(contenders)):
+    if len(contenders) > 1 and (note := timing.disagreement(contenders, TOLERANCE)):
         return rows + [Row(case, pass_name, c.name, note=note) for c in contenders]
     if is_cpu:
         plain = "jattn, no function"

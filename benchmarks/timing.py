@@ -44,6 +44,21 @@ class Timing:
         return (max(self.seconds) - min(self.seconds)) / self.median_seconds
 
 
+def disagreement(contenders: Sequence[Contender], tolerance: float) -> str:
+    """Says which result of which contender differs from the first one's by more; empty if none does.
+
+    ``tolerance``: of the largest difference, over the largest value.
+    """
+    first = contenders[0].results(contenders[0].enqueue())
+    for other in contenders[1:]:
+        for name, x in other.results(other.enqueue()).items():
+            a, b = (np.asarray(y).astype(np.float32) for y in (first[name], x))
+            apart = float(np.abs(a - b).max() / np.abs(a).max())
+            if not apart <= tolerance:
+                return f"{name} of {other.name} is {apart:.1e} of the largest value off"
+    return ""
+
+
 def run_many(contender: Contender, calls: int) -> float:
     """Returns the wall time of a number of calls that are enqueued one after another and then awaited."""
     begin = time.perf_counter()

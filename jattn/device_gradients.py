@@ -100,7 +100,6 @@ def gradient_code(
     reaches = [_reach(x) for x in places]
     more = (
         "",
-        f"static constexpr int kCaptures = {len(program.captures)};",
         f"static constexpr int kReads = {count};  // of a pair",
         "// Where the gradient of a capture ends in the array of all.",
         *_table("int capture_end(int capture)", starts[1:]),

@@ -31,7 +31,7 @@ struct ScoreProgram {
 
 // Gradients of scores have to be multiplied by slopes.
 template <Config kConfig>
-constexpr bool has_program_slopes() {
+JATTN_HOST_DEVICE constexpr bool has_program_slopes() {
   return kConfig.program && !ScoreProgram::kUnitSlope;
 }
 

@@ -1,7 +1,7 @@
 // The forward pass over a run of whole tiles of keys on the matrix unit, bfloat16 alone, where nothing but a band hides
 // keys: the products of one part of the run overlap with the softmax of another.
 //
-// Facts that shaped it, measured on a Xeon of the fourth generation (docs/design/0006-cpu-kernel.md):
+// Facts that shaped it, measured on a Xeon of the fourth generation (docs/kernels/log-cpu.md):
 // - A product and vector instructions run side by side, if no instruction in program order waits for the product. A
 //   tile store does, so sums are stored one stripe late: two pairs of accumulators take turns.
 // - While tile instructions are in flight, multiplications, maxima and conversions have one port of the vector unit

@@ -4,6 +4,7 @@
   python -m benchmarks.cpu --lengths 512 --dtypes float32 --out out/cpu.json
   python -m benchmarks.cpu --decode                         # one to 32 queries on many keys, forward alone
   python -m benchmarks.cpu --short                          # many sequences of 8 to 128 queries and keys
+  python -m benchmarks.cpu --instruction-sets avx512        # this one forced, beside what the machine takes by itself
 
 Every problem of the grid has 8 heads. Times are wall clock, rivals interleaved, the median of the rounds. Everyone's
 results, ours and the rivals', are compared with float64 first, and who is wrong is not timed. jax.nn, many times
@@ -30,6 +31,7 @@ from benchmarks import arrays as case_arrays
 from benchmarks import check, report, timing
 from benchmarks.arrays import Arrays
 from benchmarks.rivals import RIVALS, UnsupportedError, jattn_contender
+from jattn import _core
 from jattn.testing.cases import Case
 
 NUM_HEADS = 8
@@ -145,13 +147,33 @@ def rivals_of(case: Case) -> tuple[str, ...]:
     return ("torch-flash", "jax-xla") if with_jax else ("torch-flash",)
 
 
+def forced(contender: timing.Contender, instruction_set: str) -> timing.Contender:
+    """The same kernel, by one instruction set; "" is the best one.
+
+    Calls of other contenders have to be over: the set is that of the process while a call runs.
+    """
+
+    def enqueue() -> object:
+        if not _core.cpu_force_instruction_set(instruction_set):
+            raise ValueError(f"this machine cannot run {instruction_set}")
+        return contender.enqueue()
+
+    name = f"{contender.name}/{instruction_set}" if instruction_set else contender.name
+    return dataclasses.replace(contender, name=name, enqueue=enqueue)
+
+
 def measure(
-    case: Case, pass_name: str, operands: Arrays, expected: check.Expected, rounds: int
+    case: Case,
+    pass_name: str,
+    operands: Arrays,
+    expected: check.Expected,
+    rounds: int,
+    instruction_sets: Sequence[str] = (),
 ) -> list[report.Row]:
     """Checks and times everyone on one problem and pass."""
     backward = pass_name == "forward+backward"
     ours, backends = jattn_contender(case, operands, backward, "cpu")
-    built = [ours]
+    built = [forced(ours, name) for name in ("", *instruction_sets)]
     rows: list[report.Row] = []
     for name in rivals_of(case):
         try:
@@ -169,7 +191,7 @@ def measure(
             contenders.append(contender)
             continue
         wrong = report.Row(case.name, pass_name, contender.name, check=str(verdict))
-        is_ours = contender.name == OURS
+        is_ours = contender.name.startswith(OURS)
         rows.append(dataclasses.replace(wrong, note="WRONG, not timed:", failed=is_ours))
     work = report.flops(case, case_arrays.visible_pairs(case, operands), pass_name)
     timings = timing.compare(contenders, rounds, round_seconds=0.05, pause_seconds=0.03)
@@ -178,7 +200,7 @@ def measure(
             case.name,
             pass_name,
             name,
-            backends=backends if name == OURS else "",
+            backends=backends if name.startswith(OURS) else "",
             check=checks[name],
             median_us=result.median_seconds * 1e6,
             spread=result.spread,
@@ -191,7 +213,7 @@ def measure(
 
 
 def summary(rows: Sequence[report.Row]) -> str:
-    """The geometric mean and the least of rival's time over ours, by type, rival and pass."""
+    """The geometric mean and the least of a rival's time over ours, by type, rival and pass."""
     times = {
         (row.case, row.pass_name, row.contender): row.median_us
         for row in rows
@@ -202,11 +224,11 @@ def summary(rows: Sequence[report.Row]) -> str:
         if rival != OURS and (case, pass_name, OURS) in times:
             key = (case.split("-")[0], rival, pass_name)
             ratios.setdefault(key, []).append(microseconds / times[case, pass_name, OURS])
-    lines = [f"{'':10}{'':14}{'':18}{'geomean':>9}{'least':>8}{'most':>8}"]
+    lines = [f"{'':10}{'':22}{'':18}{'geomean':>9}{'least':>8}{'most':>8}"]
     for (dtype, rival, pass_name), values in sorted(ratios.items()):
         mean = float(np.exp(np.mean(np.log(values))))
         lines.append(
-            f"{dtype:10}{rival:14}{pass_name:18}{mean:8.2f}x{min(values):7.2f}x{max(values):7.2f}x"
+            f"{dtype:10}{rival:22}{pass_name:18}{mean:8.2f}x{min(values):7.2f}x{max(values):7.2f}x"
         )
     return "\n".join(lines)
 
@@ -221,6 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--decode", action="store_true", help="few queries instead of the grid")
     instead.add_argument("--short", action="store_true", help="short sequences instead of the grid")
+    parser.add_argument(
+        "--instruction-sets", nargs="+", default=[], metavar="NAME", help="time these, too"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds (%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -236,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operands = case_arrays.make(case)
         expected = check.Expected(case, operands, checked_heads(case))
         for pass_name in PASSES[: 1 if options.decode else None]:
-            measured = measure(case, pass_name, operands, expected, options.rounds)
+            measured = measure(
+                case, pass_name, operands, expected, options.rounds, options.instruction_sets
+            )
             rows += measured
             times = [
                 f"{row.contender} {row.median_us / 1e3:,.2f} ms"

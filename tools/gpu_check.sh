@@ -59,7 +59,7 @@ stage() {
   fi
   [ "$limit" -le "$left" ] || limit=$left
   echo "== $name (at most $limit s): $*"
-  timeout --kill-after=10 "$limit" "$@" >"$logs/$name" 2>&1 </dev/null
+  timeout --foreground --signal=INT --kill-after=20 "$limit" "$@" >"$logs/$name" 2>&1 </dev/null  # pytest tells failures so far
   status=$?
   { echo "== $name"; cat "$logs/$name"; } >>"$out/log.txt"
   case $status in

@@ -75,7 +75,10 @@ def solve(
         s = scale * product(q, k.swapaxes(2, 3))
         slope = np.ones_like(s)
         if case.softcap is not None:
-            capped = np.tanh(s / wide(case.softcap))
+            of_cap = s / wide(case.softcap)
+            # docs/conventions.md, "Rounding": what kernels compute of 16-bit inputs and ordinary caps.
+            by_exponential = dtype.itemsize == 2 and case.softcap <= 128
+            capped = 1 - 2 / (1 + np.exp(2 * of_cap)) if by_exponential else np.tanh(of_cap)
             s, slope = wide(case.softcap) * capped, 1 - capped * capped
         if operands.bias is not None:
             s = s + np.where(visible, operands.bias.astype(wide), 0)

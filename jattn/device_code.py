@@ -21,7 +21,7 @@ from jattn.device_arrays import Array, capture_array, constant_array
 from jattn.device_moving import MOVING, SAME, apply
 from jattn.device_operations import ELEMENTWISE, FLOAT64
 from jattn.device_scalars import C_TYPES, MAX_SCALARS, Code, Scalar, TooLongError, limits
-from jattn.device_text import statements
+from jattn.device_text import prefetches, statements
 from jattn.jax_interface import ClosedJaxpr, Literal
 from jattn.score_program import ScoreProgram, flat_equations
 
@@ -37,12 +37,13 @@ __all__ = [
 ]
 
 MAX_CAPTURES = 16
-ARGUMENTS = (
-    "float score, int batch, int head, int query, int key,"
-    f" const void* const (&captures)[{MAX_CAPTURES}]"
-)
+INDICES = f"int batch, int head, int query, int key, const void* const (&captures)[{MAX_CAPTURES}]"
+ARGUMENTS = f"float score, {INDICES}"
 LARGEST_INDEX = 2**30  # of queries and keys: positions, and what lies behind the end of lengths
 _MAX_TABLE = 1024  # elements of a constant array, which becomes part of the code
+_LEAST_PREFETCHED = (
+    1 << 23
+)  # bytes of a capture: smaller ones stay in a second-level cache by themselves
 
 _Refusal = tuple[str, object, str]
 _OVER_ELEMENTS = (
@@ -123,9 +124,11 @@ def device_code(
         ]
     else:
         slope = _body(program, program.slope_jaxpr, indices)
+    asked_for = _prefetches(program, indices)
     lines = [
         "struct ScoreProgram {",
         f"  static constexpr bool kUnitSlope = {str(program.has_unit_slope).lower()};",
+        f"  static constexpr bool kPrefetches = {str(bool(asked_for)).lower()};",
         "",
         "  // The score of one pair, in natural units.",
         "  JATTN_PROGRAM_FUNCTION float score(",
@@ -137,6 +140,11 @@ def device_code(
         "  JATTN_PROGRAM_FUNCTION float score_and_slope(",
         f"      {ARGUMENTS}, float& slope) {{",
         *(f"    {line}" for line in slope),
+        "  }",
+        "",
+        "  // Asks for what a pair reads of large captures, and pairs of the keys that follow.",
+        f"  JATTN_PROGRAM_FUNCTION void prefetch({INDICES}) {{",
+        *(f"    {line}" for line in asked_for),
         "  }",
         *(f"  {line}".rstrip() for line in more),
         "};",
@@ -154,6 +162,21 @@ def _body(program: ScoreProgram, jaxpr: ClosedJaxpr, indices: tuple[int, int]) -
     code = Code()
     results = evaluated(code, jaxpr, arguments_of(code, program, indices))
     return statements(code, [code.convert(x.at(()), "float32") for x in results])
+
+
+def _prefetches(program: ScoreProgram, indices: tuple[int, int]) -> list[str]:
+    """The statements that ask for elements of large captures that differ from pair to pair, whatever the scores are."""
+    code = Code()
+    results = evaluated(code, program.jaxpr, arguments_of(code, program, indices))
+    wanted = []
+    for x in code.live([results[0].at(())]):
+        if x.operation is not None and x.operation.name == "read":
+            capture = program.captures[x.operation.numbers[0]]
+            size = math.prod(capture.shape) * np.dtype(capture.dtype).itemsize
+            names = {name for operand in x.operands for name in operand.leaves()}
+            if size >= _LEAST_PREFETCHED and "score" not in names and {"query", "key"} <= names:
+                wanted.append(x)
+    return prefetches(code, wanted)
 
 
 def arguments_of(

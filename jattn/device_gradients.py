@@ -181,16 +181,7 @@ def _flat(code: Code, capture: Capture, index: Index) -> Scalar:
 
 def _reach(place: Scalar) -> str:
     """What the place of a read depends on, beside the batch entry and the head."""
-    names = set()
-    stack, seen = [place], {place}
-    while stack:
-        x = stack.pop()
-        if not x.operands:
-            names.add(x.text)
-        for y in x.operands:
-            if y not in seen:
-                seen.add(y)
-                stack.append(y)
+    names = place.leaves()
     if "score" in names or {"query", "key"} <= names:
         return "program::Reach::kPair"
     if "query" in names:

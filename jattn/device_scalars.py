@@ -86,6 +86,18 @@ class Scalar:
         """Whether it is known to be this number."""
         return self.constant is not None and self.constant == value
 
+    def leaves(self) -> set[str]:
+        """The texts of the arguments and constants that it is made of."""
+        found: set[str] = set()
+        stack, seen = [self], {self}
+        while stack:
+            x = stack.pop()
+            if not x.operands:
+                found.add(x.text)
+            stack += [y for y in x.operands if y not in seen]
+            seen.update(x.operands)
+        return found
+
 
 class TooLongError(Exception):
     """A function has more than MAX_SCALARS scalars."""

@@ -42,6 +42,19 @@ def statements(code: Code, results: Sequence[Scalar]) -> list[str]:
     return [*lines, f"return {names[0]};"]
 
 
+def prefetches(code: Code, reads: Sequence[Scalar]) -> list[str]:
+    """The statements that ask for what scalars read of captures, without waiting for it."""
+    lines, names = assignments(code, [operand for x in reads for operand in x.operands])
+    rest = iter(names)
+    for x in reads:
+        assert x.operation is not None
+        capture, place = _place(x.operation.numbers)
+        c_type = "uint16_t" if x.dtype in _ROUND else C_TYPES[x.dtype]
+        own = [next(rest) for _ in x.operands]
+        lines.append(f"program::prefetch<{c_type}>(captures[{capture}], {place.format(*own)});")
+    return lines
+
+
 def assignments(code: Code, results: Sequence[Scalar]) -> tuple[list[str], list[str]]:
     """The statements that compute the results, and expressions of these."""
     order = code.live(results)
@@ -125,13 +138,19 @@ def _conversion(from_dtype: str, dtype: str) -> str:
 
 
 def _read(dtype: str, numbers: Sequence[int]) -> str:
-    """An element of a capture, whose place is a sum of multiples of the operands and a number."""
-    capture, is_wide, fixed, *strides = numbers
+    """An element of a capture."""
+    capture, place = _place(numbers)
     reader = _READERS.get(dtype, f"read<{C_TYPES[dtype]}>")
+    return f"program::{reader}(captures[{capture}], {place})"
+
+
+def _place(numbers: Sequence[int]) -> tuple[int, str]:
+    """The number of a capture and a place in it: a sum of multiples of the operands and of a number."""
+    capture, is_wide, fixed, *strides = numbers
     terms = []
     for i, stride in enumerate(strides):
         position = f"int64_t({{{i}}})" if is_wide else f"{{{i}}}"
         terms.append(position if stride == 1 else f"{position} * {stride}")
     if fixed or not terms:
         terms.append(str(fixed))
-    return f"program::{reader}(captures[{capture}], {' + '.join(terms)})"
+    return capture, " + ".join(terms)

@@ -160,6 +160,27 @@ def test_the_same_is_computed_once() -> None:
         assert text.count("captures[0]") == 1
 
 
+@pytest.mark.parametrize(
+    ("read", "dtype", "expected"),
+    [
+        (lambda s, h, q, k, x: x[h, q, k], "float32", "prefetch<float>(captures[0], "),
+        (lambda s, h, q, k, x: x.reshape(-1)[q - k + 2000], "float32", "prefetch<float>(captures"),
+        (lambda s, h, q, k, x: x[h, q, k], "bfloat16", ""),  # 4 MiB
+        (lambda s, h, q, k, x: x[h, 0, k], "float32", ""),
+        (lambda s, h, q, k, x: x[h, q, (s + k).astype(int)], "float32", ""),
+    ],
+    ids=["pair", "distance", "small", "key", "score"],
+)
+def test_what_is_asked_for_ahead(read: Callable[..., Any], dtype: str, expected: str) -> None:
+    """Of large captures, what differs from pair to pair and is known before the scores are."""
+    array = jnp.zeros((2, 1024, 1024), dtype)
+    program, _ = trace(lambda s, b, h, q, k, x: s + read(s, h, q, k, x), (array,), 1)
+    code = device_code(program)
+    assert ("kPrefetches = true" in code) == bool(expected)
+    assert expected in code
+    assert code.count("program::prefetch<") == bool(expected)
+
+
 def test_a_local_a_line() -> None:
     code = device_code(
         trace(lambda s, b, h, q, k, x: 2 * s + x[h], (np.ones(4, np.float32),), 2)[0]

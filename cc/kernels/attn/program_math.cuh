@@ -110,6 +110,11 @@ template <class T>
 JATTN_PROGRAM_FUNCTION T load(const void* data, int64_t index) {
   return __ldg(static_cast<const T*>(data) + index);
 }
+// Into the second-level cache.
+template <class T>
+JATTN_PROGRAM_FUNCTION void prefetch(const void* data, int64_t index) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const T*>(data) + index));
+}
 
 #else
 
@@ -165,6 +170,10 @@ JATTN_PROGRAM_FUNCTION float round_float16(float x) { return float(_Float16(x));
 template <class T>
 JATTN_PROGRAM_FUNCTION T load(const void* data, int64_t index) {
   return static_cast<const T*>(data)[index];
+}
+template <class T>
+JATTN_PROGRAM_FUNCTION void prefetch(const void* data, int64_t index) {
+  __builtin_prefetch(static_cast<const T*>(data) + index);
 }
 
 #endif

@@ -15,7 +15,8 @@ namespace jattn {
 // batch, head, query, key, captures); other kernels call none.
 #ifndef JATTN_SCORE_PROGRAM
 struct ScoreProgram {
-  static constexpr bool kUnitSlope = true;  // the slope is 1 wherever the score becomes more than -inf
+  static constexpr bool kUnitSlope = true;    // the slope is 1 wherever the score becomes more than -inf
+  static constexpr bool kPrefetches = false;  // prefetch() asks for something
 
   // Scores in natural units; -inf hides a pair. query and key are positions, or indices in a problem without; those of pairs
   // outside the arrays are any, and must not lead out of the captures.
@@ -26,6 +27,8 @@ struct ScoreProgram {
     slope = 1.0f;
     return score;
   }
+  // Asks for what a pair is going to read of arrays that exceed a cache, and pairs of the keys that follow.
+  JATTN_PROGRAM_FUNCTION void prefetch(int, int, int, int, const void* const (&)[16]) {}
 };
 #endif
 

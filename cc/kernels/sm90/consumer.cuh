@@ -272,6 +272,7 @@ struct Consumer {
                                                    Softmax& softmax) {
     Scores s;
     start_first_scores(s, q);
+    if constexpr (C.program) prefetch_program<C>(context(header));
     TileDrops<C> drops;
     make_drops(drops, header);
     wait_products<0>();
@@ -325,6 +326,7 @@ struct Consumer {
       header = wait_k();
       Scores s;
       start_both(s, q, out, p, before);
+      if constexpr (C.program) prefetch_program<C>(context(header));
       TileDrops<C> drops;
       make_drops(drops, header);
       wait_products<1>();
@@ -378,6 +380,7 @@ struct Consumer {
       leaves_tiles = leaves_tiles_behind(header);
       Scores s;
       start_scores_of_stage(s, q);
+      if constexpr (C.program) prefetch_program<C>(context(header));
       TileDrops<C> drops;
       make_drops(drops, header);
       wait_products<0>();

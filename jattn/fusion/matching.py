@@ -147,6 +147,9 @@ class _Search:
             inner = self._rearranged(found) or self._dropped(found)
             if inner is not None:
                 found = inner
+            elif node.name == "stop_gradient":
+                self.nodes.append(node)
+                found = Named(node.inputs[0], found.axes)
             elif node.name == "div":
                 return self._softmax(found)
             else:
@@ -233,16 +236,19 @@ class _Search:
         quotient = found.value.made_by("div")
         assert quotient is not None
         top, bottom = quotient.inputs
-        exponential = before_casts(top).made_by("exp")
+        exponential = _before_stops(top).made_by("exp")
         total = _reduction(bottom, found.axes, "reduce_sum")
         if exponential is None or total is None:
             return None
-        if before_casts(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
+        if _before_stops(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
             return None
         self._take(top, exponential)
         self._take(bottom, total)
         self._take(total.inputs[0], exponential)
         self.nodes += [quotient, exponential, total]
+        # On the maximum, which follows, it changes no gradient: a softmax is the same for any shift.
+        if any(node.name == "stop_gradient" for node in self.nodes):
+            raise Miss("stop_gradient on probabilities, their exponentials or the sum of those")
         scores = exponential.inputs[0]
         shifted = before_casts(scores).made_by("sub")
         if shifted is not None and self._takes_maximum(shifted, found.axes):
@@ -403,6 +409,13 @@ class _Search:
         if self.masks_of_dropout > 1:
             raise Miss("there are two masks on the probabilities")
         return dropout_of(Named(self.kept, self.kept_axes), self.factor, row, extents)
+
+
+def _before_stops(value: Value) -> Value:
+    """What a value was in another float type, and before its gradient was stopped."""
+    while (node := (value := before_casts(value)).made_by("stop_gradient")) is not None:
+        value = node.inputs[0]
+    return value
 
 
 def _reduction(value: Value, axes: Axes, name: str) -> Node | None:

@@ -22,6 +22,7 @@ from fusion_patterns import (
     S,
     T,
     close,
+    dropped,
     found,
     masks,
     missed,
@@ -330,3 +331,69 @@ def test_P110_patterns_can_be_disabled() -> None:
         jattn.fuse_attention(function, disable="rope")
     with pytest.raises(TypeError, match="must be callable"):
         jattn.fuse_attention(3)
+
+
+# Where gradients stop -> how probabilities are made of scores; in the first two of them that changes no gradient.
+STOPS: dict[str, Callable[[Array], Array]] = {
+    "maximum": lambda s: _quotient(jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))),
+    "nothing": lambda s: _quotient(jnp.exp(s - s.max(-1, keepdims=True))),
+    "sum": lambda s: _quotient(jnp.exp(s), of_sum=jax.lax.stop_gradient),
+    "what is summed": lambda s: _quotient(jnp.exp(s), of_summed=jax.lax.stop_gradient),
+    "exponentials": lambda s: _quotient(jnp.exp(s), of_top=jax.lax.stop_gradient),
+    "probabilities": lambda s: jax.lax.stop_gradient(jax.nn.softmax(s)),
+    "probabilities that are dropped": lambda s: dropped(jax.lax.stop_gradient(jax.nn.softmax(s)), jax.random.key(0)),
+    "scores": lambda s: jax.nn.softmax(jax.lax.stop_gradient(s)),
+    "scores in the sum": lambda s: jnp.exp(s) / jnp.exp(jax.lax.stop_gradient(s)).sum(-1, keepdims=True),
+}  # fmt: skip
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _quotient(
+    e: Array,
+    of_top: Callable[[Array], Array] = _same,
+    of_sum: Callable[[Array], Array] = _same,
+    of_summed: Callable[[Array], Array] = _same,
+) -> Array:
+    return of_top(e) / of_sum(of_summed(e).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_where_gradients_stop(name: str) -> None:
+    """On the maximum that changes no gradient; elsewhere it does, and the program stays as it is."""
+    x = (*operands("heads first"), normal(1, N, T, S, seed=5))
+
+    def attend(q: Array, k: Array, v: Array, bias: Array) -> Array:
+        return STOPS[name](q @ transposed(k) / 4.0 + bias) @ v
+
+    gradients = [
+        jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2, 3))(*x)
+        for f in (attend, jattn.fuse_attention(attend))
+    ]
+    close(*gradients, "float32")
+    is_softmax = name in ("maximum", "nothing")
+    assert found() == ["bias"] * is_softmax
+    # That the exponentials differ is all that is known where scores are stopped in one of them.
+    reasons = missed() if name != "scores in the sum" else ["stop_gradient"]
+    assert ["stop_gradient" in text for text in reasons] == [True] * (not is_softmax)
+
+
+def test_stopped_operands() -> None:
+    """Gradients of what the pattern reads stop there, fused or not."""
+    q, k, v = operands("heads first")
+    bias = normal(1, N, T, S, seed=5)
+    stop = jax.lax.stop_gradient
+
+    def attend(q: Array, k: Array, v: Array, bias: Array) -> Array:
+        scale = stop(jnp.float32(0.3))
+        return jax.nn.softmax(stop(q) @ transposed(k) * scale + stop(bias)) @ stop(v)
+
+    x = (q, k, v, bias)
+    gradients = [
+        jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2, 3))(*x)
+        for f in (attend, jattn.fuse_attention(attend))
+    ]
+    close(*gradients, "float32")
+    assert found() == ["bias"]

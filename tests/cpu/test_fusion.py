@@ -113,6 +113,56 @@ def test_one_dropout_mask_for_all_heads() -> None:
     assert missed() == ["one dropout mask for some of the axes"]
 
 
+def _uniform(key: Array, shift: int) -> Array:
+    bits = jax.random.bits(key, (B, N, T, S)) >> shift
+    return jax.lax.bitcast_convert_type(bits | 0x3F800000, jnp.float32) - 1
+
+
+# Probabilities and a key -> probabilities, not dropped as dropout is, and why.
+NO_DROPOUT: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
+    "half of the range": (lambda p, key: p * (_uniform(key, 10) < 0.5) * 2, "not jax.random.bernoulli"),
+    "as integers": (lambda p, key: p * (_uniform(key, 9).astype(jnp.int32) < 0.5) * 2, "not jax.random.bernoulli"),
+    "bits as floats": (
+        lambda p, key: p * ((jax.random.bits(key, p.shape) | 3).astype(p.dtype) < 0.5) * 2, "not jax.random.bernoulli"),
+    "squares": (lambda p, key: p * (_uniform(key, 9) ** 2 < 0.5) * 2, "not jax.random.bernoulli"),
+    "not divided": (lambda p, key: p * (_uniform(key, 9) < 0.5), "are not divided"),
+    "two masks": (lambda p, key: dropped(dropped(p, key), jax.random.fold_in(key, 1)), "there are two masks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_DROPOUT)
+def test_what_is_no_dropout(name: str) -> None:
+    q, k, v = operands("heads first")
+    function, reason = NO_DROPOUT[name]
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return function(jax.nn.softmax(q @ transposed(k) / 4.0), jax.random.key(0)) @ v
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert found() == []
+    assert [reason in text for text in missed()] == [True]
+
+
+@pytest.mark.parametrize("use", ["returned", "multiplied", "in another attention"])
+def test_a_dropout_mask_with_another_use(use: str) -> None:
+    """The program relies on which weights are dropped."""
+    q, k, v = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        keep = jax.random.bernoulli(jax.random.key(0), KEEP, (B, N, T, S))
+
+        def out(q: Array) -> Array:
+            return jnp.where(keep, jax.nn.softmax(q @ transposed(k) / 4.0) / KEEP, 0) @ v
+
+        other = {"returned": lambda: keep, "multiplied": lambda: keep @ v}
+        return out(q), other.get(use, lambda: out(q[..., ::-1]))()
+
+    for ours, theirs in zip(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found() == []
+    assert set(missed()) == {"the random numbers of dropout are used elsewhere too"}
+
+
 def test_P104_a_float32_bias_of_16_bit_operands() -> None:
     q, k, v = operands("heads first", jnp.bfloat16)
     m, _ = masks()

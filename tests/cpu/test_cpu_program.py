@@ -289,7 +289,9 @@ BAD_PROGRAMS = {
     "score float32 9 8 -1;K lookup.4 8 4 0;": "'0' stands where a number from 0 to -1",
     "score float32 9 8 -1;P read.float32.int32 8 4 16;": "'16' stands where a number from 0 to 15",
     "score float32 9 8 -1;P read.float32.int32 8 4 0;": "capture 0 is missing",
-    "score float32 9 8 -1;P reduce_precision.float32 8 0 9 3;": "'9' stands where",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 9 3;": "'9' stands where a number from 1 to 8",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 0 3;": "'0' stands where a number from 1 to 8",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 8 24;": "'24' stands where a number from 0 to 23",
     "score float32 9 8 -1;k 3 8 4;": "lanes of 3 bytes",
     "score float64 9 8 -1;": "not of the type of the problem's",
 }

@@ -47,14 +47,18 @@ struct Kernels {
 };
 
 Kernels find_kernels(const Plan& plan) {
-  return {find_family(plan, "sm80_backward"),
-          find_family(plan, "sm80_backward_dkv"),
-          find_family(plan, "sm80_backward_dq"),
-          find_family(plan, "sm80_backward_dbias"),
-          find_family(plan, "sm80_backward_dslopes"),
-          find_family(plan, "sm80_backward_dcaptures"),
-          find_family(plan, "sm80_backward_dcaptures_sizes"),
-          find_family(plan, "sm80_backward_dcaptures_exact")};
+  const Kernels found{find_family(plan, "sm80_backward"),
+                      find_family(plan, "sm80_backward_dkv"),
+                      find_family(plan, "sm80_backward_dq"),
+                      find_family(plan, "sm80_backward_dbias"),
+                      find_family(plan, "sm80_backward_dslopes"),
+                      find_family(plan, "sm80_backward_dcaptures"),
+                      find_family(plan, "sm80_backward_dcaptures_sizes"),
+                      find_family(plan, "sm80_backward_dcaptures_exact")};
+  JATTN_REQUIRE((found.dcaptures_sizes == nullptr) == (found.dcaptures_exact == nullptr),
+                "the plan has one kernel of sm80_backward_dcaptures_sizes and sm80_backward_dcaptures_exact, must have"
+                " both or none: the second adds in units that the first finds");
+  return found;
 }
 
 // Everything in scratch, in the order of its parts.
@@ -352,8 +356,7 @@ void backward(const Problem& problem, const BackwardBuffers& buffers, const Plan
                 "dbias is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(buffers.dslopes == nullptr || kernels.dslopes != nullptr,
                 "dslopes is wanted, but the plan has no kernel for it");
-  JATTN_REQUIRE(buffers.dcaptures == nullptr || kernels.dcaptures != nullptr ||
-                    (kernels.dcaptures_sizes != nullptr && kernels.dcaptures_exact != nullptr),
+  JATTN_REQUIRE(buffers.dcaptures == nullptr || kernels.dcaptures != nullptr || kernels.dcaptures_exact != nullptr,
                 "dcaptures is wanted, but the plan has no kernel for it");
 
   launch_row_delta(problem, buffers, plan, kernels, scratch, stream);

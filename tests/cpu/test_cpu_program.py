@@ -3,8 +3,12 @@ JAX, and functions beside every other feature.
 """
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -329,3 +333,45 @@ def test_reads_of_such_programs_are_held_within_captures() -> None:
     for index, element in ((-(2**31), 5.0), (2**31 - 1, 7.0), (1, 6.0)):
         text = f"score float32 7 6 -1;U constant.4 5 {index};U read.float32.int32 6 5 0;"
         np.testing.assert_allclose(call_with(text, (table,)), element + np.log(3), rtol=1e-6)
+
+
+# The numbers of the text take 4 MB, and twice as much while they grow.
+SHORT_OF_MEMORY = """
+import ctypes, resource
+import jax
+from test_cpu_program import call_with
+
+text = "score float32 9 8 -1;P add.float32 8 0 0;table 4" + " 0" * 500_000 + ";"
+run = jax.jit(lambda: call_with(text)).lower().compile()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+with open("/proc/self/statm") as sizes:
+    used = int(sizes.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+blocks = []
+while block := libc.malloc(ctypes.c_size_t(1 << 18)):
+    blocks.append(block)
+for block in blocks[-16:]:
+    libc.free(block)
+try:
+    jax.block_until_ready(run())
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="measures its own memory on Linux"
+)
+def test_a_program_that_memory_does_not_hold_is_an_error() -> None:
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([*folders, *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "RESOURCE_EXHAUSTED: jattn: no memory on the host" in done.stdout

@@ -26,6 +26,7 @@ from program_cases import (
     scores_of_pairs,
     traced,
 )
+from score_mods import forms
 
 import jattn
 from jattn import _core, cpu_program, ffi
@@ -117,38 +118,12 @@ def test_accuracy(item: Any) -> None:
 # ---- Beside other features -------------------------------------------------------------------------------------------
 
 BASE = cases.Case("score-mod", q_len=75, kv_len=90, num_heads=4, num_kv_heads=2)
-EVERYTHING: dict[str, Any] = {
-    "is_causal": True,
-    "window": (40, None),
-    "bias_form": "1nts",
-    "softcap": 8.0,
-    "alibi_form": "n",
-    "sinks_form": "n",
-    "kv_lengths": (90, 50),
-    "segments": "random",
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "lengths": {"q_lengths": (75, 40), "kv_lengths": (30, 90)},
-    "segments": {"segments": "interleaved"},
-    "mask": {"mask_form": "1nts"},
-    "positions": {"positions": "shuffled", "window": (30, 40)},
-    "bias": {"bias_form": "bnts"},
-    "bias of keys": {"bias_form": "b11s", "is_causal": True},
-    "cap": {"softcap": 5.0},
-    "slopes": {"alibi_form": "n"},
-    "sinks": {"sinks_form": "bn"},
-    "dropout": {"dropout_rate": 0.3},
-    "dropout and cap": {"dropout_rate": 0.3, "softcap": 5.0, "is_causal": True},
-    "negative scale": {"scale": -0.1},
+FORMS: dict[str, dict[str, Any]] = forms(BASE) | {
     "wide": {"head_dim": 128, "head_dim_v": 96},
-    "odd": {"head_dim": 72, "head_dim_v": 40, "q_len": 129, "kv_len": 63},
     "few queries": {"q_len": 3, "kv_len": 1100},
     "one query": {"q_len": 1, "kv_len": 300, "kv_lengths": (300, 1)},
     "short": {"batch": 6, "q_len": 17, "kv_len": 23},
     "packed heads": {"q_len": 5, "kv_len": 200, "num_heads": 8, "num_kv_heads": 1},
-    "everything": EVERYTHING,
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jattn.arrays import shown
+from jattn.arrays import as_array, shown
+
+_CLASS = "jattn.BlockMask"
 
 _SIGNATURE = "mask_mod(batch, head, query, key) -> bool"
 MaskMod = Callable[..., Any]
@@ -25,14 +29,19 @@ MaskMod = Callable[..., Any]
 class BlockMask:
     """Which pairs take part, in two steps: by blocks, which kernels skip where they are hidden, and by a function.
 
-    A pytree; ``blocks`` may be traced. A pair takes part if its block is True and ``mask_mod`` says so.
+    A pytree; ``blocks`` may be traced. A pair takes part if its block is True and ``mask_mod`` says so. What ``blocks``
+    holds is checked where it is used: transformations of JAX put anything there.
 
     Attributes:
       blocks: bool (1 or B, 1 or N, ceil(T / block_size[0]), ceil(S / block_size[1])). Where an extent is 1,
         ``mask_mod`` is asked about batch entry or head 0 alone.
       q_len, kv_len: T and S.
-      block_size: queries and keys of a block.
+      block_size: queries and keys of a block, or one number for both.
       mask_mod: ``mask_mod(batch, head, query, key) -> bool`` of scalars, for pairs within blocks; None: all take part.
+
+    Raises:
+      TypeError: ``mask_mod`` is no function, or does not return one bool.
+      ValueError: lengths or a block size below 1; ``blocks`` of another type or shape.
     """
 
     blocks: jax.Array
@@ -41,23 +50,32 @@ class BlockMask:
     block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
     mask_mod: MaskMod | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def __post_init__(self) -> None:
+        _check_count(_CLASS, "q_len", self.q_len)
+        _check_count(_CLASS, "kv_len", self.kv_len)
+        object.__setattr__(self, "block_size", _sizes(_CLASS, self.block_size))
+        if self.mask_mod is not None:
+            _check_callable(_CLASS, self.mask_mod)
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(1 or B, 1 or N, T, S)."""
-        return (self.blocks.shape[0], self.blocks.shape[1], self.q_len, self.kv_len)
+        batch, heads = self._checked_blocks().shape[:2]
+        return (batch, heads, self.q_len, self.kv_len)
 
     def materialize(self) -> jax.Array:
         """Returns the mask as a bool array of ``shape``."""
-        rows = jnp.repeat(self.blocks, self.block_size[0], axis=2)[:, :, : self.q_len]
+        rows = jnp.repeat(self._checked_blocks(), self.block_size[0], axis=2)[:, :, : self.q_len]
         visible = jnp.repeat(rows, self.block_size[1], axis=3)[..., : self.kv_len]
         if self.mask_mod is None:
             return visible
+        _check_result(_CLASS, self.mask_mod)
         counted = [jnp.arange(extent, dtype=jnp.int32) for extent in self.shape]
         return visible & _of_pairs(self.mask_mod)(*counted)
 
     def sparsity(self) -> jax.Array:
         """Returns the percentage of blocks that are hidden."""
-        return 100 * (1 - self.blocks.mean(dtype=jnp.float32))
+        return 100 * (1 - self._checked_blocks().mean(dtype=jnp.float32))
 
     def kv_blocks(self) -> tuple[jax.Array, jax.Array]:
         """Returns the visible blocks of keys of each block of queries, as block-sparse kernels elsewhere want them.
@@ -66,8 +84,25 @@ class BlockMask:
           How many there are, int32 (1 or B, 1 or N, query blocks), and which, int32 (..., key blocks): their numbers in
           ascending order, then those of the hidden ones.
         """
-        counts = self.blocks.sum(-1, dtype=jnp.int32)
-        return counts, jnp.argsort(~self.blocks, axis=-1, stable=True).astype(jnp.int32)
+        blocks = self._checked_blocks()
+        counts = blocks.sum(-1, dtype=jnp.int32)
+        return counts, jnp.argsort(~blocks, axis=-1, stable=True).astype(jnp.int32)
+
+    def _checked_blocks(self) -> jax.Array:
+        blocks = as_array("blocks", self.blocks, _CLASS)
+        if blocks.dtype != bool:
+            raise ValueError(
+                f"{_CLASS}: blocks has dtype {blocks.dtype}, must be bool (True where pairs take part): compare it with"
+                " 0"
+            )
+        wanted = _block_counts(self.q_len, self.kv_len, self.block_size)
+        if blocks.ndim != 4 or blocks.shape[2:] != wanted:
+            raise ValueError(
+                f"{_CLASS}: blocks has shape {blocks.shape}, must be (1 or batch, 1 or heads, {wanted[0]}, {wanted[1]})"
+                f" for lengths {self.q_len} and {self.kv_len} in blocks of {self.block_size}:"
+                " jattn.create_block_mask makes such"
+            )
+        return blocks
 
     @staticmethod
     def from_kv_blocks(
@@ -88,18 +123,26 @@ class BlockMask:
           mask_mod: see ``BlockMask``.
 
         Raises:
-          ValueError: shapes that do not fit each other or the lengths.
+          ValueError: no integers, or shapes that do not fit each other or the lengths.
         """
-        sizes = _sizes(block_size)
-        counts, indices = jnp.asarray(kv_num_blocks), jnp.asarray(kv_indices)
-        wanted = (-(-q_len // sizes[0]), -(-kv_len // sizes[1]))
+        sizes = _sizes(_CLASS, block_size)
+        _check_count(_CLASS, "q_len", q_len)
+        _check_count(_CLASS, "kv_len", kv_len)
+        counts = as_array("kv_num_blocks", kv_num_blocks, _CLASS)
+        indices = as_array("kv_indices", kv_indices, _CLASS)
+        for name, array in (("kv_num_blocks", counts), ("kv_indices", indices)):
+            if not jnp.issubdtype(array.dtype, jnp.integer):
+                raise ValueError(
+                    f"{_CLASS}: {name} has dtype {array.dtype}, must hold integers: cast it"
+                )
+        wanted = _block_counts(q_len, kv_len, sizes)
         if indices.shape[2:] != wanted or indices.shape[:3] != counts.shape:
             raise ValueError(
                 f"jattn.BlockMask: kv_num_blocks has shape {counts.shape} and kv_indices {indices.shape}, must be"
                 f" (batch, heads, {wanted[0]}) and (batch, heads, {wanted[0]}, {wanted[1]}) for lengths {q_len} and"
                 f" {kv_len} in blocks of {sizes}"
             )
-        counted = jnp.arange(wanted[1]) < counts[..., None]
+        counted = (jnp.arange(wanted[1]) < counts[..., None]) & (indices >= 0)
         places = jnp.where(counted, indices, wanted[1])  # beyond the end: dropped
         flat = places.reshape(-1, wanted[1])
         rows = jnp.arange(flat.shape[0])[:, None]
@@ -107,8 +150,10 @@ class BlockMask:
         return BlockMask(blocks.reshape(indices.shape), q_len, kv_len, sizes, mask_mod)
 
     def __repr__(self) -> str:
+        blocks = getattr(self.blocks, "shape", self.blocks)
         return (
-            f"BlockMask(shape={self.shape}, block_size={self.block_size}, mask_mod={self.mask_mod})"
+            f"BlockMask(blocks={blocks}, q_len={self.q_len}, kv_len={self.kv_len}, block_size={self.block_size},"
+            f" mask_mod={self.mask_mod})"
         )
 
 
@@ -133,22 +178,17 @@ def create_block_mask(
 
     Raises:
       TypeError: ``mask_mod`` is no function, or does not return one bool.
-      ValueError: lengths or a block size below 1.
+      ValueError: lengths, a block size, a batch or a number of heads below 1.
     """
-    if not callable(mask_mod):
-        raise TypeError(
-            f"jattn.create_block_mask: mask_mod is {shown(mask_mod)}, must be a function: {_SIGNATURE}"
-        )
-    sizes = _sizes(block_size)
-    if min(q_len, kv_len) < 1:
-        raise ValueError(
-            f"jattn.create_block_mask: the lengths are {q_len} and {kv_len}, must be at least 1"
-        )
-    result = jax.eval_shape(mask_mod, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
-    if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
-        raise TypeError(
-            f"jattn.create_block_mask: mask_mod returns {result}, must return one bool: {_SIGNATURE}"
-        )
+    name = "jattn.create_block_mask"
+    _check_callable(name, mask_mod)
+    sizes = _sizes(name, block_size)
+    for argument, value in (("q_len", q_len), ("kv_len", kv_len)):
+        _check_count(name, argument, value)
+    for argument, extent in (("batch", batch), ("num_heads", num_heads)):
+        if extent is not None:
+            _check_count(name, argument, extent, " or None")
+    _check_result(name, mask_mod)
     of_pairs = _of_pairs(mask_mod)
     # Blocks at the ends repeat the last pair.
     keys = jnp.minimum(jnp.arange(-(-kv_len // sizes[1]) * sizes[1], dtype=jnp.int32), kv_len - 1)
@@ -171,11 +211,46 @@ def _of_pairs(mask_mod: MaskMod) -> Callable[..., jax.Array]:
     return mask_mod
 
 
-def _sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """A block size as two numbers."""
-    queries, keys = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    if not all(isinstance(size, int) and size >= 1 for size in (queries, keys)):
+def _block_counts(q_len: int, kv_len: int, sizes: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks of queries and of keys there are."""
+    return -(-q_len // sizes[0]), -(-kv_len // sizes[1])
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is an integer from 1 on, or one that is only known later, while exporting."""
+    if isinstance(value, int | np.integer):
+        return not isinstance(value, bool) and int(value) >= 1
+    return bool(jax.export.is_symbolic_dim(value))
+
+
+def _check_count(function: str, name: str, value: Any, otherwise: str = "") -> None:
+    if not _is_count(value):
         raise ValueError(
-            f"jattn.BlockMask: block_size is {shown(block_size)}, must be one or two numbers from 1 on"
+            f"{function}: {name} is {shown(value)}, must be an integer from 1 on{otherwise}, known while tracing"
         )
-    return queries, keys
+
+
+def _sizes(function: str, block_size: Any) -> tuple[int, int]:
+    """A block size as two numbers."""
+    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(sizes) != 2 or not all(isinstance(x, int | np.integer) and _is_count(x) for x in sizes):
+        raise ValueError(
+            f"{function}: block_size is {shown(block_size)}, must be one integer from 1 on, or two of them (queries,"
+            " keys)"
+        )
+    return int(sizes[0]), int(sizes[1])
+
+
+def _check_callable(function: str, mask_mod: Any) -> None:
+    if not callable(mask_mod):
+        raise TypeError(
+            f"{function}: mask_mod is {shown(mask_mod)}, must be a function: {_SIGNATURE}"
+        )
+
+
+def _check_result(function: str, mask_mod: MaskMod) -> None:
+    result = jax.eval_shape(mask_mod, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
+    if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
+        raise TypeError(
+            f"{function}: mask_mod returns {result}, must return one bool: {_SIGNATURE}"
+        )

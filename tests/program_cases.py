@@ -688,6 +688,16 @@ case(
     ulps=2,
 )
 case(
+    "precision of one bit of an exponent",  # such a number is 0 or infinite
+    lambda s, b, h, q, k: (
+        s
+        + 1 / (1 + jnp.abs(lax.reduce_precision(3 * s, 1, 1)))
+        + jnp.sign(lax.reduce_precision(s, 1, 23))
+        + jnp.where(lax.reduce_precision(s, 1, 0) == 0, s, 1.0)
+    ),
+    ulps=2,
+)
+case(
     "bits of floats",
     lambda s, b, h, q, k: jnp.where(
         lax.bitcast_convert_type(s, jnp.int32) & 1 == 0,

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from drawn import normal
 
+from jattn.testing.cases import Case
+
 Array = Any
 ScoreMod = Callable[..., Any]
 
@@ -248,3 +250,35 @@ def check_close(
         error = np.abs(y - z).mean() if spread is None else spread.mean()
         allowed = factors[i] * error + 1e-6 * max(1.0, np.abs(z).mean())
         assert np.abs(x - z).mean() <= allowed, (i, np.abs(x - z).mean(), allowed)
+
+
+def forms(base: Case) -> dict[str, dict[str, Any]]:
+    """The other features, by name, as changes of a problem of two batch entries."""
+    q_len, kv_len = base.q_len, base.kv_len
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "lengths": {"q_lengths": (q_len, q_len // 2), "kv_lengths": (kv_len // 3, kv_len)},
+        "segments": {"segments": "interleaved"},
+        "mask": {"mask_form": "1nts"},
+        "positions": {"positions": "shuffled", "window": (q_len // 3, q_len // 2)},
+        "bias": {"bias_form": "bnts"},
+        "bias of keys": {"bias_form": "b11s", "is_causal": True},
+        "cap": {"softcap": 5.0},
+        "slopes": {"alibi_form": "n"},
+        "sinks": {"sinks_form": "bn"},
+        "dropout": {"dropout_rate": 0.3},
+        "dropout and cap": {"dropout_rate": 0.3, "softcap": 5.0, "is_causal": True},
+        "negative scale": {"scale": -0.1},
+        "odd": {"head_dim": 72, "head_dim_v": 40, "q_len": 129, "kv_len": 63},
+        "everything": {
+            "is_causal": True,
+            "window": (kv_len // 3, None),
+            "bias_form": "1nts",
+            "softcap": 8.0,
+            "alibi_form": "n",
+            "sinks_form": "n",
+            "kv_lengths": (kv_len, kv_len // 2),
+            "segments": "random",
+        },
+    }

@@ -11,6 +11,7 @@ namespace jattn {
 enum class Fault {
   kCaller,   // a value that the caller passed: INVALID_ARGUMENT
   kMachine,  // a library, a file or a device that is missing or too old: FAILED_PRECONDITION
+  kMemory,   // the host has not as much: RESOURCE_EXHAUSTED
   kJattn,    // anything else: INTERNAL
 };
 

@@ -14,7 +14,7 @@ namespace jattn::cpu {
 struct Threads {
   int64_t count;  // a hint: how much work makes a task
   // Calls body(i) once for every i in [0, size), on several threads that have each reserved `thread_bytes`, and returns when all
-  // calls have returned. Throws std::bad_alloc, before the first call, if the calling thread cannot reserve them.
+  // calls have returned. Throws Error (Fault::kMemory), before the first call, if the calling thread cannot reserve them.
   std::function<void(int64_t size, int64_t thread_bytes, const std::function<void(int64_t)>& body)> parallel_for;
 };
 

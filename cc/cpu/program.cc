@@ -199,7 +199,7 @@ class Reader {
     } else if (name.starts_with("lookup.")) {
       instruction.numbers[0] = words_.number(0, static_cast<int64_t>(owned_->numbers.size()) - 1);
     } else if (name == "reduce_precision.float32") {
-      instruction.numbers[0] = words_.number(2, 8);
+      instruction.numbers[0] = words_.number(1, 8);
       instruction.numbers[1] = words_.number(0, 23);
     } else if (operation.num_numbers > 0) {
       instruction.numbers[0] = words_.number(-kAny - 1, kAny);

@@ -472,6 +472,8 @@ void backward_sm90(const Problem& problem, const BackwardBuffers& buffers, const
   JATTN_REQUIRE(!wants_keys || kernels.keys() != nullptr, "dk or dv is wanted, but the plan has no kernel for it");
   JATTN_REQUIRE(buffers.dbias == nullptr || kernels.dbias != nullptr || stores_ds(kernels) || sums_bias(kernels),
                 "dbias is wanted, but the plan has no kernel for it");
+  JATTN_REQUIRE(buffers.dslopes == nullptr && buffers.dcaptures == nullptr,
+                "dslopes or dcaptures is wanted beside kernels for sm_90a, must be made by a call of their own");
   constexpr int64_t kMaxItems = std::numeric_limits<int32_t>::max();
   const int64_t rows = std::max(problem.num_heads * problem.q_len, problem.num_kv_heads * problem.kv_len);
   JATTN_REQUIRE(problem.batch * rows / sm90::kWarpgroupRows < kMaxItems, "batch * num_heads * length is ",

@@ -14,6 +14,7 @@
 #include "cpu/attention.h"
 #include "cpu/program.h"
 #include "ffi/bind.h"
+#include "ffi/guarded.h"
 #include "ffi/handlers.h"
 
 namespace jattn {
@@ -58,13 +59,19 @@ cpu::Threads threads_of(ffi::ThreadPool pool) {
   const auto parallel_for = [pool](int64_t count, int64_t thread_bytes,
                                    const std::function<void(int64_t)>& body) mutable {
     if (count <= 0) return;
-    if (!cpu::reserve_thread_memory(thread_bytes)) throw std::bad_alloc();
+    if (!cpu::reserve_thread_memory(thread_bytes)) {
+      fail(Fault::kMemory, "no memory for the tiles that a thread works on");
+    }
     auto loop = std::make_shared<Loop>(count, body);
     const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-    for (int64_t i = 0; i < helpers; ++i) {
-      pool.Schedule([loop, thread_bytes] {
-        if (cpu::reserve_thread_memory(thread_bytes)) loop->work();  // else the others do the work
-      });
+    try {
+      for (int64_t i = 0; i < helpers; ++i) {
+        pool.Schedule([loop, thread_bytes] {
+          if (cpu::reserve_thread_memory(thread_bytes)) loop->work();  // else the others do the work
+        });
+      }
+    } catch (const std::bad_alloc&) {
+      // Those that were scheduled use `body`: it must not end before they do. Fewer threads do the work.
     }
     loop->work();
     loop->wait();
@@ -73,38 +80,27 @@ cpu::Threads threads_of(ffi::ThreadPool pool) {
 }
 
 // Runs a pass, which returns whether `scratch` was large enough. XLA aligns every buffer to 64 bytes on CPU; the layout of
-// scratch relies on it. No exception may leave a handler.
+// scratch relies on it.
 template <class Pass>
 ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pass) {
   const auto bytes = static_cast<int64_t>(scratch.size_bytes());
   if (bytes > 0 && reinterpret_cast<uintptr_t>(scratch.untyped_data()) % 64 != 0) {
     return ffi::Error(ffi::ErrorCode::kInternal, "jattn: scratch is not aligned to 64 bytes");
   }
-  try {
-    if (pass(cpu::Scratch{scratch.untyped_data(), bytes})) return ffi::Error::Success();
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: scratch has " + std::to_string(bytes) +
-                                                            " bytes, which is too few: this machine wants " +
-                                                            std::to_string(wanted_bytes));
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jattn: no memory for the tiles that a thread works on");
-  }
+  if (pass(cpu::Scratch{scratch.untyped_data(), bytes})) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: scratch has " + std::to_string(bytes) +
+                                                          " bytes, which is too few: this machine wants " +
+                                                          std::to_string(wanted_bytes));
 }
 
 // Finds the score function of the plan, if the problem has one.
-ffi::Error find_score_function(const ffi::Dictionary& plan, Problem& problem) {
-  if (!problem.score_mod) return ffi::Error::Success();
+void find_score_function(const ffi::Dictionary& plan, Problem& problem) {
+  if (!problem.score_mod) return;
   const auto text = plan.get<std::string_view>("program");
-  if (!text.has_value()) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: the problem has a score function, but attribute plan.program is missing or is not text");
-  }
-  try {
-    problem.program = &cpu::find_program(*text);
-    cpu::check_captures(problem);
-  } catch (const Error& error) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("jattn: ") + error.what());
-  }
-  return ffi::Error::Success();
+  JATTN_REQUIRE(text.has_value(),
+                "the problem has a score function, but attribute plan.program is missing or is not text");
+  problem.program = &cpu::find_program(*text);
+  cpu::check_captures(problem);
 }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -113,7 +109,7 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
-  if (ffi::Error error = find_score_function(plan, *problem); error.failure()) return error;
+  find_score_function(plan, *problem);
   return run_pass(scratch, cpu::forward_scratch_bytes(*problem),
                   [&](cpu::Scratch memory) { return cpu::forward(*problem, results, memory, threads_of(pool)); });
 }
@@ -124,7 +120,7 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   ffi::AnyBuffer scratch(nullptr);
   auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
-  if (ffi::Error error = find_score_function(plan, *problem); error.failure()) return error;
+  find_score_function(plan, *problem);
   if (buffers.dslopes != nullptr && buffers.dslopes_parts != 1) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
@@ -143,16 +139,16 @@ ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary) { return bind::che
 }  // namespace jattn
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JattnCpuInstantiate, jattn::instantiate,
+    JattnCpuInstantiate, jattn::ffi_handlers::guarded<jattn::instantiate>,
     xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuForward, jattn::forward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuForward, jattn::ffi_handlers::guarded<jattn::forward>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Dictionary>("spec")
                                   .Attr<xla::ffi::Dictionary>("plan"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuBackward, jattn::backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCpuBackward, jattn::ffi_handlers::guarded<jattn::backward>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()

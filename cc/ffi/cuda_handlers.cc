@@ -4,7 +4,6 @@
 // Instantiate needs no device: it makes machine code. Initialize runs before every execution, so it is a look-up
 // once the kernels are loaded; loading there keeps it out of a capture. Execute only launches.
 #include <atomic>
-#include <exception>
 #include <string_view>
 #include <vector>
 
@@ -15,33 +14,13 @@
 #include "cuda/kernel_store.h"
 #include "cuda/plan.h"
 #include "ffi/bind.h"
+#include "ffi/guarded.h"
 #include "ffi/handlers.h"
 
 namespace jattn {
 namespace {
 
 namespace ffi = xla::ffi;
-
-ffi::ErrorCode error_code(Fault fault) {
-  switch (fault) {
-    case Fault::kCaller: return ffi::ErrorCode::kInvalidArgument;
-    case Fault::kMachine: return ffi::ErrorCode::kFailedPrecondition;
-    case Fault::kJattn: return ffi::ErrorCode::kInternal;
-  }
-  return ffi::ErrorCode::kUnknown;
-}
-
-// Runs the body of a handler; what it throws becomes the handler's error.
-template <typename Body>
-ffi::Error guarded(const Body& body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    return ffi::Error(error_code(error.fault()), concat("jattn: ", error.what()));
-  } catch (const std::exception& error) {
-    return ffi::Error(ffi::ErrorCode::kInternal, concat("jattn: ", error.what()));
-  }
-}
 
 std::string_view plan_text(const ffi::Dictionary& plan, const char* name) {
   const auto value = plan.get<std::string_view>(name);
@@ -73,19 +52,15 @@ std::atomic<int64_t> executions{0};
 
 ffi::Error instantiate(ffi::Dictionary spec, ffi::Dictionary plan) {
   if (ffi::Error error = bind::check_attributes(spec); error.failure()) return error;
-  return guarded([&] {
-    register_program_of(plan);
-    for (std::string_view key : split_kernel_keys(plan_text(plan, "kernels"))) cuda::prepare(key);
-    return ffi::Error::Success();
-  });
+  register_program_of(plan);
+  for (std::string_view key : split_kernel_keys(plan_text(plan, "kernels"))) cuda::prepare(key);
+  return ffi::Error::Success();
 }
 
 ffi::Error initialize(int32_t device_ordinal, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary,
                       ffi::Dictionary plan) {
-  return guarded([&] {
-    find_plan(plan, device_ordinal);
-    return ffi::Error::Success();
-  });
+  find_plan(plan, device_ordinal);
+  return ffi::Error::Success();
 }
 
 ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -95,12 +70,10 @@ ffi::Error forward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remaining
   executions.fetch_add(1, std::memory_order_relaxed);
   const auto problem = bind::decode_forward(spec, args, rets, results, scratch);
   if (problem.has_error()) return problem.error();
-  return guarded([&] {
-    const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    require_scratch(scratch, cuda::planned_forward_scratch_bytes(*problem, plan));
-    cuda::planned_forward(*problem, results, plan, scratch.untyped_data(), stream);
-    return ffi::Error::Success();
-  });
+  const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
+  require_scratch(scratch, cuda::planned_forward_scratch_bytes(*problem, plan));
+  cuda::planned_forward(*problem, results, plan, scratch.untyped_data(), stream);
+  return ffi::Error::Success();
 }
 
 ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -110,12 +83,10 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
   executions.fetch_add(1, std::memory_order_relaxed);
   const auto problem = bind::decode_backward(spec, args, rets, buffers, scratch);
   if (problem.has_error()) return problem.error();
-  return guarded([&] {
-    const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
-    require_scratch(scratch, cuda::planned_backward_scratch_bytes(*problem, buffers, plan));
-    cuda::planned_backward(*problem, buffers, plan, scratch.untyped_data(), stream);
-    return ffi::Error::Success();
-  });
+  const cuda::Plan plan = find_plan(plan_attributes, device_ordinal);
+  require_scratch(scratch, cuda::planned_backward_scratch_bytes(*problem, buffers, plan));
+  cuda::planned_backward(*problem, buffers, plan, scratch.untyped_data(), stream);
+  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -123,10 +94,10 @@ ffi::Error backward(cuda::CUstream stream, int32_t device_ordinal, ffi::Remainin
 }  // namespace jattn
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JattnCudaInstantiate, jattn::instantiate,
+    JattnCudaInstantiate, jattn::ffi_handlers::guarded<jattn::instantiate>,
     xla::ffi::Ffi::BindInstantiate().Attr<xla::ffi::Dictionary>("spec").Attr<xla::ffi::Dictionary>("plan"),
     {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInitialize, jattn::initialize,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInitialize, jattn::ffi_handlers::guarded<jattn::initialize>,
                               xla::ffi::Ffi::BindInitialize()
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .RemainingArgs()
@@ -134,7 +105,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaInitialize, jattn::initialize,
                                   .Attr<xla::ffi::Dictionary>("spec")
                                   .Attr<xla::ffi::Dictionary>("plan"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaForward, jattn::forward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaForward, jattn::ffi_handlers::guarded<jattn::forward>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<jattn::cuda::CUstream>>()
                                   .Ctx<xla::ffi::DeviceOrdinal>()
@@ -143,7 +114,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaForward, jattn::forward,
                                   .Attr<xla::ffi::Dictionary>("spec")
                                   .Attr<xla::ffi::Dictionary>("plan"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaBackward, jattn::backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnCudaBackward, jattn::ffi_handlers::guarded<jattn::backward>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<jattn::cuda::CUstream>>()
                                   .Ctx<xla::ffi::DeviceOrdinal>()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,19 +31,23 @@ class Affine:
 
 
 def _affine(value: Value, axes: Axes) -> Affine | None:
+    """The sum of numbers of rows that every element of a value is, exactly; None if it may be something else."""
     known = value.number
     if known is not None:
-        return Affine.of({}, int(known)) if known == int(known) else None
+        is_whole = math.isfinite(known) and known == int(known)
+        return Affine.of({}, int(known)) if is_whole else None
+    exact_below = _exact_below(value)
+    found = _affine_of_rows(value, axes) if exact_below else None
+    return found if found is not None and abs(found.constant) < exact_below else None
+
+
+def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
     node = value.node
     if node is None:
         return None
     if node.name == "iota":
         along = node.params["dimension"]  # of size 1 it may be repeated, and is 0 everywhere
         return Affine.of({axes[along]: 1} if value.shape[along] > 1 else {}, 0)
-    if node.name == "convert_element_type" and not all(
-        jnp.dtype(x.dtype).itemsize >= 4 for x in (value, node.inputs[0])
-    ):
-        return None  # bools, and numbers that would not fit
     if (inner := _rearranged(value, axes)) is not None:
         return _affine(*inner)
     if node.name in ("add", "sub"):
@@ -51,6 +56,17 @@ def _affine(value: Value, axes: Axes) -> Affine | None:
             return None
         return one.plus(other, 1 if node.name == "add" else -1)
     return None
+
+
+def _exact_below(value: Value) -> int:
+    """Below which constants a type holds numbers of rows plus a constant exactly; 0: not even numbers of rows.
+
+    Narrow types wrap or round, and a difference of unsigned numbers is never negative.
+    """
+    dtype = jnp.dtype(value.dtype)
+    if dtype.itemsize < 4 or dtype.kind not in "if":
+        return 0
+    return 1 << (30 if dtype.kind == "i" else 22)
 
 
 def _axes_of_input(value: Value, axes: Axes) -> Axes:
@@ -95,7 +111,7 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
         sign, constant = _COMPARISONS[node.name]
         difference = one.plus(other, -1) if sign > 0 else other.plus(one, -1)
         return frozenset({difference.plus(Affine.of({}, constant))})
-    if node.name == "and":
+    if node.name == "and" and value.dtype == bool:
         both = [conditions(x, _axes_of_input(x, axes)) for x in node.inputs]
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
     if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
@@ -103,7 +119,11 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
     if node.name == "ne" and node.inputs[1].number == 0:
         return conditions(node.inputs[0], axes)
-    if (inner := _rearranged(value, axes)) is not None:
+    inner = _rearranged(value, axes)
+    # A change of type keeps what is not 0 where one of both is bool: numbers may be rounded to 0.
+    if inner is not None and (
+        inner[0].dtype == value.dtype or bool in (inner[0].dtype, value.dtype)
+    ):
         return conditions(*inner)
     return None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jattn.fusion.axes import CASTS, Miss, Named, compact_of, extents_of
+from jattn.fusion.axes import Miss, Named, compact_of, extents_of
 from jattn.fusion.graph import Node, Value
 
 # Keep probabilities are written twice, as a threshold and as a divisor, which may be rounded to 8 bits.
@@ -16,11 +19,16 @@ _ROUNDED = 2.0**-7
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Attributes: rate; key: a JAX key; broadcast: one mask for all batch entries and heads."""
+    """Attributes: rate; bits: what draws random bits; broadcast: one mask for all batch entries and heads."""
 
     rate: float
-    key: Value
+    bits: Node
     broadcast: bool
+
+    @property
+    def key(self) -> Value:
+        """A JAX key."""
+        return self.bits.inputs[0]
 
 
 def dropout_of(kept: Named, factor: float, row: str, extents: dict[str, int]) -> Dropout:
@@ -49,26 +57,57 @@ def dropout_of(kept: Named, factor: float, row: str, extents: dict[str, int]) ->
     present = {name for name, n in extents_of(small).items() if n > 1}
     full = {name for name, n in extents.items() if n > 1}
     if present == full:
-        return Dropout(1 - probability, key, broadcast=False)
+        return Dropout(1 - probability, bits, broadcast=False)
     if present == full & {row, "column"}:
-        return Dropout(1 - probability, key, broadcast=True)
+        return Dropout(1 - probability, bits, broadcast=True)
     raise Miss("one dropout mask for some of the axes")
 
 
-# What makes numbers between 0 and 1 of random bits: operations, and the number that is their other input.
-_UNIFORM = {"max": 0.0, "add": 0.0, "mul": 1.0, "sub": 1.0}
-_OF_BITS = ("bitcast_convert_type", "or", "shift_right_logical", "reshape", *CASTS)
+# What makes uniform numbers of random bits, with a number as the other input.
+_STEPS: dict[str, Callable[..., Any]] = {
+    "or": np.bitwise_or,
+    "shift_right_logical": np.right_shift,
+    "max": np.maximum,
+    "add": np.add,
+    "mul": np.multiply,
+    "sub": np.subtract,
+}
+_SAME = ("reshape", "copy", "pvary", "pcast")
 
 
 def _random_bits(value: Value) -> Node | None:
-    """The bits that uniform numbers from 0 to 1 are made of."""
-    while (node := value.node) is not None:
-        if node.name == "random_bits":
-            return node
+    """The bits that uniform numbers from 0 to 1 are made of: by steps that make 1/4 of a quarter of all patterns."""
+    steps: list[Node] = []
+    while (node := value.node) is not None and node.name != "random_bits":
         rest = [x for x in node.inputs if x.number is None]
-        numbers = [x.number for x in node.inputs if x.number is not None]
-        is_step = node.name in _OF_BITS or [_UNIFORM.get(node.name)] == numbers
-        if len(rest) != 1 or not is_step:
+        if len(rest) != 1:
             return None
+        steps.append(node)
         value = rest[0]
-    return None
+    if node is None:
+        return None
+    most = np.iinfo(value.dtype).max
+    made: Any = np.array([0, most // 4 + 1, most // 2 + 1, most], value.dtype)
+    for step in reversed(steps):
+        with np.errstate(all="ignore"):
+            made = _after(step, made)
+        if made is None:
+            return None
+    first, quarter, half, last = made.astype(np.float64)
+    is_uniform = (first, quarter, half) == (0, 0.25, 0.5) and 1 - _ROUNDED <= last < 1
+    return node if is_uniform else None
+
+
+def _after(step: Node, made: Any) -> Any | None:
+    """What a step makes of a few numbers; None if it is none of those that are known."""
+    dtype = np.dtype(step.outputs[0].dtype)
+    if step.name in _SAME:
+        return made
+    if step.name == "convert_element_type":
+        return made.astype(dtype)
+    if step.name == "bitcast_convert_type":
+        return made.view(dtype) if made.dtype.itemsize == dtype.itemsize else None
+    if step.name not in _STEPS:
+        return None
+    operands = [made if x.number is None else np.asarray(x.number, dtype) for x in step.inputs]
+    return _STEPS[step.name](*operands)

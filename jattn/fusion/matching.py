@@ -133,8 +133,8 @@ class _Search:
     masks: list[tuple[Named, bool]] = dataclasses.field(default_factory=list)
     biases: list[Named] = dataclasses.field(default_factory=list)
     scale: float = 1.0
-    kept: Value | None = None  # the mask of dropout
-    kept_axes: Axes = ()
+    kept: Named | None = None  # the mask of dropout
+    multiplier: Value | None = None  # what it makes, and probabilities are multiplied by
     masks_of_dropout: int = 0
     factor: float = 1.0  # of the probabilities
     ones: int = 0  # names given to axes of size 1
@@ -147,6 +147,9 @@ class _Search:
             inner = self._rearranged(found) or self._dropped(found)
             if inner is not None:
                 found = inner
+            elif node.name == "stop_gradient":
+                self.nodes.append(node)
+                found = Named(node.inputs[0], found.axes)
             elif node.name == "div":
                 return self._softmax(found)
             else:
@@ -178,7 +181,7 @@ class _Search:
         assert node is not None
         if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
             choice = node.inputs[0]
-            self._keep(choice, found.axes if choice.shape else ())
+            self._keep(Named(choice, found.axes if choice.shape else ()), choice)
             self.nodes.append(node)
             return Named(node.inputs[2], found.axes)
         if node.name == "div" and (divisor := node.inputs[1].number):
@@ -192,20 +195,20 @@ class _Search:
             if (known := factor.number) is not None:
                 self.factor *= known
             elif (kept := self._kept_factor(Named(factor, found.axes))) is not None:
-                self._keep(*kept)
+                self._keep(kept, factor)
             else:
                 continue
             self.nodes.append(node)
             return Named(rest, found.axes)
         return None
 
-    def _kept_factor(self, found: Named) -> tuple[Value, Axes] | None:
+    def _kept_factor(self, found: Named) -> Named | None:
         """The bool mask that an array of a number and of zeros is made of; notes the number."""
         factor, (value, axes) = 1.0, (found.value, found.axes)
         while (node := value.node) is not None:
             if value.dtype == bool:
                 self.factor *= factor
-                return value, axes
+                return Named(value, axes)
             if node.name in CASTS:
                 value = node.inputs[0]
             elif node.name == "broadcast_in_dim":
@@ -224,25 +227,28 @@ class _Search:
                 return None
         return None
 
-    def _keep(self, kept: Value, axes: Axes) -> None:
+    def _keep(self, kept: Named, multiplier: Value) -> None:
         self.masks_of_dropout += 1
-        self.kept, self.kept_axes = kept, axes
+        self.kept, self.multiplier = kept, multiplier
 
     def _softmax(self, found: Named) -> Named | None:
         """Of a quotient of an exponential and of its sum over "column"."""
         quotient = found.value.made_by("div")
         assert quotient is not None
         top, bottom = quotient.inputs
-        exponential = before_casts(top).made_by("exp")
+        exponential = _before_stops(top).made_by("exp")
         total = _reduction(bottom, found.axes, "reduce_sum")
         if exponential is None or total is None:
             return None
-        if before_casts(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
+        if _before_stops(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
             return None
         self._take(top, exponential)
         self._take(bottom, total)
         self._take(total.inputs[0], exponential)
         self.nodes += [quotient, exponential, total]
+        # On the maximum, which follows, it changes no gradient: a softmax is the same for any shift.
+        if any(node.name == "stop_gradient" for node in self.nodes):
+            raise Miss("stop_gradient on probabilities, their exponentials or the sum of those")
         scores = exponential.inputs[0]
         shifted = before_casts(scores).made_by("sub")
         if shifted is not None and self._takes_maximum(shifted, found.axes):
@@ -266,10 +272,7 @@ class _Search:
         return True
 
     def _take(self, value: Value, until: Node) -> None:
-        """Notes the nodes between a value and another node."""
-        while value.node is not None and value.node is not until:
-            self.nodes.append(value.node)
-            (value,) = [x for x in value.node.inputs if x.number is None]
+        self.nodes += _between(until, value)
 
     def _take_casts(self, value: Value, origin: Value) -> None:
         while value is not origin and value.node is not None:
@@ -356,7 +359,9 @@ class _Search:
         assert product is not None
         q, k = query_and_key(product, product_of.axes)
         v = Named(node.inputs[1 - place], v_axes)
-        self._check_users({*self.nodes, product}, node)
+        inside = {*self.nodes, product}
+        if _is_used_elsewhere(inside, {*inside, node}):
+            raise Miss("scores or probabilities are used elsewhere too: returned, or by a gradient")
         known = extents_of(k) | extents_of(q)
         p_axes = axes_of_products(node, place)
         assert p_axes is not None
@@ -386,15 +391,6 @@ class _Search:
             dropout=self._dropout(row, extents_of(Named(node.inputs[place], p_axes[0]))),
         )
 
-    def _check_users(self, inside: set[Node], last: Node) -> None:
-        """The arrays in between must be there for the pattern alone."""
-        for node in inside:
-            for value in node.outputs:
-                if value.is_result or any(u not in inside and u is not last for u in value.users):
-                    raise Miss(
-                        "scores or probabilities are used elsewhere too: returned, or by a gradient"
-                    )
-
     def _dropout(self, row: str, extents: dict[str, int]) -> Dropout | None:
         if self.kept is None:
             if abs(self.factor - 1) > 1e-6:
@@ -402,7 +398,34 @@ class _Search:
             return None
         if self.masks_of_dropout > 1:
             raise Miss("there are two masks on the probabilities")
-        return dropout_of(Named(self.kept, self.kept_axes), self.factor, row, extents)
+        found = dropout_of(self.kept, self.factor, row, extents)
+        assert self.multiplier is not None
+        drawn = {found.bits, *_between(found.bits, self.multiplier)}
+        if _is_used_elsewhere(drawn, {*drawn, *self.nodes}):
+            raise Miss("the random numbers of dropout are used elsewhere too")
+        return found
+
+
+def _between(start: Node, value: Value) -> list[Node]:
+    """The operations on one array, and on numbers, that make a value of what a node makes."""
+    nodes: list[Node] = []
+    while value.node is not None and value.node is not start:
+        nodes.append(value.node)
+        (value,) = [x for x in value.node.inputs if x.number is None]
+    return nodes
+
+
+def _is_used_elsewhere(nodes: set[Node], known: set[Node]) -> bool:
+    """Whether the program returns what nodes make, or others than the known nodes read it."""
+    made = [value for node in nodes for value in node.outputs]
+    return any(value.is_result or not known.issuperset(value.users) for value in made)
+
+
+def _before_stops(value: Value) -> Value:
+    """What a value was in another float type, and before its gradient was stopped."""
+    while (node := (value := before_casts(value)).made_by("stop_gradient")) is not None:
+        value = node.inputs[0]
+    return value
 
 
 def _reduction(value: Value, axes: Axes, name: str) -> Node | None:

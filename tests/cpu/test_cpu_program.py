@@ -3,8 +3,12 @@ JAX, and functions beside every other feature.
 """
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +26,7 @@ from program_cases import (
     scores_of_pairs,
     traced,
 )
+from score_mods import forms
 
 import jattn
 from jattn import _core, cpu_program, ffi
@@ -113,38 +118,12 @@ def test_accuracy(item: Any) -> None:
 # ---- Beside other features -------------------------------------------------------------------------------------------
 
 BASE = cases.Case("score-mod", q_len=75, kv_len=90, num_heads=4, num_kv_heads=2)
-EVERYTHING: dict[str, Any] = {
-    "is_causal": True,
-    "window": (40, None),
-    "bias_form": "1nts",
-    "softcap": 8.0,
-    "alibi_form": "n",
-    "sinks_form": "n",
-    "kv_lengths": (90, 50),
-    "segments": "random",
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "lengths": {"q_lengths": (75, 40), "kv_lengths": (30, 90)},
-    "segments": {"segments": "interleaved"},
-    "mask": {"mask_form": "1nts"},
-    "positions": {"positions": "shuffled", "window": (30, 40)},
-    "bias": {"bias_form": "bnts"},
-    "bias of keys": {"bias_form": "b11s", "is_causal": True},
-    "cap": {"softcap": 5.0},
-    "slopes": {"alibi_form": "n"},
-    "sinks": {"sinks_form": "bn"},
-    "dropout": {"dropout_rate": 0.3},
-    "dropout and cap": {"dropout_rate": 0.3, "softcap": 5.0, "is_causal": True},
-    "negative scale": {"scale": -0.1},
+FORMS: dict[str, dict[str, Any]] = forms(BASE) | {
     "wide": {"head_dim": 128, "head_dim_v": 96},
-    "odd": {"head_dim": 72, "head_dim_v": 40, "q_len": 129, "kv_len": 63},
     "few queries": {"q_len": 3, "kv_len": 1100},
     "one query": {"q_len": 1, "kv_len": 300, "kv_lengths": (300, 1)},
     "short": {"batch": 6, "q_len": 17, "kv_len": 23},
     "packed heads": {"q_len": 5, "kv_len": 200, "num_heads": 8, "num_kv_heads": 1},
-    "everything": EVERYTHING,
 }
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -289,7 +268,9 @@ BAD_PROGRAMS = {
     "score float32 9 8 -1;K lookup.4 8 4 0;": "'0' stands where a number from 0 to -1",
     "score float32 9 8 -1;P read.float32.int32 8 4 16;": "'16' stands where a number from 0 to 15",
     "score float32 9 8 -1;P read.float32.int32 8 4 0;": "capture 0 is missing",
-    "score float32 9 8 -1;P reduce_precision.float32 8 0 9 3;": "'9' stands where",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 9 3;": "'9' stands where a number from 1 to 8",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 0 3;": "'0' stands where a number from 1 to 8",
+    "score float32 9 8 -1;P reduce_precision.float32 8 0 8 24;": "'24' stands where a number from 0 to 23",
     "score float32 9 8 -1;k 3 8 4;": "lanes of 3 bytes",
     "score float64 9 8 -1;": "not of the type of the problem's",
 }
@@ -327,3 +308,45 @@ def test_reads_of_such_programs_are_held_within_captures() -> None:
     for index, element in ((-(2**31), 5.0), (2**31 - 1, 7.0), (1, 6.0)):
         text = f"score float32 7 6 -1;U constant.4 5 {index};U read.float32.int32 6 5 0;"
         np.testing.assert_allclose(call_with(text, (table,)), element + np.log(3), rtol=1e-6)
+
+
+# The numbers of the text take 4 MB, and twice as much while they grow.
+SHORT_OF_MEMORY = """
+import ctypes, resource
+import jax
+from test_cpu_program import call_with
+
+text = "score float32 9 8 -1;P add.float32 8 0 0;table 4" + " 0" * 500_000 + ";"
+run = jax.jit(lambda: call_with(text)).lower().compile()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+with open("/proc/self/statm") as sizes:
+    used = int(sizes.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
+blocks = []
+while block := libc.malloc(ctypes.c_size_t(1 << 18)):
+    blocks.append(block)
+for block in blocks[-16:]:
+    libc.free(block)
+try:
+    jax.block_until_ready(run())
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="measures its own memory on Linux"
+)
+def test_a_program_that_memory_does_not_hold_is_an_error() -> None:
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([*folders, *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "RESOURCE_EXHAUSTED: jattn: no memory on the host" in done.stdout

@@ -22,6 +22,7 @@ from fusion_patterns import (
     S,
     T,
     close,
+    dropped,
     found,
     masks,
     missed,
@@ -110,6 +111,56 @@ def test_one_dropout_mask_for_all_heads() -> None:
 
     jattn.fuse_attention(for_each_entry)(q, k, v, jax.random.key(0))
     assert missed() == ["one dropout mask for some of the axes"]
+
+
+def _uniform(key: Array, shift: int) -> Array:
+    bits = jax.random.bits(key, (B, N, T, S)) >> shift
+    return jax.lax.bitcast_convert_type(bits | 0x3F800000, jnp.float32) - 1
+
+
+# Probabilities and a key -> probabilities, not dropped as dropout is, and why.
+NO_DROPOUT: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
+    "half of the range": (lambda p, key: p * (_uniform(key, 10) < 0.5) * 2, "not jax.random.bernoulli"),
+    "as integers": (lambda p, key: p * (_uniform(key, 9).astype(jnp.int32) < 0.5) * 2, "not jax.random.bernoulli"),
+    "bits as floats": (
+        lambda p, key: p * ((jax.random.bits(key, p.shape) | 3).astype(p.dtype) < 0.5) * 2, "not jax.random.bernoulli"),
+    "squares": (lambda p, key: p * (_uniform(key, 9) ** 2 < 0.5) * 2, "not jax.random.bernoulli"),
+    "not divided": (lambda p, key: p * (_uniform(key, 9) < 0.5), "are not divided"),
+    "two masks": (lambda p, key: dropped(dropped(p, key), jax.random.fold_in(key, 1)), "there are two masks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_DROPOUT)
+def test_what_is_no_dropout(name: str) -> None:
+    q, k, v = operands("heads first")
+    function, reason = NO_DROPOUT[name]
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return function(jax.nn.softmax(q @ transposed(k) / 4.0), jax.random.key(0)) @ v
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert found() == []
+    assert [reason in text for text in missed()] == [True]
+
+
+@pytest.mark.parametrize("use", ["returned", "multiplied", "in another attention"])
+def test_a_dropout_mask_with_another_use(use: str) -> None:
+    """The program relies on which weights are dropped."""
+    q, k, v = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        keep = jax.random.bernoulli(jax.random.key(0), KEEP, (B, N, T, S))
+
+        def out(q: Array) -> Array:
+            return jnp.where(keep, jax.nn.softmax(q @ transposed(k) / 4.0) / KEEP, 0) @ v
+
+        other = {"returned": lambda: keep, "multiplied": lambda: keep @ v}
+        return out(q), other.get(use, lambda: out(q[..., ::-1]))()
+
+    for ours, theirs in zip(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found() == []
+    assert set(missed()) == {"the random numbers of dropout are used elsewhere too"}
 
 
 def test_P104_a_float32_bias_of_16_bit_operands() -> None:
@@ -330,3 +381,69 @@ def test_P110_patterns_can_be_disabled() -> None:
         jattn.fuse_attention(function, disable="rope")
     with pytest.raises(TypeError, match="must be callable"):
         jattn.fuse_attention(3)
+
+
+# Where gradients stop -> how probabilities are made of scores; in the first two of them that changes no gradient.
+STOPS: dict[str, Callable[[Array], Array]] = {
+    "maximum": lambda s: _quotient(jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))),
+    "nothing": lambda s: _quotient(jnp.exp(s - s.max(-1, keepdims=True))),
+    "sum": lambda s: _quotient(jnp.exp(s), of_sum=jax.lax.stop_gradient),
+    "what is summed": lambda s: _quotient(jnp.exp(s), of_summed=jax.lax.stop_gradient),
+    "exponentials": lambda s: _quotient(jnp.exp(s), of_top=jax.lax.stop_gradient),
+    "probabilities": lambda s: jax.lax.stop_gradient(jax.nn.softmax(s)),
+    "probabilities that are dropped": lambda s: dropped(jax.lax.stop_gradient(jax.nn.softmax(s)), jax.random.key(0)),
+    "scores": lambda s: jax.nn.softmax(jax.lax.stop_gradient(s)),
+    "scores in the sum": lambda s: jnp.exp(s) / jnp.exp(jax.lax.stop_gradient(s)).sum(-1, keepdims=True),
+}  # fmt: skip
+
+
+def _same(x: Array) -> Array:
+    return x
+
+
+def _quotient(
+    e: Array,
+    of_top: Callable[[Array], Array] = _same,
+    of_sum: Callable[[Array], Array] = _same,
+    of_summed: Callable[[Array], Array] = _same,
+) -> Array:
+    return of_top(e) / of_sum(of_summed(e).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_where_gradients_stop(name: str) -> None:
+    """On the maximum that changes no gradient; elsewhere it does, and the program stays as it is."""
+    x = (*operands("heads first"), normal(1, N, T, S, seed=5))
+
+    def attend(q: Array, k: Array, v: Array, bias: Array) -> Array:
+        return STOPS[name](q @ transposed(k) / 4.0 + bias) @ v
+
+    gradients = [
+        jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2, 3))(*x)
+        for f in (attend, jattn.fuse_attention(attend))
+    ]
+    close(*gradients, "float32")
+    is_softmax = name in ("maximum", "nothing")
+    assert found() == ["bias"] * is_softmax
+    # That the exponentials differ is all that is known where scores are stopped in one of them.
+    reasons = missed() if name != "scores in the sum" else ["stop_gradient"]
+    assert ["stop_gradient" in text for text in reasons] == [True] * (not is_softmax)
+
+
+def test_stopped_operands() -> None:
+    """Gradients of what the pattern reads stop there, fused or not."""
+    q, k, v = operands("heads first")
+    bias = normal(1, N, T, S, seed=5)
+    stop = jax.lax.stop_gradient
+
+    def attend(q: Array, k: Array, v: Array, bias: Array) -> Array:
+        scale = stop(jnp.float32(0.3))
+        return jax.nn.softmax(stop(q) @ transposed(k) * scale + stop(bias)) @ stop(v)
+
+    x = (q, k, v, bias)
+    gradients = [
+        jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2, 3))(*x)
+        for f in (attend, jattn.fuse_attention(attend))
+    ]
+    close(*gradients, "float32")
+    assert found() == ["bias"]

@@ -281,6 +281,61 @@ def test_P114_masks_that_are_bands(name: str) -> None:
         assert f"band {band}" in str(jax.make_jaxpr(fused)(q, k, v))
 
 
+def _rows(dtype: Any, axis: int = 0) -> Array:
+    return jax.lax.broadcasted_iota(dtype, (300, 300), axis)
+
+
+def _is_causal(dtype: Any, plus: Any = 0) -> Array:
+    plus = jnp.asarray(plus, dtype)
+    return _rows(dtype) + plus >= _rows(dtype, 1) + plus
+
+
+# Comparisons of row and column numbers that are no bands, for their types do not hold those, or differences of them.
+NO_BANDS: dict[str, Callable[[], Array]] = {
+    "int8": lambda: _is_causal(jnp.int8),
+    "uint8": lambda: _is_causal(jnp.uint8),
+    "bfloat16": lambda: _is_causal(jnp.bfloat16),
+    "integers that wrap": lambda: _is_causal(jnp.int32, 2**31 - 10),
+    "floats that are rounded": lambda: _is_causal(jnp.float32, 2.0**30),
+    "floats of large integers": lambda: (
+        (_rows(jnp.int32) + 2**29).astype(jnp.float32) >= (_rows(jnp.int32, 1) + 2**29).astype(jnp.float32)
+    ),
+    "unsigned difference": lambda: _rows(jnp.uint32) - _rows(jnp.uint32, 1) < 5,
+    "difference as unsigned": lambda: (_rows(jnp.int32) - _rows(jnp.int32, 1)).astype(jnp.uint32) < 5,
+    "infinity": lambda: (_rows(jnp.float32) < jnp.inf) & _is_causal(jnp.float32),
+    "NaN": lambda: ~((_rows(jnp.float32) < jnp.nan) & _is_causal(jnp.float32)),
+    "another bit": lambda: ((_is_causal(jnp.int32) * 1) & 2) == 0,
+    "one bit of another": lambda: (_is_causal(jnp.int32).astype(jnp.int32) & 2) != 0,
+    "a half as an integer": lambda: jnp.where(_is_causal(jnp.int32), 0.5, 0.0).astype(jnp.int32) != 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_BANDS)
+def test_comparisons_that_are_no_bands(name: str) -> None:
+    """They are masks, whatever the comparison would be of numbers without end."""
+    q, k, v = normal(300, 8), normal(300, 8, seed=1), normal(300, 8, seed=2)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(jnp.where(NO_BANDS[name](), q @ k.T / 4.0, -1e30)) @ v
+
+    rows = np.asarray(NO_BANDS[name]()).any(-1)[
+        :, None
+    ]  # others are 0 in one, and a mean in the other
+    close(jattn.fuse_attention(attend)(q, k, v) * rows, attend(q, k, v) * rows, "float32")
+    assert found() == ["mask"]
+
+
+def test_a_window_without_end() -> None:
+    q, k, v = normal(300, 8), normal(300, 8, seed=1), normal(300, 8, seed=2)
+
+    def attend(q: Array, k: Array, v: Array, window: int = 2**31 - 1) -> Array:
+        i, j = _rows(jnp.int32), _rows(jnp.int32, 1)
+        return jax.nn.softmax(jnp.where((i >= j) & (i - j < window), q @ k.T / 4.0, -1e30)) @ v
+
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["window"]
+
+
 def test_P115_a_differentiated_program_is_left_as_it_is() -> None:
     q, k, v = operands("heads first")
     gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))

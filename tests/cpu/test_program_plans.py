@@ -98,20 +98,11 @@ def biased(score: Any, batch: Any, head: Any, query: Any, key: Any, table: Any) 
 BIASED = dataclasses.replace(PLAIN, score_mod=trace(biased, (jnp.zeros((8, 512)),), 2)[0])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_plans_of_gradients_of_captures(deterministic: bool) -> None:
-    plan = cuda_tiles.plan_capture_gradients(BIASED, ARCH, (True,), deterministic=deterministic)
-    ours = ["sm80_backward_dcaptures", "capture_sums"]
-    if deterministic:
-        ours = ["sm80_backward_dcaptures_sizes", "sm80_backward_dcaptures_exact", "capture_sums"]
-    families = [key.split()[0].removeprefix("family=") for key in plan.kernels.split(";")]
-    assert families == ["row_delta", *ours]
-    digest = _core.register_program(plan.program)
-    assert plan.kernels.count(f"program=1 digest={digest}") == len(ours)
-    assert program_text(BIASED) != plan.program
-    needed = _core.cuda_scratch_bytes(
+def scratch_bytes_of_captures(kernels: str) -> int:
+    """What the gradients of the captures of BIASED need."""
+    return _core.cuda_scratch_bytes(
         backward=True,
-        kernels=plan.kernels,
+        kernels=kernels,
         wants=[False] * 5,
         batch=2,
         q_len=512,
@@ -125,7 +116,32 @@ def test_plans_of_gradients_of_captures(deterministic: bool) -> None:
         segments=False,
         capture_elements=8 * 512,
     )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plans_of_gradients_of_captures(deterministic: bool) -> None:
+    plan = cuda_tiles.plan_capture_gradients(BIASED, ARCH, (True,), deterministic=deterministic)
+    ours = ["sm80_backward_dcaptures", "capture_sums"]
+    if deterministic:
+        ours = ["sm80_backward_dcaptures_sizes", "sm80_backward_dcaptures_exact", "capture_sums"]
+    families = [key.split()[0].removeprefix("family=") for key in plan.kernels.split(";")]
+    assert families == ["row_delta", *ours]
+    digest = _core.register_program(plan.program)
+    assert plan.kernels.count(f"program=1 digest={digest}") == len(ours)
+    assert program_text(BIASED) != plan.program
+    needed = scratch_bytes_of_captures(plan.kernels)
     assert needed <= plan.scratch_bytes < needed + 2048
+
+
+@pytest.mark.parametrize("missing", ["sizes", "exact"])
+def test_whole_numbers_need_their_unit(missing: str) -> None:
+    """A plan with one of two kernels that belong together is refused, and by no null pointer."""
+    plan = cuda_tiles.plan_capture_gradients(BIASED, ARCH, (True,), deterministic=True)
+    _core.register_program(plan.program)
+    keys = [key for key in plan.kernels.split(";") if f"dcaptures_{missing} " not in key]
+    assert len(keys) == 3
+    with pytest.raises(ValueError, match="must have both or none"):
+        scratch_bytes_of_captures(";".join(keys))
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient"])

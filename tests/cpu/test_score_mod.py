@@ -504,19 +504,6 @@ def test_F111_writes() -> None:
         attend(q, k, v, assigns)
 
 
-def test_errors_of_block_masks() -> None:
-    with pytest.raises(TypeError, match="must return one bool"):
-        jattn.create_block_mask(lambda b, h, q, k: q - k, None, None, 4, 4)
-    with pytest.raises(TypeError, match="must be a function"):
-        jattn.create_block_mask(3, None, None, 4, 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="block_size is 0"):
-        jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, 0)
-    with pytest.raises(ValueError, match="the lengths are 0 and 4"):
-        jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 0, 4)
-    with pytest.raises(ValueError, match="kv_indices"):
-        jattn.BlockMask.from_kv_blocks(jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2, 3)), 40, 40, 32)
-
-
 # ---- Rows without keys, tails, equal programs ------------------------------------------------------------------------
 
 

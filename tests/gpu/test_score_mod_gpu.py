@@ -15,7 +15,7 @@ import pytest
 from drawn import normal
 from ragged_checks import LONG_PROGRAMS, PROGRAMS, RaggedCase
 from ragged_checks import verify as verify_ragged
-from score_mods import SCORE_MODS, check, floats_of, gradients, operands
+from score_mods import SCORE_MODS, check, floats_of, forms, gradients, operands
 
 import jattn
 from jattn.testing.cases import Case
@@ -35,39 +35,13 @@ BASE = Case(
     head_dim_v=64,
     dtype="bfloat16",
 )
-EVERYTHING: dict[str, Any] = {
-    "is_causal": True,
-    "window": (130, None),
-    "bias_form": "1nts",
-    "softcap": 8.0,
-    "alibi_form": "n",
-    "sinks_form": "n",
-    "kv_lengths": (421, 200),
-    "segments": "random",
-}
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "lengths": {"q_lengths": (300, 77), "kv_lengths": (130, 421)},
-    "segments": {"segments": "interleaved"},
-    "mask": {"mask_form": "1nts"},
-    "positions": {"positions": "shuffled", "window": (50, 60)},
-    "bias": {"bias_form": "bnts"},
-    "bias of keys": {"bias_form": "b11s", "is_causal": True},
-    "cap": {"softcap": 5.0},
-    "slopes": {"alibi_form": "n"},
-    "sinks": {"sinks_form": "bn"},
-    "dropout": {"dropout_rate": 0.3},
-    "dropout and cap": {"dropout_rate": 0.3, "softcap": 5.0, "is_causal": True},
-    "negative scale": {"scale": -0.1},
+FORMS: dict[str, dict[str, Any]] = forms(BASE) | {
     "wide": {"head_dim": 128, "head_dim_v": 128},
     "wider": {"head_dim": 192, "head_dim_v": 128, "is_causal": True},
     "widest": {"head_dim": 256, "head_dim_v": 256},
-    "odd": {"head_dim": 72, "head_dim_v": 40, "q_len": 129, "kv_len": 63},
     "few queries": {"q_len": 3, "kv_len": 2048},
     "many items": {"batch": 8, "num_heads": 24, "num_kv_heads": 24, "q_len": 512, "kv_len": 512},
-    "everything": EVERYTHING,
-    "everything wide": EVERYTHING | {"head_dim": 128, "head_dim_v": 128},
+    "everything wide": forms(BASE)["everything"] | {"head_dim": 128, "head_dim_v": 128},
 }
 CASES = [
     BASE.but(f"{name}-{form}", score_mod=name, **changes)

@@ -26,7 +26,7 @@ __device__ __forceinline__ void capture_sums(const CaptureSumsParams& params) {
   for (int copy = 0; copy < params.copies; ++copy) sum += params.whole_sums[copy * params.elements + index];
   int capture = 0;
   while (index >= ScoreProgram::capture_end(capture)) ++capture;
-  const double units = capture_units(params.largest[capture], params.pairs_log2);
+  const double units = capture_units(params.largest[capture], params.pairs_log2, ScoreProgram::kReads);
   params.gradients[index] = float(double(static_cast<long long>(sum)) / units);
 }
 

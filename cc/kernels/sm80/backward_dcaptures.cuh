@@ -265,7 +265,8 @@ __device__ __forceinline__ void backward_dcaptures_exact(const CapturesParams& p
   double units[ScoreProgram::kReads];  // how many make 1
 #pragma unroll
   for (int read = 0; read < ScoreProgram::kReads; ++read) {
-    units[read] = capture_units(params.largest[ScoreProgram::read_capture(read)], params.pairs_log2);
+    units[read] =
+        capture_units(params.largest[ScoreProgram::read_capture(read)], params.pairs_log2, ScoreProgram::kReads);
   }
   unsigned long long* const sums = params.whole_sums + first_of_copy(params);
   each_summand<kConfig>(params, [&](int read, int place, float summand) {

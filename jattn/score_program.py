@@ -426,12 +426,13 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def flat_equations(
-    closed: ClosedJaxpr,
+    closed: ClosedJaxpr, *, keeps_rules: bool = False
 ) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:
     """Returns the equations of a jaxpr with nested calls inlined, and its results.
 
     Each equation comes with its inputs and outputs. A value is a ``Literal``, constants among them, or any object that
-    stands for itself: one of ``closed.jaxpr.invars``, or an output of an earlier equation.
+    stands for itself: one of ``closed.jaxpr.invars``, or an output of an earlier equation. With ``keeps_rules`` a call
+    of a function that brings its derivative along stays one equation.
     """
     equations: list[tuple[Any, list[Any], list[Any]]] = []
 
@@ -444,7 +445,8 @@ def flat_equations(
 
         for equation in inner.eqns:
             inputs = [value_of(x) for x in equation.invars]
-            called = nested_call(equation)
+            has_rule = keeps_rules and equation.primitive.name.startswith("custom_")
+            called = None if has_rule else nested_call(equation)
             if called is None:
                 outputs = [_Value(x.aval) for x in equation.outvars]
                 equations.append((equation, inputs, list(outputs)))
@@ -501,8 +503,11 @@ _SAME_NUMBERS = (
 
 
 def _has_unit_slope(closed: ClosedJaxpr) -> bool:
-    """Whether the result is the score plus something that does not depend on it, or -inf, and nothing else."""
-    equations, results = flat_equations(closed)
+    """Whether the result is the score plus something that does not depend on it, or -inf, and nothing else.
+
+    Not where the score goes through a function that brings its derivative along: what that computes does not say.
+    """
+    equations, results = flat_equations(closed, keeps_rules=True)
     score = closed.jaxpr.invars[0]
     shifted = {score}  # the score plus something, or -inf
     dependent = {score}

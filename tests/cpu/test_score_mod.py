@@ -625,6 +625,32 @@ def test_slopes_that_are_one() -> None:
         assert program.has_unit_slope == (name in units), name
 
 
+@jax.custom_jvp
+def _shifted(x: Array) -> Array:
+    return x + 1
+
+
+_shifted.defjvp(lambda x, t: (x[0] + 1, 3 * t[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slopes_of_functions_with_rules(backend: str) -> None:
+    """What such a function does to the score says nothing about its derivative; of a table it does not matter."""
+    q, k, v = qkv()
+    table = normal(0, 2)
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(q >= k, jax.jit(_shifted)(s) + table[h], -jnp.inf)
+
+    assert not trace(score_mod, (), 2)[0].has_unit_slope
+    assert trace(lambda s, b, h, q, k: s + _shifted(table[h]), (), 2)[0].has_unit_slope
+    dout = normal(3, *q.shape)
+    got = gradients(lambda *x: attend(*x, score_mod, implementation=backend), (q, k, v), dout)
+    want = gradients(lambda *x: dense(*x, score_mod)[0], (q, k, v), dout)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("what", ["identity", "causal", "bias", "cap", "slopes"])
 def test_F116_the_same_as_our_arguments(what: str) -> None:
     q, k, v = qkv()

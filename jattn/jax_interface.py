@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 T = TypeVar("T")
@@ -29,13 +30,14 @@ __all__ = [
     "NamedSharding",
     "PartitionSpec",
     "Primitive",
-    "Widened",
     "ad",
     "batching",
     "bind",
+    "clipped",
     "cudnn_backward",
     "cudnn_forward",
     "cudnn_version",
+    "depends",
     "equations",
     "evaluate",
     "evaluate_jaxpr",
@@ -254,13 +256,6 @@ def nested_call(equation: Any) -> ClosedJaxpr | None:
     return body if hasattr(body, "consts") else ClosedJaxpr(body, ())
 
 
-class Widened(NamedTuple):
-    """An array in a wider type than ``dtype``, which it has for the operations that compute with it."""
-
-    value: jax.Array
-    dtype: Any
-
-
 # Operations of which each element of the result is one of the first operand's.
 MOVES = (
     "dynamic_slice",
@@ -283,8 +278,7 @@ def evaluate_jaxpr(
 
     Args:
       jaxpr: what to evaluate.
-      inputs: its arguments. What moves elements of a ``Widened`` one moves the wider ones, so that a derivative adds
-        them up in the wider type.
+      inputs: its arguments.
       constants: belong to its constvars.
       keeps_rules: derivatives that functions bring along are kept.
     """
@@ -307,12 +301,7 @@ def evaluate_jaxpr(
                 called.jaxpr, *arguments, constants=called.consts, keeps_rules=keeps_rules
             )
         else:
-            first, others = arguments[:1], [_narrow(x) for x in arguments[1:]]
-            moves = primitive.name in MOVES and isinstance(arguments[0], Widened)
-            own = [x.value for x in first] if moves else [_narrow(x) for x in first]
-            results = bind(equation, (*own, *others))
-            if moves:
-                results = [Widened(x, arguments[0].dtype) for x in results]
+            results = bind(equation, arguments)
         values |= dict(zip(equation.outvars, results, strict=True))
     return [value_of(x) for x in jaxpr.outvars]
 
@@ -324,8 +313,24 @@ def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(found) if primitive.multiple_results else [found]
 
 
-def _narrow(x: Any) -> Any:
-    return x.value.astype(x.dtype) if isinstance(x, Widened) else x
+def clipped(equation: Any) -> Any:
+    """The same equation, where a gather that was promised indices within bounds holds them there, and its transpose."""
+    params = equation.params
+    if params.get("mode") != lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+        return equation
+    return equation.replace(params=params | {"mode": lax.GatherScatterMode.CLIP})
+
+
+def depends(equation: Any) -> list[set[int]]:
+    """The places of the inputs that each output of an equation depends on."""
+    inputs = set(range(len(equation.invars)))
+    if len(equation.outvars) == 1:
+        return [inputs]
+    types = [x.aval for x in equation.invars]
+    jaxpr = jax.make_jaxpr(lambda *x: bind(equation, x))(*types).jaxpr
+    outputs = range(len(equation.outvars))
+    used = [dce_jaxpr(jaxpr, [i == output for i in outputs])[1] for output in outputs]
+    return [{i for i, flag in enumerate(flags) if flag} for flags in used]
 
 
 def evaluate(equation: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

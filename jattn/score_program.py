@@ -23,7 +23,6 @@ from jattn.jax_interface import (
     ClosedJaxpr,
     Jaxpr,
     Literal,
-    Widened,
     bind,
     evaluate_jaxpr,
     nested_call,
@@ -98,36 +97,14 @@ class ScoreProgram:
         function.defjvp(rule, symbolic_zeros=True)
         return function
 
-    def on_tile(
-        self,
-        scores: jax.Array,
-        batches: jax.Array,
-        heads: jax.Array,
-        queries: jax.Array,
-        keys: jax.Array,
-        captures: Sequence[jax.Array],
+    def slope(
+        self, score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
     ) -> jax.Array:
-        """Evaluates it for every pair of a tile.
-
-        Args:
-          scores: (B, N, t, s).
-          batches, heads: (B,) and (N,) int32, the indices that the function gets.
-          queries, keys: (B or 1, t) and (B or 1, s) int32, likewise.
-          captures: the arrays it reads.
-        """
-        size = scores.shape[0]
-        queries = jnp.broadcast_to(queries, (size, queries.shape[1]))
-        keys = jnp.broadcast_to(keys, (size, keys.shape[1]))
-
-        def of_pair(*pair: Any) -> jax.Array:
-            return self(*pair, *captures)
-
-        along_keys = jax.vmap(of_pair, (0, None, None, None, 0))
-        along_queries = jax.vmap(along_keys, (0, None, None, 0, None))
-        along_heads = jax.vmap(along_queries, (0, None, 0, None, None))
-        over_batch = jax.vmap(along_heads, (0, 0, None, 0, 0))
-        changed: jax.Array = over_batch(scores, batches, heads, queries, keys)
-        return changed.astype(scores.dtype)
+        """Evaluates d score' / d score for one pair."""
+        result: jax.Array = _evaluate(self.slope_jaxpr, score, batch, head, query, key, *captures)[
+            1
+        ]
+        return result
 
     def mapped(self, size: int, is_mapped: Sequence[bool]) -> ScoreProgram:
         """Returns the program for a batch that a mapped axis was folded into.
@@ -152,32 +129,6 @@ class ScoreProgram:
             for c, mapped in zip(self.captures, is_mapped, strict=True)
         )
         return _program(score_mod, types, size * self.batch_extent, self.dtype)
-
-    @functools.cached_property
-    def widened(self) -> ScoreProgram:
-        """The same program of captures in the type of the score where theirs is narrower, and elements rounded to that.
-
-        The gradients of the captures are added up in the type of the captures.
-        """
-        is_narrow = [
-            jnp.promote_types(c.dtype, self.dtype) != c.dtype and c.is_float for c in self.captures
-        ]
-        if not any(is_narrow):
-            return self
-        first = 1 + _NUM_INDICES
-
-        def score_mod(*arguments: Any) -> Any:
-            own = [
-                Widened(x, jnp.dtype(c.dtype)) if narrow else x
-                for x, c, narrow in zip(arguments[first:], self.captures, is_narrow, strict=True)
-            ]
-            return _evaluate(self.jaxpr, *arguments[:first], *own, keeps_rules=True)[0]
-
-        types = tuple(
-            dataclasses.replace(c, dtype=self.dtype) if narrow else c
-            for c, narrow in zip(self.captures, is_narrow, strict=True)
-        )
-        return _program(score_mod, types, self.batch_extent, self.dtype)
 
     @functools.cached_property
     def has_unit_slope(self) -> bool:

@@ -271,7 +271,11 @@ MOVES = (
 
 
 def evaluate_jaxpr(
-    jaxpr: Jaxpr, *inputs: Any, constants: Sequence[Any] = (), keeps_rules: bool = False
+    jaxpr: Jaxpr,
+    *inputs: Any,
+    constants: Sequence[Any] = (),
+    keeps_rules: bool = False,
+    has_branches: bool = True,
 ) -> list[Any]:
     """Evaluates an open jaxpr where it stands, whatever mesh and manual axes it was traced on; nested calls become part
     of it.
@@ -281,7 +285,18 @@ def evaluate_jaxpr(
       inputs: its arguments.
       constants: belong to its constvars.
       keeps_rules: derivatives that functions bring along are kept.
+      has_branches: of branches one is evaluated; else all are, and their results selected from.
     """
+
+    def of_nested(called: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+        return evaluate_jaxpr(
+            called.jaxpr,
+            *arguments,
+            constants=called.consts,
+            keeps_rules=keeps_rules,
+            has_branches=has_branches,
+        )
+
     values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     values |= dict(zip(jaxpr.constvars, constants, strict=True))
 
@@ -297,13 +312,23 @@ def evaluate_jaxpr(
         if primitive.name in ("pvary", "pcast", "reshard"):
             results = list(arguments)
         elif called is not None and not (keeps_rules and primitive.name.startswith("custom_")):
-            results = evaluate_jaxpr(
-                called.jaxpr, *arguments, constants=called.consts, keeps_rules=keeps_rules
-            )
+            results = of_nested(called, arguments)
+        elif primitive.name == "cond" and not has_branches:
+            which, *operands = arguments
+            branches = [of_nested(x, operands) for x in equation.params["branches"]]
+            results = [_selected(which, cases) for cases in zip(*branches, strict=True)]
         else:
             results = bind(equation, arguments)
         values |= dict(zip(equation.outvars, results, strict=True))
     return [value_of(x) for x in jaxpr.outvars]
+
+
+def _selected(which: Any, cases: Sequence[Any]) -> Any:
+    """One of several values, by an integer."""
+    if len(cases) == 1:
+        return cases[0]
+    cases = unify(tuple(jax.numpy.asarray(x) for x in cases))
+    return lax.select_n(which != 0 if len(cases) == 2 else which, *cases)
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -18,20 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.arrays import as_array, shown
-from jattn.jax_interface import (
-    MOVES,
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    bind,
-    evaluate_jaxpr,
-    nested_call,
-)
+from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call
+from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
 
 _NAME = "jattn.dot_product_attention"
 _SIGNATURE = "score_mod(score, batch, head, query, key, *captures) -> score"
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-_NUM_INDICES = 4  # batch, head, query, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +164,7 @@ def trace(
     examples = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
     try:
         # A shard evaluates it on no mesh, or on another one.
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        with jax.sharding.use_abstract_mesh(NO_MESH):
             closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
@@ -187,8 +178,7 @@ def trace(
             f"{_NAME}: Mutations detected in score_mod: it has the effects {shown(effects)}, must have none: compute"
             " the new score from its arguments, without writing to references, printing or callbacks"
         )
-    flat, constants = _without_constants(closed, examples)
-    flat, arrays = _hoisted(flat, [*given, *constants])
+    flat, arrays = rewritten(closed, given)
     # Scalars get an axis, for partitioners know none without.
     is_scalar = [x.ndim == 0 for x in arrays]
 
@@ -202,89 +192,6 @@ def trace(
     return _program(program, types, batch, dtype), tuple(arrays)
 
 
-def _without_constants(
-    closed: ClosedJaxpr, examples: Sequence[Any]
-) -> tuple[Jaxpr, list[jax.Array]]:
-    """A jaxpr whose last arguments are its constants, those of nested calls among them, and these."""
-
-    def inlined(*arguments: Any) -> Any:
-        own = arguments[len(examples) :]
-        return evaluate_jaxpr(
-            closed.jaxpr, *arguments[: len(examples)], constants=own, keeps_rules=True
-        )
-
-    constants = [jnp.asarray(x) for x in closed.consts]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in constants]
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
-        nested = jax.make_jaxpr(inlined)(*examples, *types)
-    constants += [jnp.asarray(x) for x in nested.consts]
-    jaxpr = nested.jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars]), constants
-
-
-def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.Array]]:
-    """Computes what depends on arrays alone and takes more than one element of them for one of its own, once for all
-    pairs: sums, products of matrices, softmax.
-
-    Returns:
-      The rest of the jaxpr, and the arrays that it reads: those that it still needs, and what was computed.
-    """
-    num_scalars = 1 + _NUM_INDICES
-    sources: dict[Any, Any] = {}  # value that depends on arrays alone -> its equation, or the array
-    sources |= dict(zip(flat.invars[num_scalars:], arrays, strict=True))
-    computed: dict[Any, jax.Array] = {}
-    rest = []
-    for equation in flat.eqns:
-        inputs = [x for x in equation.invars if not isinstance(x, Literal)]
-        if any(x not in sources for x in inputs):
-            rest.append(equation)
-            continue
-        sources |= dict.fromkeys(equation.outvars, equation)
-        if _reads_one_for_one(equation):
-            rest.append(equation)
-        else:
-            for x in equation.outvars:
-                _value_of(x, sources, computed)
-    hoisted = [x for equation in flat.eqns for x in equation.outvars if x in computed]
-    # What is left of the equations and of the arrays, from the result backwards.
-    needed = {x for x in flat.outvars if not isinstance(x, Literal)}
-    live = []
-    for equation in reversed(rest):
-        if not needed.isdisjoint(equation.outvars) and not any(
-            x in computed for x in equation.outvars
-        ):
-            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
-            live.append(equation)
-    given = [x for x in flat.invars[num_scalars:] if x in needed]
-    hoisted = [x for x in hoisted if x in needed]
-    jaxpr = flat.replace(invars=[*flat.invars[:num_scalars], *given, *hoisted], eqns=live[::-1])
-    return jaxpr, [*(sources[x] for x in given), *(computed[x] for x in hoisted)]
-
-
-def _reads_one_for_one(equation: Any) -> bool:
-    """Whether an element of the result is made of one element of each array that goes in."""
-    (first, *_) = equation.outvars
-    shapes = [x.aval.shape for x in equation.invars]
-    is_elementwise = all(shape in ((), first.aval.shape) for shape in shapes)
-    moves = equation.primitive.name in MOVES or equation.primitive.name == "iota"
-    return moves or (is_elementwise and nested_call(equation) is None)
-
-
-def _value_of(x: Any, sources: dict[Any, Any], computed: dict[Any, jax.Array]) -> Any:
-    """Computes a value of which ``sources`` says how; ``computed`` remembers."""
-    if isinstance(x, Literal):
-        return x.val
-    if x in computed:
-        return computed[x]
-    source = sources[x]
-    if not hasattr(source, "primitive"):
-        return source
-    inputs = [_value_of(y, sources, computed) for y in source.invars]
-    results = bind(source, inputs)
-    computed |= dict(zip(source.outvars, results, strict=True))
-    return computed[x]
-
-
 def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -> list[Any]:
     return evaluate_jaxpr(
         closed.jaxpr, *arguments, constants=closed.consts, keeps_rules=keeps_rules
@@ -295,7 +202,7 @@ def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStr
     """Types of the arguments of a score function."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
     arrays = [jax.ShapeDtypeStruct(c.shape, jnp.dtype(c.dtype)) for c in captures]
-    return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * _NUM_INDICES, *arrays]
+    return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * NUM_INDICES, *arrays]
 
 
 def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
@@ -304,10 +211,10 @@ def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
     except (TypeError, ValueError):  # of a function without one
         return
     try:
-        signature.bind(*[None] * (1 + _NUM_INDICES + num_captures))
+        signature.bind(*[None] * (1 + NUM_INDICES + num_captures))
     except TypeError as error:
         raise TypeError(
-            f"{_NAME}: score_mod has the signature {signature}, must take {1 + _NUM_INDICES + num_captures} arguments:"
+            f"{_NAME}: score_mod has the signature {signature}, must take {1 + NUM_INDICES + num_captures} arguments:"
             f" {_SIGNATURE}, with {num_captures} captures"
         ) from error
 
@@ -348,7 +255,7 @@ def _program(
 
         return jax.jvp(of_floating, tuple(primals[i] for i in floating), tangents)
 
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         value = jax.make_jaxpr(function)(*examples)
         derivatives = (
             jax.make_jaxpr(slope)(*examples),
@@ -366,7 +273,7 @@ def _program(
 
 def _floating(captures: Sequence[Capture]) -> list[int]:
     """The places of the arguments that may have a derivative: the score, and captures that are floats."""
-    return [0, *(1 + _NUM_INDICES + i for i, c in enumerate(captures) if c.is_float)]
+    return [0, *(1 + NUM_INDICES + i for i, c in enumerate(captures) if c.is_float)]
 
 
 def _is_zero(tangent: Any) -> bool:

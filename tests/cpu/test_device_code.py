@@ -185,7 +185,11 @@ ROWS = np.ones((4, 6), np.float32)
 REFUSED = [
     ("PRIMITIVE", "lgamma", lambda s, b, h, q, k: lax.lgamma(s)),
     ("PRIMITIVE", "while", lambda s, b, h, q, k: s + lax.fori_loop(0, q, lambda i, x: x + i, 0)),
-    ("PRIMITIVE", "cond", lambda s, b, h, q, k: lax.cond(q > k, lambda: s, lambda: 2 * s)),
+    (
+        "PRIMITIVE",
+        "while",
+        lambda s, b, h, q, k: lax.while_loop(lambda x: x < k, lambda x: x + 1, s),
+    ),
     ("PRIMITIVE", "random_bits", lambda s, b, h, q, k: s + jax.random.uniform(jax.random.key(0))),
     ("PRIMITIVE", "nextafter", lambda s, b, h, q, k: s + lax.nextafter(jnp.float32(q), 9.0)),
     ("CAPTURE_ACCESS", "reduce_sum", lambda s, b, h, q, k, x: s + jnp.sum(x[h])),

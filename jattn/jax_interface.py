@@ -333,9 +333,74 @@ def _selected(which: Any, cases: Sequence[Any]) -> Any:
 
 def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation where it stands; a function that brings its derivative along keeps it."""
-    primitive = equation.primitive
-    found = primitive.bind(*unify(tuple(inputs)), **primitive.get_bind_params(equation.params))
+    primitive, unified = equation.primitive, unify(tuple(inputs))
+    if primitive.name == "custom_jvp_call" and _is_manual(equation.params["call_jaxpr"]):
+        return _with_its_rule(equation.params, unified)
+    axes = manual_axes(*unified)
+    like = next((x for x in unified if axes), None)
+    params = {name: _where_it_stands(x, like) for name, x in equation.params.items()}
+    found = primitive.bind(*unified, **primitive.get_bind_params(params))
     return list(found) if primitive.multiple_results else [found]
+
+
+def _where_it_stands(value: Any, like: Any) -> Any:
+    """A parameter of an equation, and if it is a jaxpr, or several, one whose values vary over the manual axes of
+    ``like``; over none if that is None.
+    """
+    if isinstance(value, tuple):
+        return tuple(_where_it_stands(x, like) for x in value)
+    if not isinstance(value, ClosedJaxpr):
+        return value
+    if like is None and not _is_manual(value):
+        return value
+
+    def again(*inputs: Any) -> list[Any]:
+        results = evaluate_jaxpr(value.jaxpr, *inputs, constants=value.consts, keeps_rules=True)
+        return results if like is None else vary_like(results, (like,))
+
+    avals: list[Any] = [x.aval for x in value.jaxpr.invars]
+    types: list[Any] = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if like is None
+        else result_aval(jax.typeof(like), x.shape, x.dtype)
+        for x in avals
+    ]
+    return jax.make_jaxpr(again)(*types)
+
+
+def _is_manual(closed: ClosedJaxpr) -> bool:
+    """Whether any value varies over manual mesh axes."""
+    variables = (*closed.jaxpr.invars, *(x for e in closed.jaxpr.eqns for x in e.outvars))
+    avals: list[Any] = [x.aval for x in variables]
+    return any(x.manual_axis_type.varying for x in avals)
+
+
+def _with_its_rule(params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """Calls a function that brings its derivative along, and that was traced on manual mesh axes, where it stands."""
+    called = params["call_jaxpr"]
+    avals: list[Any] = [x.aval for x in called.jaxpr.invars]
+    meshes = [x.sharding.mesh for x in avals if x.manual_axis_type.varying]
+
+    @jax.custom_jvp
+    def function(*arguments: Any) -> list[Any]:
+        return evaluate_jaxpr(called.jaxpr, *arguments, constants=called.consts, keeps_rules=True)
+
+    @function.defjvp
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        own = slice(params["num_consts"], None)
+        with jax.sharding.use_abstract_mesh(meshes[0]):
+            traced = params["jvp_jaxpr_fun"].call_wrapped(*[False] * len(primals[own]))
+        jaxpr, constants, is_zero = traced
+        results = evaluate_jaxpr(
+            jaxpr, *primals[own], *tangents[own], constants=constants, keeps_rules=True
+        )
+        values, moved = results[: len(is_zero)], iter(results[len(is_zero) :])
+        zeros = map(jax.numpy.zeros_like, values)
+        return values, [
+            zero if flag else next(moved) for zero, flag in zip(zeros, is_zero, strict=True)
+        ]
+
+    return list(function(*inputs))
 
 
 def clipped(equation: Any) -> Any:

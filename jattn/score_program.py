@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.arrays import as_array, shown
-from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call
+from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call, result_aval
 from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
 
 _NAME = "jattn.dot_product_attention"
@@ -128,7 +128,11 @@ class ScoreProgram:
 
 
 def trace(
-    score_mod: Callable[..., Any], captures: Any, batch: int, dtype: str = "float32"
+    score_mod: Callable[..., Any],
+    captures: Any,
+    batch: int,
+    dtype: str = "float32",
+    like: Any = None,
 ) -> tuple[ScoreProgram, tuple[jax.Array, ...]]:
     """Traces a score function.
 
@@ -137,6 +141,7 @@ def trace(
       captures: arrays to hand over to it.
       batch: its batch index is below this.
       dtype: of the score.
+      like: an array; score and indices vary over the manual mesh axes over which it does.
 
     Returns:
       The program, and the arrays it reads.
@@ -161,10 +166,16 @@ def trace(
     given = [as_array(f"captures[{i}]", x) for i, x in enumerate(captures)]
     _check_arity(score_mod, len(given))
 
-    examples = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
+    examples: list[Any] = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
     try:
-        # A shard evaluates it on no mesh, or on another one.
-        with jax.sharding.use_abstract_mesh(NO_MESH):
+        # A shard evaluates it on no mesh, or on another one; what varies over manual axes has a type on theirs alone.
+        mesh = jax.sharding.get_abstract_mesh()
+        is_manual = bool(mesh.manual_axes) and not mesh.explicit_axes
+        if is_manual and like is not None:
+            num_scalars = 1 + NUM_INDICES
+            own = [result_aval(jax.typeof(like), (), str(x.dtype)) for x in examples[:num_scalars]]
+            examples[:num_scalars] = own
+        with jax.sharding.use_abstract_mesh(mesh if is_manual else NO_MESH):
             closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(

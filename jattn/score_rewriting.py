@@ -60,7 +60,8 @@ def _retraced(
         return evaluate(closed.jaxpr, arguments[:count], arguments[count:])
 
     constants = [jnp.asarray(x) for x in closed.consts]
-    types: list[Any] = [x.aval for x in closed.jaxpr.invars]
+    avals: list[Any] = [x.aval for x in closed.jaxpr.invars]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     types += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in constants]
     with jax.sharding.use_abstract_mesh(NO_MESH):
         nested = jax.make_jaxpr(function)(*types)

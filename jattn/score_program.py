@@ -103,17 +103,18 @@ class ScoreProgram:
         Batch indices are those of the mapped axis times ``batch_extent`` plus those of before; the captures marked have
         the mapped axis first.
         """
-        extent = np.int32(self.batch_extent)
 
         def score_mod(
             score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
         ) -> Any:
+            extent = jnp.int32(self.batch_extent)
             element, batch = jax.lax.div(batch, extent), jax.lax.rem(batch, extent)
             own = [
                 jax.lax.dynamic_index_in_dim(x, element, 0, keepdims=False) if mapped else x
                 for x, mapped in zip(captures, is_mapped, strict=True)
             ]
-            return self(score, batch, head, query, key, *own)
+            # Not as a call, through which slopes are not seen.
+            return _evaluate(self.jaxpr, score, batch, head, query, key, *own, keeps_rules=True)[0]
 
         types = tuple(
             dataclasses.replace(c, shape=(size, *c.shape)) if mapped else c

@@ -350,6 +350,38 @@ def test_F112_vmap_of_vmap_and_checkpoint() -> None:
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("symbolic", [("b", "3"), ("2", "n"), ("b", "n")])
+def test_exported_with_mapped_captures_and_symbolic_extents(symbolic: tuple[str, str]) -> None:
+    """Of the batch, of the mapped axis, or of both."""
+    q, k, v = (normal(seed, 3, 2, 8, 2, 4) for seed in range(3))
+    table = normal(4, 3, 2, 8)
+
+    def grads(q: Array, k: Array, v: Array, table: Array) -> Array:
+        def loss(q: Array, table: Array) -> Array:
+            def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+                return s * table[h, k] + b * table[h, q]
+
+            return (attend(q, k, v, score_mod, implementation="xla") ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(q, table)
+
+    run = jax.jit(jax.vmap(grads))
+    of_batch, mapped = symbolic
+    scope = jax.export.SymbolicScope()
+    qkv_shape, table_shape = (
+        jax.export.symbolic_shape(text, scope=scope)
+        for text in (f"{mapped}, {of_batch}, 8, 2, 4", f"{mapped}, 2, 8")
+    )
+    types = [
+        *[jax.ShapeDtypeStruct(qkv_shape, jnp.float32)] * 3,
+        jax.ShapeDtypeStruct(table_shape, jnp.float32),
+    ]
+    exported = jax.export.export(run)(*types)
+    got, want = exported.call(q, k, v, table), run(q, k, v, table)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str) -> None:
     """Ones: the sum of a gradient's terms over many tiles is exact in float32, and far off in 16 bits."""
@@ -623,6 +655,8 @@ def test_slopes_that_are_one() -> None:
     for name, function in (units | others).items():
         program, _ = trace(function, (), 2)
         assert program.has_unit_slope == (name in units), name
+        mapped = program.mapped(3, [True] * len(program.captures))
+        assert mapped.has_unit_slope == (name in units), name
 
 
 @jax.custom_jvp

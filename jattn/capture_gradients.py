@@ -58,7 +58,9 @@ def capture_gradients(
     """
     parts = _parts(program)
     gradients: _Values = {}
-    for read, derivative in zip(parts.reads, _derivatives(parts, tile, captures), strict=True):
+    has_pairs = all(not isinstance(n, int) or n for n in ds.shape)
+    derivatives = _derivatives(parts, tile, captures) if has_pairs else []
+    for read, derivative in zip(parts.reads, derivatives, strict=has_pairs):
         axes = tile.axes_of(parts.reach[read])
         of_pairs = times(
             jnp.expand_dims(ds, tuple(range(AXES, derivative.ndim))), derivative.astype(ds.dtype)

@@ -350,6 +350,46 @@ def test_F112_vmap_of_vmap_and_checkpoint() -> None:
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_F112_vmap_over_no_element(backend: str, axes: tuple[int | None, int | None]) -> None:
+    q, table = (
+        jnp.zeros((0, *x.shape), x.dtype) if axis == 0 else x
+        for x, axis in zip((qkv()[0], captured()[0]), axes, strict=True)
+    )
+    _, k, v = qkv()
+    ids = captured()[1]
+
+    def run(q: Array, table: Array) -> Array:
+        return attend(q, k, v, with_table(table, ids), implementation=backend)
+
+    def grads(q: Array, table: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1))(q, table)
+
+    def moved(q: Array, table: Array) -> Array:
+        return jax.jvp(grads, (q, table), (q, table))[1]
+
+    of_q, of_table = (0, 2, 24, 2, 8), (0, 2, 24)
+    assert jax.jit(jax.vmap(run, axes))(q, table).shape == of_q
+    for function in (grads, moved):
+        found = jax.jit(jax.vmap(function, axes))(q, table)
+        assert [x.shape for x in found] == [of_q, of_table]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 4, 0, 2), (2, 4, 4, 0)])
+def test_gradients_of_captures_that_no_pair_reads(
+    backend: str, sizes: tuple[int, int, int, int]
+) -> None:
+    batch, q_len, kv_len, heads = sizes
+    q, k = jnp.ones((batch, q_len, heads, 8)), jnp.ones((batch, kv_len, heads, 8))
+
+    def loss(table: Array) -> Array:
+        return attend(q, k, k, lambda s, b, h, q, k: s * table[h], implementation=backend).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(3)), 0)
+
+
 @pytest.mark.parametrize("symbolic", [("b", "3"), ("2", "n"), ("b", "n")])
 def test_exported_with_mapped_captures_and_symbolic_extents(symbolic: tuple[str, str]) -> None:
     """Of the batch, of the mapped axis, or of both."""

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jattn.device_operations import ELEMENTWISE
 from jattn.jax_interface import MOVES, Literal, bind, clipped, depends, vary_like
@@ -59,15 +60,12 @@ def capture_gradients(
     parts = _parts(program)
     gradients: _Values = {}
     has_pairs = all(not isinstance(n, int) or n for n in ds.shape)
-    derivatives = _derivatives(parts, tile, captures) if has_pairs else []
-    for read, derivative in zip(parts.reads, derivatives, strict=has_pairs):
-        axes = tile.axes_of(parts.reach[read])
-        of_pairs = times(
-            jnp.expand_dims(ds, tuple(range(AXES, derivative.ndim))), derivative.astype(ds.dtype)
-        )
-        summed = of_pairs.sum([i for i in range(AXES) if i not in axes])
-        source, gradient = _moved_back(parts, read, tile, captures, summed)
-        _add(gradients, source, gradient)
+    by_rows = isinstance(ds.shape[2], int) and any(x.aval.shape for x in parts.reads)
+    of_reads = _of_rows if by_rows else _of_tile
+    summed = of_reads(parts, tile, captures, ds) if has_pairs else []
+    for read, gradient in zip(parts.reads, summed, strict=has_pairs):
+        source, moved = _moved_back(parts, read, tile, captures, gradient)
+        _add(gradients, source, moved)
     _through_tables(parts, captures, gradients)
     return tuple(
         None if x is None else gradients.get(x, jnp.zeros(x.aval.shape, _wide(x, parts)))
@@ -241,6 +239,53 @@ def _derivatives(
 
     found: list[jax.Array] = tile.map(of_pair) if parts.reads else []
     return found
+
+
+def _of_tile(
+    parts: _Parts, tile: ScoreTile, captures: Sequence[jax.Array], ds: jax.Array
+) -> list[jax.Array]:
+    """The gradient of each read: its shape, behind the axes of the scores along which reads differ."""
+    found = []
+    for read, derivative in zip(parts.reads, _derivatives(parts, tile, captures), strict=True):
+        axes = tile.axes_of(parts.reach[read])
+        own = jnp.expand_dims(ds, tuple(range(AXES, derivative.ndim)))
+        of_pairs = times(own, derivative.astype(ds.dtype))
+        found.append(of_pairs.sum([i for i in range(AXES) if i not in axes]))
+    return found
+
+
+def _of_rows(
+    parts: _Parts, tile: ScoreTile, captures: Sequence[jax.Array], ds: jax.Array
+) -> list[jax.Array]:
+    """As ``_of_tile``, one row of queries after the other: reads of arrays for all pairs at once take much memory."""
+    axes = [tile.axes_of(parts.reach[x]) for x in parts.reads]
+
+    def of_row(i: jax.Array) -> list[jax.Array]:
+        row = tile._replace(
+            scores=lax.dynamic_slice_in_dim(tile.scores, i, 1, 2),
+            queries=lax.dynamic_slice_in_dim(tile.queries, i, 1, 1),
+        )
+        return _of_tile(parts, row, captures, lax.dynamic_slice_in_dim(ds, i, 1, 2))
+
+    def step(sums: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], list[jax.Array | None]]:
+        found = list(zip(of_row(i), axes, strict=True))
+        rows = [x.squeeze(own.index(2)) if 2 in own else None for x, own in found]
+        rest = [x for x, own in found if 2 not in own]
+        return [x + y for x, y in zip(sums, rest, strict=True)], rows
+
+    sizes = ds.shape
+    start = [
+        jnp.zeros((*(sizes[i] for i in own), *x.aval.shape), ds.dtype)
+        for x, own in zip(parts.reads, axes, strict=True)
+        if 2 not in own
+    ]
+    start = vary_like(start, (*tile, *captures, ds))
+    sums, rows = lax.scan(step, start, jnp.arange(sizes[2], dtype=jnp.int32))
+    rest = iter(sums)
+    return [
+        next(rest) if x is None else jnp.moveaxis(x, 0, own.index(2))
+        for x, own in zip(rows, axes, strict=True)
+    ]
 
 
 def _moved_back(

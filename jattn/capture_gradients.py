@@ -195,12 +195,15 @@ def _pull(
     if not made:
         return {}
     places = parts.moving_places(inputs)
-    if wide and name == "convert_element_type":
-        return {inputs[0]: gradients[made[0]]}
+
+    def is_float(x: Any) -> bool:
+        return bool(jnp.issubdtype(x.aval.dtype, jnp.floating))
 
     def dtype_of(x: Any) -> Any:
-        is_float = jnp.issubdtype(x.aval.dtype, jnp.floating)
-        return _wide(x, parts) if wide and is_float else x.aval.dtype
+        return _wide(x, parts) if wide and is_float(x) else x.aval.dtype
+
+    if wide and name == "convert_element_type" and is_float(inputs[0]) and is_float(made[0]):
+        return {inputs[0]: gradients[made[0]]}
 
     full = [_of(x, values).astype(dtype_of(x)) for x in inputs]
     incoming = [gradients[x].astype(dtype_of(x)) for x in made]
@@ -249,7 +252,7 @@ def _of_tile(
     for read, derivative in zip(parts.reads, _derivatives(parts, tile, captures), strict=True):
         axes = tile.axes_of(parts.reach[read])
         own = jnp.expand_dims(ds, tuple(range(AXES, derivative.ndim)))
-        of_pairs = times(own, derivative.astype(ds.dtype))
+        of_pairs = times(own, derivative.astype(_wide(read, parts)))
         found.append(of_pairs.sum([i for i in range(AXES) if i not in axes]))
     return found
 
@@ -275,7 +278,7 @@ def _of_rows(
 
     sizes = ds.shape
     start = [
-        jnp.zeros((*(sizes[i] for i in own), *x.aval.shape), ds.dtype)
+        jnp.zeros((*(sizes[i] for i in own), *x.aval.shape), _wide(x, parts))
         for x, own in zip(parts.reads, axes, strict=True)
         if 2 not in own
     ]

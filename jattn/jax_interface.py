@@ -347,7 +347,7 @@ def _where_it_stands(value: Any, like: Any) -> Any:
     """A parameter of an equation, and if it is a jaxpr, or several, one whose values vary over the manual axes of
     ``like``; over none if that is None.
     """
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return tuple(_where_it_stands(x, like) for x in value)
     if not isinstance(value, ClosedJaxpr):
         return value

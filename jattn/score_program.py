@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jattn.arrays import as_array, shown
 from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call, result_aval
@@ -167,7 +168,8 @@ def trace(
     given = [as_array(f"captures[{i}]", x) for i, x in enumerate(captures)]
     _check_arity(score_mod, len(given))
 
-    examples: list[Any] = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
+    examples: list[Any] = _examples((), dtype)
+    examples += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
     try:
         # A shard evaluates it on no mesh, or on another one; what varies over manual axes has a type on theirs alone.
         mesh = jax.sharding.get_abstract_mesh()
@@ -191,17 +193,16 @@ def trace(
             " the new score from its arguments, without writing to references, printing or callbacks"
         )
     flat, arrays = rewritten(closed, given)
-    # Scalars get an axis, for partitioners know none without.
-    is_scalar = [x.ndim == 0 for x in arrays]
 
     def program(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
-        own = [x.reshape(()) if scalar else x for x, scalar in zip(read, is_scalar, strict=True)]
+        numbers = iter(read)
+        own = [_of_numbers(x, numbers) for x in arrays]
         (result,) = evaluate_jaxpr(flat, score, batch, head, query, key, *own, keeps_rules=True)
         return result.astype(dtype)
 
-    arrays = [x.reshape(1) if scalar else x for x, scalar in zip(arrays, is_scalar, strict=True)]
-    types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in arrays)
-    return _program(program, types, batch, dtype), tuple(arrays)
+    read = [x for array in arrays for x in _numbers_of(array)]
+    types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in read)
+    return _program(program, types, batch, dtype), tuple(read)
 
 
 def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -> list[Any]:
@@ -229,6 +230,26 @@ def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
             f"{_NAME}: score_mod has the signature {signature}, must take {1 + NUM_INDICES + num_captures} arguments:"
             f" {_SIGNATURE}, with {num_captures} captures"
         ) from error
+
+
+def _numbers_of(x: jax.Array) -> list[jax.Array]:
+    """An array as real numbers that have an axis: keys as their data, complex numbers as their parts.
+
+    Scalars get an axis, for partitioners know none without.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return [jax.random.key_data(x)]
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    return [part.reshape(1) if part.ndim == 0 else part for part in parts]
+
+
+def _of_numbers(x: jax.Array, numbers: Iterator[Any]) -> Any:
+    """What ``_numbers_of`` made numbers of: an array like ``x``."""
+    first = next(numbers)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(first, impl=jax.random.key_impl(x))
+    whole = lax.complex(first, next(numbers)) if jnp.iscomplexobj(x) else first
+    return whole.reshape(x.shape)
 
 
 def _check_result(shape: Any) -> None:

@@ -191,12 +191,21 @@ def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.
 
 
 def _reads_one_for_one(equation: Any) -> bool:
-    """Whether an element of the result is made of one element of each array that goes in."""
+    """Whether an element of the result is made of one element of each array that goes in, and a program can say so."""
+    if not all(map(_has_real_numbers, (*equation.invars, *equation.outvars))):
+        return False
     (first, *_) = equation.outvars
     shapes = [x.aval.shape for x in equation.invars]
     is_elementwise = all(shape in ((), first.aval.shape) for shape in shapes)
     moves = equation.primitive.name in MOVES or equation.primitive.name == "iota"
     return moves or (is_elementwise and nested_call(equation) is None)
+
+
+def _has_real_numbers(x: Any) -> bool:
+    dtype = x.aval.dtype
+    return not any(
+        jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.extended, jnp.complexfloating)
+    )
 
 
 def _value_of(x: Any, sources: dict[Any, Any], computed: dict[Any, jax.Array]) -> Any:

@@ -134,3 +134,62 @@ def test_a_branch_that_is_not_taken_moves_nothing() -> None:
         )(y)
         assert jnp.isfinite(grad).all()
         assert grad[3] == 0
+
+
+# ---- Keys and complex numbers ----------------------------------------------------------------------------------------
+
+KEYS: dict[str, Callable[..., Array]] = {
+    "once": lambda s, b, h, q, k, key: s + jax.random.normal(key[0], (HEADS,))[h],
+    "of a pair": lambda s, b, h, q, k, key: s + jax.random.normal(jax.random.fold_in(key[h], k)),
+    "made inside": lambda s, b, h, q, k, key: (
+        s * jax.random.uniform(jax.random.fold_in(jax.random.PRNGKey(0), k))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["capture", "closed over", "mapped"])
+@pytest.mark.parametrize("name", KEYS)
+def test_keys(name: str, how: str) -> None:
+    """Of random numbers, which are the same wherever the function is evaluated."""
+    q, k, v, *_ = problem()
+    keys = jax.random.split(jax.random.key(1), HEADS)
+
+    def closed(keys: Array) -> Callable[..., Array]:
+        return lambda *pair: KEYS[name](*pair, keys)
+
+    def run(keys: Array) -> Array:
+        return attend(q, k, v, closed(keys), (), implementation="xla")
+
+    want = dense(q, k, v, closed(keys))[0]
+    if how == "capture":
+        out = attend(q, k, v, KEYS[name], (keys,), implementation="xla")
+    elif how == "closed over":
+        out = jax.jit(run)(keys)
+    else:
+        out = jax.vmap(run)(jnp.stack([keys[::-1], keys]))[1]
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+COMPLEX: dict[str, Callable[..., Array]] = {
+    "parts": lambda s, b, h, q, k, z: s * z[h, k].real + z[h, q].imag,
+    "products": lambda s, b, h, q, k, z: s + (z[h, q] * z[h, k].conj()).real,
+    "once": lambda s, b, h, q, k, z: s + jnp.abs(jnp.fft.fft(z))[h, k],
+    "scalar": lambda s, b, h, q, k, z: s * jnp.abs(z.sum()),
+    "of the score": lambda s, b, h, q, k, z: jnp.abs(s + z[h, k]),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_captures_and_their_gradients(name: str) -> None:
+    q, k, v, x, y = problem()
+    z = jax.lax.complex(x, x + y)
+    dout = normal(9, *q.shape)
+
+    def grads(function: Callable[..., Array]) -> Any:
+        return jax.value_and_grad(lambda q, z: (function(q, z) * dout).sum(), (0, 1))(q, z)
+
+    got = grads(lambda q, z: attend(q, k, v, COMPLEX[name], (z,), implementation="xla"))
+    want = grads(lambda q, z: dense(q, k, v, COMPLEX[name], (z,))[0])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))

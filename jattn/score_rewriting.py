@@ -20,7 +20,6 @@ from jattn.jax_interface import (
     bind,
     equations,
     evaluate_jaxpr,
-    nested_call,
 )
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -152,8 +151,8 @@ def _moved_first(jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any
 
 
 def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.Array]]:
-    """Computes what depends on arrays alone and takes more than one element of them for one of its own, once for all
-    pairs: sums, products of matrices, softmax.
+    """Computes once for all pairs what depends on arrays alone and takes more than one element of them for one of its
+    own, as sums, products of matrices and softmax do, or makes one array of several.
 
     Returns:
       The rest of the jaxpr, and the arrays that it reads: those that it still needs, and what was computed.
@@ -161,6 +160,7 @@ def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.
     num_scalars = 1 + NUM_INDICES
     sources: dict[Any, Any] = {}  # value that depends on arrays alone -> its equation, or the array
     sources |= dict(zip(flat.invars[num_scalars:], arrays, strict=True))
+    given_arrays = set(flat.invars[num_scalars:])
     computed: dict[Any, jax.Array] = {}
     rest = []
     for equation in flat.eqns:
@@ -169,7 +169,7 @@ def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.
             rest.append(equation)
             continue
         sources |= dict.fromkeys(equation.outvars, equation)
-        if _reads_one_for_one(equation):
+        if _is_for_pairs(equation, lambda x: x in computed or x in given_arrays):
             rest.append(equation)
         else:
             for x in equation.outvars:
@@ -190,15 +190,22 @@ def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.
     return jaxpr, [*(sources[x] for x in given), *(computed[x] for x in hoisted)]
 
 
-def _reads_one_for_one(equation: Any) -> bool:
-    """Whether an element of the result is made of one element of each array that goes in, and a program can say so."""
+# Elementwise operations whose derivatives are finite whatever they read: an element that hidden pairs alone read has a
+# gradient of 0, of JAX's making too.
+_TAME = frozenset("add sub max min select_n eq ne lt le gt ge and or xor".split())
+
+
+def _is_for_pairs(equation: Any, is_array: Callable[[Any], bool]) -> bool:
+    """Whether what an equation makes of arrays alone is left for each pair: where an element of the result is made of
+    one element of each array, and not many arrays become one that is no larger.
+    """
+    name = equation.primitive.name
     if not all(map(_has_real_numbers, (*equation.invars, *equation.outvars))):
         return False
-    (first, *_) = equation.outvars
-    shapes = [x.aval.shape for x in equation.invars]
-    is_elementwise = all(shape in ((), first.aval.shape) for shape in shapes)
-    moves = equation.primitive.name in MOVES or equation.primitive.name == "iota"
-    return moves or (is_elementwise and nested_call(equation) is None)
+    if name not in ELEMENTWISE:
+        return name in MOVES or name == "iota"
+    joined = {x for x in equation.invars if not isinstance(x, Literal) and _is_array(x)}
+    return len(joined) < 2 or name not in _TAME or not all(map(is_array, joined))
 
 
 def _has_real_numbers(x: Any) -> bool:

@@ -193,3 +193,50 @@ def test_complex_captures_and_their_gradients(name: str) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+# ---- Once for all pairs ----------------------------------------------------------------------------------------------
+
+# What the program reads: the extents of arrays.
+ONCE: dict[str, tuple[Callable[..., Array], list[tuple[int, ...]]]] = {
+    "difference": (lambda s, b, h, q, k, x, z: s + (x - z)[h, k], [(2, 24)]),
+    "chosen": (lambda s, b, h, q, k, x, z: s + jnp.where(x > z, x, z)[h, k], [(2, 24)]),
+    "running sum": (
+        lambda s, b, h, q, k, x, z: s + jnp.cumsum(x, 1)[h, k] * z[h, q],
+        [(2, 24)] * 2,
+    ),
+    "sorted": (lambda s, b, h, q, k, x, z: s * jnp.sort(x, 1)[h, k] + z[h, k], [(2, 24)] * 2),
+    "no kernel's": (lambda s, b, h, q, k, x, z: s + jax.lax.lgamma(x * x + 1)[h, k], [(2, 24)]),
+    "branches of arrays": (
+        lambda s, b, h, q, k, x, z: (
+            s + lax.cond(x[0, 0] > 0, lambda: x, lambda: jnp.flip(z, 1))[h, k]
+        ),
+        [(2, 24)],
+    ),
+    # Infinite where no pair that is visible reads, perhaps: its gradient is that of pairs.
+    "product": (lambda s, b, h, q, k, x, z: s + (x * z)[h, k], [(2, 24)] * 2),
+    # Larger than what it is made of.
+    "outer": (lambda s, b, h, q, k, x, z: s + (x[0][:, None] - z[1][None])[q, k], [(2, 24)] * 2),
+    "one array": (lambda s, b, h, q, k, x, z: s + jnp.tanh(x)[h, k], [(2, 24)]),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_computed_once(name: str) -> None:
+    score_mod, shapes = ONCE[name]
+    q, k, v, x, y = problem()
+    captures = (x, x[::-1] + y)
+    program, _ = trace(score_mod, captures, 2)
+    assert [c.shape for c in program.captures] == shapes
+    assert cpu_program.refusals(program) == []
+    dout = normal(9, *q.shape)
+    got = gradients(
+        lambda q, k, v, *x: attend(q, k, v, score_mod, x, implementation="cpu"),
+        (q, k, v, *captures),
+        dout,
+    )
+    want = gradients(
+        lambda q, k, v, *x: dense(q, k, v, score_mod, x)[0], (q, k, v, *captures), dout
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))

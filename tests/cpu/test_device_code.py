@@ -190,7 +190,11 @@ REFUSED = [
         "while",
         lambda s, b, h, q, k: lax.while_loop(lambda x: x < k, lambda x: x + 1, s),
     ),
-    ("PRIMITIVE", "random_bits", lambda s, b, h, q, k: s + jax.random.uniform(jax.random.key(0))),
+    (
+        "PRIMITIVE",
+        "random_bits",
+        lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q)),
+    ),
     ("PRIMITIVE", "nextafter", lambda s, b, h, q, k: s + lax.nextafter(jnp.float32(q), 9.0)),
     ("CAPTURE_ACCESS", "reduce_sum", lambda s, b, h, q, k, x: s + jnp.sum(x[h])),
     ("CAPTURE_ACCESS", "reduce_max", lambda s, b, h, q, k, x: s - jnp.max(x[q])),
@@ -248,10 +252,9 @@ def test_captures_of_other_types() -> None:
     program, _ = trace(
         lambda s, b, h, q, k, x, y: s + x[q].astype(s.dtype) + y[k].real, captures, 2
     )
-    assert [x[:2] for x in refusals(program)][:2] == [
-        ("CAPTURE_ACCESS", "float8_e4m3fn[3]"),
-        ("CAPTURE_ACCESS", "complex64[3]"),
-    ]
+    found = [x[:2] for x in refusals(program)]
+    assert found[0] == ("CAPTURE_ACCESS", "float8_e4m3fn[3]")
+    assert ("PRIMITIVE", "complex") in found  # of the two parts, which are captures of float32
 
 
 def with_constants(table: F32) -> ScoreProgram:

@@ -108,7 +108,7 @@ class Call:
         q_positions, kv_positions = _positions(
             query_positions, key_value_positions, extents, lower_right=band.lower_right
         )
-        program, hoisted = _score_program(score_mod, captures, extents, q.dtype)
+        program, hoisted = _score_program(score_mod, captures, extents, q)
         if band.unbounded and slopes is None and dropout_table is None and program is None:
             q_positions = kv_positions = None  # nothing reads them
         drawn = dropout_operands(
@@ -366,7 +366,7 @@ def _with_blocks(mask: jax.Array | None, block_mask: Any, extents: _Extents) -> 
 
 
 def _score_program(
-    score_mod: Any, captures: Any, extents: _Extents, dtype: Any
+    score_mod: Any, captures: Any, extents: _Extents, q: jax.Array
 ) -> tuple[ScoreProgram | None, tuple[jax.Array, ...]]:
     """The program of a score function, whose batch index counts the leading axes folded, and what it reads."""
     if score_mod is None:
@@ -376,7 +376,7 @@ def _score_program(
                 " neither"
             )
         return None, ()
-    return trace(score_mod, captures, extents.batch, _score_dtype(dtype))
+    return trace(score_mod, captures, extents.batch, _score_dtype(q.dtype), like=q)
 
 
 def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax.Array | None:

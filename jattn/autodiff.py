@@ -37,6 +37,7 @@ from jattn.jax_interface import (
     lowering_platforms,
     mlir,
     result_aval,
+    vary_like,
 )
 from jattn.reference import Gradients, Tangents
 from jattn.sharding import partition
@@ -449,6 +450,9 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
         give_back = partition.sharder_of_mapped_axis(arrays, dims)
         arrays = [partition.gathered(x) for x in arrays]
+        if isinstance(size, int) and size == 0:
+            results = _of_no_element(primitive, arrays, dims, spec=spec, **params)
+            return [give_back(x) for x in results], [0] * len(results)
         operands, _ = _split(arrays, spec)
         operand_dims, _ = _split(dims, spec)
         has_rows = spec.dropout is not None and spec.dropout.rows
@@ -483,6 +487,19 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         return [give_back(x) for x in unfolded], [0] * len(unfolded)
 
     return rule
+
+
+def _of_no_element(
+    primitive: Primitive, arrays: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> list[jax.Array]:
+    """The results where a mapped axis has no element, in front: arrays without one."""
+    shapes = [
+        x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :])
+        for x, d in zip(arrays, dims, strict=True)
+    ]
+    types = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)]
+    of_one = jax.eval_shape(functools.partial(primitive.bind, **params), *types)
+    return vary_like([jnp.zeros((0, *x.shape), x.dtype) for x in of_one], tuple(arrays))
 
 
 def _with_mapped_captures(

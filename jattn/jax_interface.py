@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 T = TypeVar("T")
@@ -29,13 +30,14 @@ __all__ = [
     "NamedSharding",
     "PartitionSpec",
     "Primitive",
-    "Widened",
     "ad",
     "batching",
     "bind",
+    "clipped",
     "cudnn_backward",
     "cudnn_forward",
     "cudnn_version",
+    "depends",
     "equations",
     "evaluate",
     "evaluate_jaxpr",
@@ -254,13 +256,6 @@ def nested_call(equation: Any) -> ClosedJaxpr | None:
     return body if hasattr(body, "consts") else ClosedJaxpr(body, ())
 
 
-class Widened(NamedTuple):
-    """An array in a wider type than ``dtype``, which it has for the operations that compute with it."""
-
-    value: jax.Array
-    dtype: Any
-
-
 # Operations of which each element of the result is one of the first operand's.
 MOVES = (
     "dynamic_slice",
@@ -276,18 +271,32 @@ MOVES = (
 
 
 def evaluate_jaxpr(
-    jaxpr: Jaxpr, *inputs: Any, constants: Sequence[Any] = (), keeps_rules: bool = False
+    jaxpr: Jaxpr,
+    *inputs: Any,
+    constants: Sequence[Any] = (),
+    keeps_rules: bool = False,
+    has_branches: bool = True,
 ) -> list[Any]:
     """Evaluates an open jaxpr where it stands, whatever mesh and manual axes it was traced on; nested calls become part
     of it.
 
     Args:
       jaxpr: what to evaluate.
-      inputs: its arguments. What moves elements of a ``Widened`` one moves the wider ones, so that a derivative adds
-        them up in the wider type.
+      inputs: its arguments.
       constants: belong to its constvars.
       keeps_rules: derivatives that functions bring along are kept.
+      has_branches: of branches one is evaluated; else all are, and their results selected from.
     """
+
+    def of_nested(called: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
+        return evaluate_jaxpr(
+            called.jaxpr,
+            *arguments,
+            constants=called.consts,
+            keeps_rules=keeps_rules,
+            has_branches=has_branches,
+        )
+
     values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     values |= dict(zip(jaxpr.constvars, constants, strict=True))
 
@@ -303,29 +312,115 @@ def evaluate_jaxpr(
         if primitive.name in ("pvary", "pcast", "reshard"):
             results = list(arguments)
         elif called is not None and not (keeps_rules and primitive.name.startswith("custom_")):
-            results = evaluate_jaxpr(
-                called.jaxpr, *arguments, constants=called.consts, keeps_rules=keeps_rules
-            )
+            results = of_nested(called, arguments)
+        elif primitive.name == "cond" and not has_branches:
+            which, *operands = arguments
+            branches = [of_nested(x, operands) for x in equation.params["branches"]]
+            results = [_selected(which, cases) for cases in zip(*branches, strict=True)]
         else:
-            first, others = arguments[:1], [_narrow(x) for x in arguments[1:]]
-            moves = primitive.name in MOVES and isinstance(arguments[0], Widened)
-            own = [x.value for x in first] if moves else [_narrow(x) for x in first]
-            results = bind(equation, (*own, *others))
-            if moves:
-                results = [Widened(x, arguments[0].dtype) for x in results]
+            results = bind(equation, arguments)
         values |= dict(zip(equation.outvars, results, strict=True))
     return [value_of(x) for x in jaxpr.outvars]
 
 
+def _selected(which: Any, cases: Sequence[Any]) -> Any:
+    """One of several values, by an integer."""
+    if len(cases) == 1:
+        return cases[0]
+    cases = unify(tuple(jax.numpy.asarray(x) for x in cases))
+    return lax.select_n(which != 0 if len(cases) == 2 else which, *cases)
+
+
 def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates one equation where it stands; a function that brings its derivative along keeps it."""
-    primitive = equation.primitive
-    found = primitive.bind(*unify(tuple(inputs)), **primitive.get_bind_params(equation.params))
+    primitive, unified = equation.primitive, unify(tuple(inputs))
+    if primitive.name == "custom_jvp_call" and _is_manual(equation.params["call_jaxpr"]):
+        return _with_its_rule(equation.params, unified)
+    axes = manual_axes(*unified)
+    like = next((x for x in unified if axes), None)
+    params = {name: _where_it_stands(x, like) for name, x in equation.params.items()}
+    found = primitive.bind(*unified, **primitive.get_bind_params(params))
     return list(found) if primitive.multiple_results else [found]
 
 
-def _narrow(x: Any) -> Any:
-    return x.value.astype(x.dtype) if isinstance(x, Widened) else x
+def _where_it_stands(value: Any, like: Any) -> Any:
+    """A parameter of an equation, and if it is a jaxpr, or several, one whose values vary over the manual axes of
+    ``like``; over none if that is None.
+    """
+    if type(value) is tuple:
+        return tuple(_where_it_stands(x, like) for x in value)
+    if not isinstance(value, ClosedJaxpr):
+        return value
+    if like is None and not _is_manual(value):
+        return value
+
+    def again(*inputs: Any) -> list[Any]:
+        results = evaluate_jaxpr(value.jaxpr, *inputs, constants=value.consts, keeps_rules=True)
+        return results if like is None else vary_like(results, (like,))
+
+    avals: list[Any] = [x.aval for x in value.jaxpr.invars]
+    types: list[Any] = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if like is None
+        else result_aval(jax.typeof(like), x.shape, x.dtype)
+        for x in avals
+    ]
+    return jax.make_jaxpr(again)(*types)
+
+
+def _is_manual(closed: ClosedJaxpr) -> bool:
+    """Whether any value varies over manual mesh axes."""
+    variables = (*closed.jaxpr.invars, *(x for e in closed.jaxpr.eqns for x in e.outvars))
+    avals: list[Any] = [x.aval for x in variables]
+    return any(x.manual_axis_type.varying for x in avals)
+
+
+def _with_its_rule(params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """Calls a function that brings its derivative along, and that was traced on manual mesh axes, where it stands."""
+    called = params["call_jaxpr"]
+    avals: list[Any] = [x.aval for x in called.jaxpr.invars]
+    meshes = [x.sharding.mesh for x in avals if x.manual_axis_type.varying]
+
+    @jax.custom_jvp
+    def function(*arguments: Any) -> list[Any]:
+        return evaluate_jaxpr(called.jaxpr, *arguments, constants=called.consts, keeps_rules=True)
+
+    @function.defjvp
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        own = slice(params["num_consts"], None)
+        with jax.sharding.use_abstract_mesh(meshes[0]):
+            traced = params["jvp_jaxpr_fun"].call_wrapped(*[False] * len(primals[own]))
+        jaxpr, constants, is_zero = traced
+        results = evaluate_jaxpr(
+            jaxpr, *primals[own], *tangents[own], constants=constants, keeps_rules=True
+        )
+        values, moved = results[: len(is_zero)], iter(results[len(is_zero) :])
+        zeros = map(jax.numpy.zeros_like, values)
+        return values, [
+            zero if flag else next(moved) for zero, flag in zip(zeros, is_zero, strict=True)
+        ]
+
+    return list(function(*inputs))
+
+
+def clipped(equation: Any) -> Any:
+    """The same equation, where a gather that was promised indices within bounds holds them there, and its transpose."""
+    params = equation.params
+    if params.get("mode") != lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+        return equation
+    return equation.replace(params=params | {"mode": lax.GatherScatterMode.CLIP})
+
+
+def depends(equation: Any) -> list[set[int]]:
+    """The places of the inputs that each output of an equation depends on."""
+    inputs = set(range(len(equation.invars)))
+    if len(equation.outvars) == 1:
+        return [inputs]
+    types = [x.aval for x in equation.invars]
+    jaxpr = jax.make_jaxpr(lambda *x: bind(equation, x))(*types).jaxpr
+    outputs = range(len(equation.outvars))
+    used = [dce_jaxpr(jaxpr, [i == output for i in outputs])[1] for output in outputs]
+    return [{i for i, flag in enumerate(flags) if flag} for flags in used]
 
 
 def evaluate(equation: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,6 @@ weight exactly 0, and a value that no query sees never reaches a result, be it N
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn import dropout
+from jattn.capture_gradients import capture_gradients, times
 from jattn.score_program import ScoreProgram
+from jattn.score_tile import ScoreTile
 from jattn.spec import Operands, Spec, distances, visibility
 
 CaptureArrays = tuple[jax.Array | None, ...]  # one for each capture, None for integers
@@ -232,23 +233,21 @@ class Scores(NamedTuple):
     Attributes:
       s: (B, N, t, s).
       cap_slope: d(capped product) / d(product); None for 1.
-      pull: from the gradient of ``s`` to that of what the score function changed, and to those of its captures (None
-        for integers); None without one.
-      push: from tangents of the same to that of ``s``.
+      slope: evaluates d(``s``) / d(what the score function changed); None for 1.
+      pull: from the gradient of ``s`` to those of the captures of the score function (None for integers); None without
+        one.
+      push: from tangents of what the function changed and of its captures to that of ``s``.
     """
 
     s: jax.Array
     cap_slope: jax.Array | None
-    pull: Callable[[jax.Array], tuple[jax.Array, CaptureArrays]] | None = None
+    slope: Callable[[], jax.Array] | None = None
+    pull: Callable[[jax.Array], CaptureArrays] | None = None
     push: Callable[[jax.Array, CaptureArrays], jax.Array] | None = None
 
-    def gradient_before(self, ds: jax.Array) -> tuple[jax.Array, CaptureArrays]:
-        """The gradient of the scores before the score function, and those of its captures."""
-        if self.pull is None:
-            return ds, ()
-        before, captures = self.pull(ds)
-        # What the function does to a pair without weight may have no finite slope.
-        return jnp.where(ds == 0, 0, before), captures
+    def gradient_before(self, ds: jax.Array) -> jax.Array:
+        """The gradient of the scores before the score function."""
+        return ds if self.slope is None else times(ds, self.slope())
 
 
 def scores(spec: Spec, tile: Operands[jax.Array], pair: Pairs) -> Scores:
@@ -280,24 +279,20 @@ def _with_score_mod(
     assert heads is not None
     assert queries is not None
     assert keys is not None
-    s = jnp.where(pair.visible, s, 0)
+    given = ScoreTile(jnp.where(pair.visible, s, 0), batches, heads, queries, keys)
     is_float = [c.is_float for c in program.captures]
+    floats = [x for x, flag in zip(tile.captures, is_float, strict=True) if flag]
 
-    def change(program: ScoreProgram, s: jax.Array, *floats: jax.Array) -> jax.Array:
+    def change(s: jax.Array, *floats: jax.Array) -> jax.Array:
         rest = iter(floats)
         captures = [
             next(rest) if flag else x for x, flag in zip(tile.captures, is_float, strict=True)
         ]
-        return program.on_tile(s, batches, heads, queries, keys, captures)
+        changed: jax.Array = given._replace(scores=s).map(lambda *pair: program(*pair, *captures))
+        return changed.astype(s.dtype)
 
-    floats = [x for x, flag in zip(tile.captures, is_float, strict=True) if flag]
-
-    def pull(ds: jax.Array) -> tuple[jax.Array, CaptureArrays]:
-        wide = [x.astype(jnp.promote_types(x.dtype, s.dtype)) for x in floats]
-        _, gradient = jax.vjp(functools.partial(change, program.widened), s, *wide)
-        before, *of_floats = gradient(ds)
-        rest = iter(of_floats)
-        return before, tuple(next(rest) if flag else None for flag in is_float)
+    def pull(ds: jax.Array) -> CaptureArrays:
+        return capture_gradients(program, given, tile.captures, ds)
 
     def push(ds: jax.Array, captures: CaptureArrays) -> jax.Array:
         moving = [
@@ -305,9 +300,14 @@ def _with_score_mod(
             for x, t, flag in zip(tile.captures, captures, is_float, strict=True)
             if flag
         ]
-        return jax.jvp(functools.partial(change, program), (s, *floats), (ds, *moving))[1]
+        return jax.jvp(change, (given.scores, *floats), (ds, *moving))[1]
 
-    return Scores(change(program, s, *floats), cap_slope, pull, push)
+    def slope() -> jax.Array:
+        found: jax.Array = given.map(lambda *pair: program.slope(*pair, *tile.captures))
+        return found
+
+    s = change(given.scores, *floats)
+    return Scores(s, cap_slope, None if program.has_unit_slope else slope, pull, push)
 
 
 def probabilities(s: jax.Array, visible: jax.Array, lse: jax.Array) -> jax.Array:
@@ -332,7 +332,7 @@ def tile_backward(
     """
     visible = pair.visible
     of_tile, p, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
-    ds, captures = of_tile.gradient_before(ds)
+    ds = of_tile.gradient_before(ds)
     slope = of_tile.cap_slope
     dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
     return Gradients(
@@ -340,7 +340,6 @@ def tile_backward(
         k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),
         v=sum_over_queries(spec, pair.drop(p), visible, dout),
         bias=ds if tile.bias is not None else None,
-        captures=captures,
     )
 
 
@@ -434,7 +433,7 @@ def tile_slope_gradient(
     """Returns what one tile adds to the gradient of the ALiBi slopes, (B, N, 1); arguments as ``tile_backward``."""
     assert pair.distance is not None
     of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
-    ds, _ = of_tile.gradient_before(ds)
+    ds = of_tile.gradient_before(ds)
     return -(ds * pair.distance.astype(ds.dtype)).sum((-2, -1))[..., None]
 
 
@@ -448,7 +447,7 @@ def tile_capture_gradients(
 ) -> CaptureArrays:
     """Returns what one tile adds to the gradients of the captures, in their shapes; arguments as ``tile_backward``."""
     of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
-    return of_tile.gradient_before(ds)[1]
+    return () if of_tile.pull is None else of_tile.pull(ds)
 
 
 def row_delta(
@@ -506,7 +505,11 @@ def backward(
     operand; those of sinks and slopes are not among them.
     """
     delta = row_delta(out, dout, dlse, _accumulator(spec))
-    grads = tile_backward(spec, operands, _whole(spec, operands), lse, dout, delta)
+    pair = _whole(spec, operands)
+    grads = tile_backward(spec, operands, pair, lse, dout, delta)
+    if spec.score_mod is not None:
+        captures = tile_capture_gradients(spec, operands, pair, lse, dout, delta)
+        grads = grads._replace(captures=captures)
     if spec.bias is None or grads.bias is None:
         return grads
     return grads._replace(bias=reduce_to_shape(grads.bias, spec.bias))

@@ -16,23 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jattn.arrays import as_array, shown
-from jattn.jax_interface import (
-    MOVES,
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Widened,
-    bind,
-    evaluate_jaxpr,
-    nested_call,
-)
+from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call, result_aval
+from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
 
 _NAME = "jattn.dot_product_attention"
 _SIGNATURE = "score_mod(score, batch, head, query, key, *captures) -> score"
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-_NUM_INDICES = 4  # batch, head, query, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,36 +89,14 @@ class ScoreProgram:
         function.defjvp(rule, symbolic_zeros=True)
         return function
 
-    def on_tile(
-        self,
-        scores: jax.Array,
-        batches: jax.Array,
-        heads: jax.Array,
-        queries: jax.Array,
-        keys: jax.Array,
-        captures: Sequence[jax.Array],
+    def slope(
+        self, score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
     ) -> jax.Array:
-        """Evaluates it for every pair of a tile.
-
-        Args:
-          scores: (B, N, t, s).
-          batches, heads: (B,) and (N,) int32, the indices that the function gets.
-          queries, keys: (B or 1, t) and (B or 1, s) int32, likewise.
-          captures: the arrays it reads.
-        """
-        size = scores.shape[0]
-        queries = jnp.broadcast_to(queries, (size, queries.shape[1]))
-        keys = jnp.broadcast_to(keys, (size, keys.shape[1]))
-
-        def of_pair(*pair: Any) -> jax.Array:
-            return self(*pair, *captures)
-
-        along_keys = jax.vmap(of_pair, (0, None, None, None, 0))
-        along_queries = jax.vmap(along_keys, (0, None, None, 0, None))
-        along_heads = jax.vmap(along_queries, (0, None, 0, None, None))
-        over_batch = jax.vmap(along_heads, (0, 0, None, 0, 0))
-        changed: jax.Array = over_batch(scores, batches, heads, queries, keys)
-        return changed.astype(scores.dtype)
+        """Evaluates d score' / d score for one pair."""
+        result: jax.Array = _evaluate(self.slope_jaxpr, score, batch, head, query, key, *captures)[
+            1
+        ]
+        return result
 
     def mapped(self, size: int, is_mapped: Sequence[bool]) -> ScoreProgram:
         """Returns the program for a batch that a mapped axis was folded into.
@@ -135,17 +104,18 @@ class ScoreProgram:
         Batch indices are those of the mapped axis times ``batch_extent`` plus those of before; the captures marked have
         the mapped axis first.
         """
-        extent = np.int32(self.batch_extent)
 
         def score_mod(
             score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
         ) -> Any:
+            extent = jnp.int32(self.batch_extent)
             element, batch = jax.lax.div(batch, extent), jax.lax.rem(batch, extent)
             own = [
                 jax.lax.dynamic_index_in_dim(x, element, 0, keepdims=False) if mapped else x
                 for x, mapped in zip(captures, is_mapped, strict=True)
             ]
-            return self(score, batch, head, query, key, *own)
+            # Not as a call, through which slopes are not seen.
+            return _evaluate(self.jaxpr, score, batch, head, query, key, *own, keeps_rules=True)[0]
 
         types = tuple(
             dataclasses.replace(c, shape=(size, *c.shape)) if mapped else c
@@ -154,39 +124,17 @@ class ScoreProgram:
         return _program(score_mod, types, size * self.batch_extent, self.dtype)
 
     @functools.cached_property
-    def widened(self) -> ScoreProgram:
-        """The same program of captures in the type of the score where theirs is narrower, and elements rounded to that.
-
-        The gradients of the captures are added up in the type of the captures.
-        """
-        is_narrow = [
-            jnp.promote_types(c.dtype, self.dtype) != c.dtype and c.is_float for c in self.captures
-        ]
-        if not any(is_narrow):
-            return self
-        first = 1 + _NUM_INDICES
-
-        def score_mod(*arguments: Any) -> Any:
-            own = [
-                Widened(x, jnp.dtype(c.dtype)) if narrow else x
-                for x, c, narrow in zip(arguments[first:], self.captures, is_narrow, strict=True)
-            ]
-            return _evaluate(self.jaxpr, *arguments[:first], *own, keeps_rules=True)[0]
-
-        types = tuple(
-            dataclasses.replace(c, dtype=self.dtype) if narrow else c
-            for c, narrow in zip(self.captures, is_narrow, strict=True)
-        )
-        return _program(score_mod, types, self.batch_extent, self.dtype)
-
-    @functools.cached_property
     def has_unit_slope(self) -> bool:
         """Whether d score' / d score is 1 wherever score' is not -inf, as of biases and masks."""
         return _has_unit_slope(self.jaxpr)
 
 
 def trace(
-    score_mod: Callable[..., Any], captures: Any, batch: int, dtype: str = "float32"
+    score_mod: Callable[..., Any],
+    captures: Any,
+    batch: int,
+    dtype: str = "float32",
+    like: Any = None,
 ) -> tuple[ScoreProgram, tuple[jax.Array, ...]]:
     """Traces a score function.
 
@@ -195,6 +143,7 @@ def trace(
       captures: arrays to hand over to it.
       batch: its batch index is below this.
       dtype: of the score.
+      like: an array; score and indices vary over the manual mesh axes over which it does.
 
     Returns:
       The program, and the arrays it reads.
@@ -219,10 +168,17 @@ def trace(
     given = [as_array(f"captures[{i}]", x) for i, x in enumerate(captures)]
     _check_arity(score_mod, len(given))
 
-    examples = _examples([Capture(tuple(x.shape), str(x.dtype)) for x in given], dtype)
+    examples: list[Any] = _examples((), dtype)
+    examples += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
     try:
-        # A shard evaluates it on no mesh, or on another one.
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        # A shard evaluates it on no mesh, or on another one; what varies over manual axes has a type on theirs alone.
+        mesh = jax.sharding.get_abstract_mesh()
+        is_manual = bool(mesh.manual_axes) and not mesh.explicit_axes
+        if is_manual and like is not None:
+            num_scalars = 1 + NUM_INDICES
+            own = [result_aval(jax.typeof(like), (), str(x.dtype)) for x in examples[:num_scalars]]
+            examples[:num_scalars] = own
+        with jax.sharding.use_abstract_mesh(mesh if is_manual else NO_MESH):
             closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
@@ -236,102 +192,17 @@ def trace(
             f"{_NAME}: Mutations detected in score_mod: it has the effects {shown(effects)}, must have none: compute"
             " the new score from its arguments, without writing to references, printing or callbacks"
         )
-    flat, constants = _without_constants(closed, examples)
-    flat, arrays = _hoisted(flat, [*given, *constants])
-    # Scalars get an axis, for partitioners know none without.
-    is_scalar = [x.ndim == 0 for x in arrays]
+    flat, arrays = rewritten(closed, given)
 
     def program(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
-        own = [x.reshape(()) if scalar else x for x, scalar in zip(read, is_scalar, strict=True)]
+        numbers = iter(read)
+        own = [_of_numbers(x, numbers) for x in arrays]
         (result,) = evaluate_jaxpr(flat, score, batch, head, query, key, *own, keeps_rules=True)
         return result.astype(dtype)
 
-    arrays = [x.reshape(1) if scalar else x for x, scalar in zip(arrays, is_scalar, strict=True)]
-    types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in arrays)
-    return _program(program, types, batch, dtype), tuple(arrays)
-
-
-def _without_constants(
-    closed: ClosedJaxpr, examples: Sequence[Any]
-) -> tuple[Jaxpr, list[jax.Array]]:
-    """A jaxpr whose last arguments are its constants, those of nested calls among them, and these."""
-
-    def inlined(*arguments: Any) -> Any:
-        own = arguments[len(examples) :]
-        return evaluate_jaxpr(
-            closed.jaxpr, *arguments[: len(examples)], constants=own, keeps_rules=True
-        )
-
-    constants = [jnp.asarray(x) for x in closed.consts]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in constants]
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
-        nested = jax.make_jaxpr(inlined)(*examples, *types)
-    constants += [jnp.asarray(x) for x in nested.consts]
-    jaxpr = nested.jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars]), constants
-
-
-def _hoisted(flat: Jaxpr, arrays: Sequence[jax.Array]) -> tuple[Jaxpr, list[jax.Array]]:
-    """Computes what depends on arrays alone and takes more than one element of them for one of its own, once for all
-    pairs: sums, products of matrices, softmax.
-
-    Returns:
-      The rest of the jaxpr, and the arrays that it reads: those that it still needs, and what was computed.
-    """
-    num_scalars = 1 + _NUM_INDICES
-    sources: dict[Any, Any] = {}  # value that depends on arrays alone -> its equation, or the array
-    sources |= dict(zip(flat.invars[num_scalars:], arrays, strict=True))
-    computed: dict[Any, jax.Array] = {}
-    rest = []
-    for equation in flat.eqns:
-        inputs = [x for x in equation.invars if not isinstance(x, Literal)]
-        if any(x not in sources for x in inputs):
-            rest.append(equation)
-            continue
-        sources |= dict.fromkeys(equation.outvars, equation)
-        if _reads_one_for_one(equation):
-            rest.append(equation)
-        else:
-            for x in equation.outvars:
-                _value_of(x, sources, computed)
-    hoisted = [x for equation in flat.eqns for x in equation.outvars if x in computed]
-    # What is left of the equations and of the arrays, from the result backwards.
-    needed = {x for x in flat.outvars if not isinstance(x, Literal)}
-    live = []
-    for equation in reversed(rest):
-        if not needed.isdisjoint(equation.outvars) and not any(
-            x in computed for x in equation.outvars
-        ):
-            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
-            live.append(equation)
-    given = [x for x in flat.invars[num_scalars:] if x in needed]
-    hoisted = [x for x in hoisted if x in needed]
-    jaxpr = flat.replace(invars=[*flat.invars[:num_scalars], *given, *hoisted], eqns=live[::-1])
-    return jaxpr, [*(sources[x] for x in given), *(computed[x] for x in hoisted)]
-
-
-def _reads_one_for_one(equation: Any) -> bool:
-    """Whether an element of the result is made of one element of each array that goes in."""
-    (first, *_) = equation.outvars
-    shapes = [x.aval.shape for x in equation.invars]
-    is_elementwise = all(shape in ((), first.aval.shape) for shape in shapes)
-    moves = equation.primitive.name in MOVES or equation.primitive.name == "iota"
-    return moves or (is_elementwise and nested_call(equation) is None)
-
-
-def _value_of(x: Any, sources: dict[Any, Any], computed: dict[Any, jax.Array]) -> Any:
-    """Computes a value of which ``sources`` says how; ``computed`` remembers."""
-    if isinstance(x, Literal):
-        return x.val
-    if x in computed:
-        return computed[x]
-    source = sources[x]
-    if not hasattr(source, "primitive"):
-        return source
-    inputs = [_value_of(y, sources, computed) for y in source.invars]
-    results = bind(source, inputs)
-    computed |= dict(zip(source.outvars, results, strict=True))
-    return computed[x]
+    read = [x for array in arrays for x in _numbers_of(array)]
+    types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in read)
+    return _program(program, types, batch, dtype), tuple(read)
 
 
 def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -> list[Any]:
@@ -344,7 +215,7 @@ def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStr
     """Types of the arguments of a score function."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
     arrays = [jax.ShapeDtypeStruct(c.shape, jnp.dtype(c.dtype)) for c in captures]
-    return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * _NUM_INDICES, *arrays]
+    return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * NUM_INDICES, *arrays]
 
 
 def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
@@ -353,12 +224,32 @@ def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
     except (TypeError, ValueError):  # of a function without one
         return
     try:
-        signature.bind(*[None] * (1 + _NUM_INDICES + num_captures))
+        signature.bind(*[None] * (1 + NUM_INDICES + num_captures))
     except TypeError as error:
         raise TypeError(
-            f"{_NAME}: score_mod has the signature {signature}, must take {1 + _NUM_INDICES + num_captures} arguments:"
+            f"{_NAME}: score_mod has the signature {signature}, must take {1 + NUM_INDICES + num_captures} arguments:"
             f" {_SIGNATURE}, with {num_captures} captures"
         ) from error
+
+
+def _numbers_of(x: jax.Array) -> list[jax.Array]:
+    """An array as real numbers that have an axis: keys as their data, complex numbers as their parts.
+
+    Scalars get an axis, for partitioners know none without.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return [jax.random.key_data(x)]
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    return [part.reshape(1) if part.ndim == 0 else part for part in parts]
+
+
+def _of_numbers(x: jax.Array, numbers: Iterator[Any]) -> Any:
+    """What ``_numbers_of`` made numbers of: an array like ``x``."""
+    first = next(numbers)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(first, impl=jax.random.key_impl(x))
+    whole = lax.complex(first, next(numbers)) if jnp.iscomplexobj(x) else first
+    return whole.reshape(x.shape)
 
 
 def _check_result(shape: Any) -> None:
@@ -397,7 +288,7 @@ def _program(
 
         return jax.jvp(of_floating, tuple(primals[i] for i in floating), tangents)
 
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         value = jax.make_jaxpr(function)(*examples)
         derivatives = (
             jax.make_jaxpr(slope)(*examples),
@@ -415,7 +306,7 @@ def _program(
 
 def _floating(captures: Sequence[Capture]) -> list[int]:
     """The places of the arguments that may have a derivative: the score, and captures that are floats."""
-    return [0, *(1 + _NUM_INDICES + i for i, c in enumerate(captures) if c.is_float)]
+    return [0, *(1 + NUM_INDICES + i for i, c in enumerate(captures) if c.is_float)]
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -426,12 +317,13 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def flat_equations(
-    closed: ClosedJaxpr,
+    closed: ClosedJaxpr, *, keeps_rules: bool = False
 ) -> tuple[list[tuple[Any, list[Any], list[Any]]], list[Any]]:
     """Returns the equations of a jaxpr with nested calls inlined, and its results.
 
     Each equation comes with its inputs and outputs. A value is a ``Literal``, constants among them, or any object that
-    stands for itself: one of ``closed.jaxpr.invars``, or an output of an earlier equation.
+    stands for itself: one of ``closed.jaxpr.invars``, or an output of an earlier equation. With ``keeps_rules`` a call
+    of a function that brings its derivative along stays one equation.
     """
     equations: list[tuple[Any, list[Any], list[Any]]] = []
 
@@ -444,7 +336,8 @@ def flat_equations(
 
         for equation in inner.eqns:
             inputs = [value_of(x) for x in equation.invars]
-            called = nested_call(equation)
+            has_rule = keeps_rules and equation.primitive.name.startswith("custom_")
+            called = None if has_rule else nested_call(equation)
             if called is None:
                 outputs = [_Value(x.aval) for x in equation.outvars]
                 equations.append((equation, inputs, list(outputs)))
@@ -501,8 +394,11 @@ _SAME_NUMBERS = (
 
 
 def _has_unit_slope(closed: ClosedJaxpr) -> bool:
-    """Whether the result is the score plus something that does not depend on it, or -inf, and nothing else."""
-    equations, results = flat_equations(closed)
+    """Whether the result is the score plus something that does not depend on it, or -inf, and nothing else.
+
+    Not where the score goes through a function that brings its derivative along: what that computes does not say.
+    """
+    equations, results = flat_equations(closed, keeps_rules=True)
     score = closed.jaxpr.invars[0]
     shifted = {score}  # the score plus something, or -inf
     dependent = {score}

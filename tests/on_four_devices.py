@@ -745,6 +745,54 @@ def score_functions_know_entries_and_heads_of_the_whole_problem(backend: str) ->
     close(jax.jit(by_shards)(*arrays[:3], table, gain), whole)
 
 
+def of_a_shard(name: str, table: Any, row: Any) -> Callable[..., Any]:
+    """Closes over a table (1, N, T), which varies over the mesh, and a row (T,), which does not."""
+    functions: dict[str, Callable[..., Any]] = {
+        "read": lambda s, b, h, q, k: jax.jit(lambda s: s + table[b, h, k] * row[q])(s),
+        "computed": lambda s, b, h, q, k: s + jax.nn.softmax(table[0], -1)[h, k] * row[q],
+        "branches": lambda s, b, h, q, k: jax.lax.cond(
+            q > k, lambda: s + table[b, h, k], lambda: s - row[q]
+        ),
+        "loop": lambda s, b, h, q, k: jax.lax.fori_loop(
+            0, 3, lambda i, x: x + jnp.sin(x) * table[b, h, i], s
+        ),
+        "rules": lambda s, b, h, q, k: jax.nn.relu(s + table[b, h, k]) + jax.nn.silu(row[q]),
+    }
+    return functions[name]
+
+
+@check
+def score_functions_close_over_what_varies_over_the_mesh(backend: str) -> None:
+    q, k, v = drawn(backend)[:3]
+    table, row = normal(7, 4, 4, 40), normal(8, 40)
+    local = mesh((4,), "data")
+    spec = PartitionSpec("data")
+    kernels = ["read", "computed", "branches", "rules"]
+    for name in [*kernels, "loop"] if backend == "xla" else kernels:
+
+        def run(q: Any, table: Any, row: Any, k: Any, v: Any, name: str = name) -> Any:
+            return jattn.dot_product_attention(
+                q, k, v, score_mod=of_a_shard(name, table, row), implementation=backend
+            )
+
+        def whole(*arrays: Any, run: Any = run) -> Any:
+            mapped = jax.shard_map(
+                run, mesh=local, in_specs=(spec, spec, PartitionSpec(), spec, spec), out_specs=spec
+            )
+            return (mapped(*arrays).astype(jnp.float32) ** 2).sum()
+
+        def one_by_one(q: Any, table: Any, row: Any, k: Any, v: Any, run: Any = run) -> Any:
+            parts = [
+                run(q[i : i + 1], table[i : i + 1], row, k[i : i + 1], v[i : i + 1])
+                for i in range(4)
+            ]
+            return (jnp.concatenate(parts).astype(jnp.float32) ** 2).sum()
+
+        arrays = (q, table, row, k, v)
+        got = jax.jit(jax.value_and_grad(whole, (0, 1, 2)))(*arrays)
+        close(got, jax.value_and_grad(one_by_one, (0, 1, 2))(*arrays), sums=4 * 40)
+
+
 @check
 def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(16):

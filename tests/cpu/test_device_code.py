@@ -206,8 +206,16 @@ ROWS = np.ones((4, 6), np.float32)
 REFUSED = [
     ("PRIMITIVE", "lgamma", lambda s, b, h, q, k: lax.lgamma(s)),
     ("PRIMITIVE", "while", lambda s, b, h, q, k: s + lax.fori_loop(0, q, lambda i, x: x + i, 0)),
-    ("PRIMITIVE", "cond", lambda s, b, h, q, k: lax.cond(q > k, lambda: s, lambda: 2 * s)),
-    ("PRIMITIVE", "random_bits", lambda s, b, h, q, k: s + jax.random.uniform(jax.random.key(0))),
+    (
+        "PRIMITIVE",
+        "while",
+        lambda s, b, h, q, k: lax.while_loop(lambda x: x < k, lambda x: x + 1, s),
+    ),
+    (
+        "PRIMITIVE",
+        "random_bits",
+        lambda s, b, h, q, k: s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), q)),
+    ),
     ("PRIMITIVE", "nextafter", lambda s, b, h, q, k: s + lax.nextafter(jnp.float32(q), 9.0)),
     ("CAPTURE_ACCESS", "reduce_sum", lambda s, b, h, q, k, x: s + jnp.sum(x[h])),
     ("CAPTURE_ACCESS", "reduce_max", lambda s, b, h, q, k, x: s - jnp.max(x[q])),
@@ -265,10 +273,9 @@ def test_captures_of_other_types() -> None:
     program, _ = trace(
         lambda s, b, h, q, k, x, y: s + x[q].astype(s.dtype) + y[k].real, captures, 2
     )
-    assert [x[:2] for x in refusals(program)][:2] == [
-        ("CAPTURE_ACCESS", "float8_e4m3fn[3]"),
-        ("CAPTURE_ACCESS", "complex64[3]"),
-    ]
+    found = [x[:2] for x in refusals(program)]
+    assert found[0] == ("CAPTURE_ACCESS", "float8_e4m3fn[3]")
+    assert ("PRIMITIVE", "complex") in found  # of the two parts, which are captures of float32
 
 
 def with_constants(table: F32) -> ScoreProgram:

@@ -109,17 +109,12 @@ def test_derivatives_by_elements(library: ctypes.CDLL, number: int) -> None:
     scores = np.random.default_rng(1).normal(scale=3, size=len(INDICES)).astype(np.float32)
     got = sums(library, number, scores, captures, num_elements(program, flags))
 
-    # Narrow captures as float32, whose gradients are not rounded.
-    wide = [
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)) if flag else x
-        for x, flag in zip(captures, flags, strict=True)
-    ]
-    floats = [x for x, flag in zip(wide, flags, strict=True) if flag]
+    floats = [x for x, flag in zip(captures, flags, strict=True) if flag]
 
     def value(floats: list[Any], score: Any, index: Any) -> Any:
         rest = iter(floats)
-        own = [next(rest) if flag else x for x, flag in zip(wide, flags, strict=True)]
-        return program.widened(score, *index, *own).astype(jnp.float32)
+        own = [next(rest) if flag else x for x, flag in zip(captures, flags, strict=True)]
+        return program(score, *index, *own).astype(jnp.float32)
 
     with jax.enable_x64(case.x64):
         # Forward: reverse mode drops what was read through an index that promised to be within bounds, and was not.

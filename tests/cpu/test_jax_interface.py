@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.interpreters import mlir
 
+from jattn.jax_interface import equations
+
 PIECES = {
     "jax.interpreters.ad": (
         "Zero",
@@ -17,6 +19,7 @@ PIECES = {
         "primitive_transposes",
     ),
     "jax.interpreters.batching": ("primitive_batchers",),
+    "jax.interpreters.partial_eval": ("dce_jaxpr",),
     "jax.interpreters.mlir": (
         "LoweringRuleContext",
         "ModuleContext",
@@ -52,6 +55,15 @@ def test_jax_still_has(module: str, name: str) -> None:
 
 def test_types_tell_manual_axes() -> None:
     assert jax.typeof(jnp.zeros(())).manual_axis_type.varying == frozenset()
+
+
+def test_calls_of_functions_with_rules_hold_these() -> None:
+    jaxpr = jax.make_jaxpr(jax.nn.relu)(1.0).jaxpr
+    (call,) = (x for x, _, _ in equations(jaxpr) if x.primitive.name == "custom_jvp_call")
+    assert {"call_jaxpr", "jvp_jaxpr_fun", "num_consts"} <= set(call.params)
+    traced, constants, is_zero = call.params["jvp_jaxpr_fun"].call_wrapped(False)
+    assert len(traced.invars) == 2
+    assert (len(constants), is_zero) == (0, [False])
 
 
 def test_user_context_has_a_global_value() -> None:

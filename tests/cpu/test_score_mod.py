@@ -350,6 +350,78 @@ def test_F112_vmap_of_vmap_and_checkpoint() -> None:
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_F112_vmap_over_no_element(backend: str, axes: tuple[int | None, int | None]) -> None:
+    q, table = (
+        jnp.zeros((0, *x.shape), x.dtype) if axis == 0 else x
+        for x, axis in zip((qkv()[0], captured()[0]), axes, strict=True)
+    )
+    _, k, v = qkv()
+    ids = captured()[1]
+
+    def run(q: Array, table: Array) -> Array:
+        return attend(q, k, v, with_table(table, ids), implementation=backend)
+
+    def grads(q: Array, table: Array) -> tuple[Array, Array]:
+        return jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1))(q, table)
+
+    def moved(q: Array, table: Array) -> Array:
+        return jax.jvp(grads, (q, table), (q, table))[1]
+
+    of_q, of_table = (0, 2, 24, 2, 8), (0, 2, 24)
+    assert jax.jit(jax.vmap(run, axes))(q, table).shape == of_q
+    for function in (grads, moved):
+        found = jax.jit(jax.vmap(function, axes))(q, table)
+        assert [x.shape for x in found] == [of_q, of_table]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 4, 0, 2), (2, 4, 4, 0)])
+def test_gradients_of_captures_that_no_pair_reads(
+    backend: str, sizes: tuple[int, int, int, int]
+) -> None:
+    batch, q_len, kv_len, heads = sizes
+    q, k = jnp.ones((batch, q_len, heads, 8)), jnp.ones((batch, kv_len, heads, 8))
+
+    def loss(table: Array) -> Array:
+        return attend(q, k, k, lambda s, b, h, q, k: s * table[h], implementation=backend).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(3)), 0)
+
+
+@pytest.mark.parametrize("symbolic", [("b", "3"), ("2", "n"), ("b", "n")])
+def test_exported_with_mapped_captures_and_symbolic_extents(symbolic: tuple[str, str]) -> None:
+    """Of the batch, of the mapped axis, or of both."""
+    q, k, v = (normal(seed, 3, 2, 8, 2, 4) for seed in range(3))
+    table = normal(4, 3, 2, 8)
+
+    def grads(q: Array, k: Array, v: Array, table: Array) -> Array:
+        def loss(q: Array, table: Array) -> Array:
+            def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+                return s * table[h, k] + b * table[h, q]
+
+            return (attend(q, k, v, score_mod, implementation="xla") ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(q, table)
+
+    run = jax.jit(jax.vmap(grads))
+    of_batch, mapped = symbolic
+    scope = jax.export.SymbolicScope()
+    qkv_shape, table_shape = (
+        jax.export.symbolic_shape(text, scope=scope)
+        for text in (f"{mapped}, {of_batch}, 8, 2, 4", f"{mapped}, 2, 8")
+    )
+    types = [
+        *[jax.ShapeDtypeStruct(qkv_shape, jnp.float32)] * 3,
+        jax.ShapeDtypeStruct(table_shape, jnp.float32),
+    ]
+    exported = jax.export.export(run)(*types)
+    got, want = exported.call(q, k, v, table), run(q, k, v, table)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str) -> None:
     """Ones: the sum of a gradient's terms over many tiles is exact in float32, and far off in 16 bits."""
@@ -610,6 +682,34 @@ def test_slopes_that_are_one() -> None:
     for name, function in (units | others).items():
         program, _ = trace(function, (), 2)
         assert program.has_unit_slope == (name in units), name
+        mapped = program.mapped(3, [True] * len(program.captures))
+        assert mapped.has_unit_slope == (name in units), name
+
+
+@jax.custom_jvp
+def _shifted(x: Array) -> Array:
+    return x + 1
+
+
+_shifted.defjvp(lambda x, t: (x[0] + 1, 3 * t[0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slopes_of_functions_with_rules(backend: str) -> None:
+    """What such a function does to the score says nothing about its derivative; of a table it does not matter."""
+    q, k, v = qkv()
+    table = normal(0, 2)
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(q >= k, jax.jit(_shifted)(s) + table[h], -jnp.inf)
+
+    assert not trace(score_mod, (), 2)[0].has_unit_slope
+    assert trace(lambda s, b, h, q, k: s + _shifted(table[h]), (), 2)[0].has_unit_slope
+    dout = normal(3, *q.shape)
+    got = gradients(lambda *x: attend(*x, score_mod, implementation=backend), (q, k, v), dout)
+    want = gradients(lambda *x: dense(*x, score_mod)[0], (q, k, v), dout)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["identity", "causal", "bias", "cap", "slopes"])

@@ -20,6 +20,12 @@ constexpr int64_t kLeastReadersOfPacked = 3;
 // A chunk of the backward pass reads K and V and writes dk and dv once.
 constexpr int64_t kLeastChunkTiles = 4;
 
+// Parts of the gradients of captures: as many as keep 64 cores busy, within what they may take. Each is cleared once and read
+// once, which shall stay little beside a step for each pair.
+constexpr int64_t kMostCaptureParts = 64;
+constexpr int64_t kMostCaptureBytes = int64_t{128} << 20;
+constexpr int64_t kPairsPerPartElement = 2;
+
 constexpr int64_t kAlignment = 64;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -111,7 +117,7 @@ ForwardPlan plan_forward(const Problem& problem, bool in_planes) {
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes) {
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes, int64_t capture_elements) {
   BackwardPlan plan{};
   const int64_t groups = problem.batch * problem.num_kv_heads;
   const int64_t query_rows = problem.batch * problem.num_heads * problem.q_len;
@@ -151,6 +157,15 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
     if (!plan.writes_dbias_once) plan.chain_distance = 1;
   }
 
+  plan.capture_elements = capture_elements;
+  if (capture_elements > 0) {
+    const int64_t pairs = query_rows * problem.kv_len;
+    const int64_t by_bytes = kMostCaptureBytes / static_cast<int64_t>(sizeof(double)) / capture_elements;
+    // Rounded up: a batch takes no more than its entries, each alone, would.
+    const int64_t by_pairs = ceil_div(pairs, kPairsPerPartElement * capture_elements);
+    plan.capture_parts = std::max<int64_t>(1, std::min({kMostCaptureParts, plan.num_tasks, by_bytes, by_pairs}));
+  }
+
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
@@ -178,6 +193,7 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
   // Little, and taken always: the size is asked for before it is known whether there are slopes.
   plan.slope_parts_offset = arena.take(problem.batch * problem.num_heads * plan.num_chunks * plan.kv_tiles *
                                        static_cast<int64_t>(sizeof(double)));
+  plan.capture_parts_offset = arena.take(plan.capture_parts * capture_elements * static_cast<int64_t>(sizeof(double)));
   plan.scratch_bytes = arena.size_bytes;
   return plan;
 }

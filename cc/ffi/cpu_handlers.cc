@@ -90,21 +90,27 @@ ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pa
   }
 }
 
-// Finds the score function of the plan, if the problem has one.
-ffi::Error find_score_function(const ffi::Dictionary& plan, Problem& problem) {
-  if (!problem.score_mod) return ffi::Error::Success();
-  const auto text = plan.get<std::string_view>("program");
+// Finds a program that the plan has by this name, and which the problem wants.
+ffi::Error find_program(const ffi::Dictionary& plan, const char* name, const Problem& problem,
+                        const cpu::Program*& program) {
+  const auto text = plan.get<std::string_view>(name);
   if (!text.has_value()) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: the problem has a score function, but attribute plan.program is missing or is not text");
+                      std::string("jattn: the problem has a score function, but attribute plan.") + name +
+                          " is missing or is not text");
   }
   try {
-    problem.program = &cpu::find_program(*text);
-    cpu::check_captures(problem);
+    program = &cpu::find_program(*text);
+    cpu::check_captures(problem, *program);
   } catch (const Error& error) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("jattn: ") + error.what());
   }
   return ffi::Error::Success();
+}
+
+// Finds the score function of the plan, if the problem has one.
+ffi::Error find_score_function(const ffi::Dictionary& plan, Problem& problem) {
+  return problem.score_mod ? find_program(plan, "program", problem, problem.program) : ffi::Error::Success();
 }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -130,10 +136,9 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
   if (buffers.dcaptures != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: dcaptures is wanted of the CPU kernel, which leaves that to XLA");
+    if (ffi::Error error = find_program(plan, "gradients", *problem, problem->gradients); error.failure()) return error;
   }
-  return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
+  return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr, buffers.dcaptures_elements),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });
 }
 

@@ -108,7 +108,7 @@ def _gradients(
     code = Code()
     indices = _index_range(by_position=by_position)
     reads = device_gradients.reads(code, program, wanted, indices, program.dtype)
-    steps = _Steps(code)
+    steps = _Steps(code, head="U")
     for x in code.live([x for read in reads for x in (read.place, read.derivative)]):
         steps.of(x)
     # A place that many pairs share is not spread: what they add to it is added up first.
@@ -169,13 +169,17 @@ def _lane_bytes(dtype: str) -> int:
 
 
 class _Steps:
-    """The steps that make scalars; equal ones are made once."""
+    """The steps that make scalars; equal ones are made once.
 
-    def __init__(self, code: Code) -> None:
+    ``head``: the section of that argument.
+    """
+
+    def __init__(self, code: Code, head: str = "Q") -> None:
         self._code = code
         self._of: dict[Scalar, _Step] = {}
         self._known: dict[Any, _Step] = {}
-        self._arguments = {name: _Step(name, section, 4) for name, section in _ARGUMENTS.items()}
+        sections = {**_ARGUMENTS, "head": head}
+        self._arguments = {name: _Step(name, section, 4) for name, section in sections.items()}
         self.made: list[_Step] = []
 
     def of(self, x: Scalar) -> _Step:

@@ -32,7 +32,7 @@ class BackwardPass {
         dv_parts_(at<Acc>(scratch, plan.dv_offset)),
         dbias_(problem, plan, buffers.dbias, static_cast<char*>(scratch)),
         dslopes_(problem, plan, buffers.dslopes, at<double>(scratch, plan.slope_parts_offset)),
-        dcaptures_(plan, buffers.dcaptures, at<double>(scratch, plan.capture_parts_offset)),
+        dcaptures_(plan, num_units(), buffers.dcaptures, at<double>(scratch, plan.capture_parts_offset)),
         milestones_(at<int64_t>(scratch, plan.milestones_offset), 2 * num_groups() + 2),
         places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
@@ -99,7 +99,6 @@ class BackwardPass {
  private:
   struct Task {
     int64_t batch, kv_head, chunk, kv_tile;
-    int64_t index;  // of the task that owns it
   };
 
   template <typename T>
@@ -108,15 +107,16 @@ class BackwardPass {
   }
 
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
+  int64_t num_units() const { return num_groups() * plan_.num_chunks; }
 
   static constexpr int64_t kMostKeyTiles = 4;
 
   // Tiles of keys that a task owns: queries, dout and dq are fetched once for all of them, which is what a long pass
-  // waits for. The sums of dq are the same for any number; those of a dbias that heads share, and of captures, are not.
+  // waits for. The sums of dq are the same for any number; those of a dbias that heads share are not.
   int64_t key_tiles_per_task(int64_t num_threads, bool shares_heads) const {
     constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
     constexpr int64_t kMostBytes = 9 << 17;  // of what is kept of the keys, beside a tile of queries in a cache
-    if (dbias_.needs_order() || dcaptures_.is_wanted()) return 1;
+    if (needs_order_over_heads()) return 1;
     const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
     const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
     // A head that a thread has packed for itself stays in its cache, if it is small and what is kept of the keys leaves
@@ -124,12 +124,17 @@ class BackwardPass {
     constexpr int64_t kSmallHeadBytes = 1 << 20, kKeyTilesOfSmallHead = 2;
     const int64_t head_bytes = group_ * plan_.query_tiles * static_cast<int64_t>(sizeof(Acc)) *
                                (plan_.query_tile_len + plan_.dout_tile_len + kTile * plan_.row_len);
-    const int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    if (dcaptures_.is_wanted()) most = min_of(most, dcaptures_.separate_tiles());
     return max_of(1, min_of(most, min_of(by_tasks, by_bytes)));
   }
-  // The first heads are differentiated by one thread each, unless a dbias, or captures, want an order over all heads.
+  // Whether different heads add to the same place.
+  bool needs_order_over_heads() const {
+    return dbias_.needs_order() || (dcaptures_.is_wanted() && dcaptures_.separate_tiles() == 0);
+  }
+  // The first heads are differentiated by one thread each, unless there is an order over all heads.
   int64_t own_heads_for(int64_t num_threads) const {
-    if (plan_.num_chunks > 1 || dbias_.needs_order() || dcaptures_.is_wanted()) return 0;
+    if (plan_.num_chunks > 1 || needs_order_over_heads()) return 0;
     return heads_of_one_thread(num_groups(), num_threads, group_ * plan_.query_tiles * plan_.kv_tiles,
                                has_lengths(problem_));
   }
@@ -266,12 +271,22 @@ class BackwardPass {
       return digit;
     };
     Task task{};
-    task.index = index;
     task.kv_head = next(problem_.num_kv_heads);
     task.batch = next(problem_.batch);
     task.chunk = next(plan_.num_chunks);
     task.kv_tile = index * key_tiles_;
     return task;
+  }
+
+  // Of its first tile of keys, as parts of the gradients of captures count them.
+  int64_t tile_index(const Task& task) const {
+    const int64_t unit = (task.chunk * problem_.batch + task.batch) * problem_.num_kv_heads + task.kv_head;
+    return task.kv_tile * num_units() + unit;
+  }
+  // Until the one before it has been added to the part of the gradients of captures that this one is added to.
+  void wait_for_tile_before(const Task& task) const {
+    const int64_t before = dcaptures_.tile_before(tile_index(task));
+    if (before >= 0) convoy_.wait_for_end(before / num_units() / key_tiles_ * num_units() + before % num_units());
   }
 
   struct Tiles {
@@ -351,6 +366,7 @@ class BackwardPass {
       const int64_t first_head = task.batch * problem_.num_heads + task.kv_head * group_;
       for (int64_t g = 0; g < group_; ++g) dslopes_.part(first_head + g, task.chunk, task.kv_tile) = 0;
     }
+    if (dcaptures_.is_wanted() && dcaptures_.tile_before(tile_index(task)) < 0) dcaptures_.clear_part(tile_index(task));
   }
 
   // `place`: of the packed tiles of its head, which other threads prepare where it is shared. Returns the tiles of keys done.
@@ -395,8 +411,6 @@ class BackwardPass {
     if (is_shared) milestones_.wait(prepared(group), group_ * plan_.query_tiles);
     milestones_.wait(dbias_cleared(), dbias_.num_pieces());
 
-    if (dcaptures_.is_wanted() && dcaptures_.task_before(index) < 0) dcaptures_.clear_part(index);
-
     // Last queries first: with a causal band the tasks then start at the same tile, one after the other. A step is one
     // tile of one head, counted from the end of the chunk.
     for (int64_t tile = range.end; tile-- > range.first;) {
@@ -426,8 +440,8 @@ class BackwardPass {
         dbias_.add_column_sums(sequence, task.kv_head * group_ + g, keys, tiles.column_sums + g * kTile);
       }
     }
-    // The next task of this part waits for this one alone.
-    if (dcaptures_.is_wanted()) convoy_.wait_for_end(dcaptures_.task_before(index));
+    // Even if it added nothing: the next one of a part waits for this one alone.
+    for (int64_t i = 0; i < num_key_tiles && dcaptures_.is_wanted(); ++i) wait_for_tile_before(key_tiles[i].task);
     convoy_.finish(index);
     for (int64_t i = 0; i < num_key_tiles; ++i) {
       products[i].finish(key_tiles[i].keys.count);
@@ -558,8 +572,8 @@ class BackwardPass {
     }
 
     if (dcaptures_.is_wanted()) {
-      convoy_.wait_for_end(dcaptures_.task_before(task.index));
-      tiles.program.add_gradients(sequence, rows, keys, tiles.score, tiles.dp, dcaptures_.part(task.index),
+      wait_for_tile_before(task);
+      tiles.program.add_gradients(sequence, rows, keys, tiles.score, tiles.dp, dcaptures_.part(tile_index(task)),
                                   dcaptures_.num_elements());
     }
     if (tiles.program_slope != nullptr) multiply_ds(rows.count, tiles.program_slope, tiles.dp);

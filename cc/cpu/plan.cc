@@ -20,11 +20,10 @@ constexpr int64_t kLeastReadersOfPacked = 3;
 // A chunk of the backward pass reads K and V and writes dk and dv once.
 constexpr int64_t kLeastChunkTiles = 4;
 
-// Parts of the gradients of captures: as many as keep 64 cores busy, within what they may take. Each is cleared once and read
-// once, which shall stay little beside a step for each pair.
-constexpr int64_t kMostCaptureParts = 64;
+// What the parts of the gradients of captures may take. Each element of a part is cleared once and read once, which shall stay
+// little beside the pairs.
 constexpr int64_t kMostCaptureBytes = int64_t{128} << 20;
-constexpr int64_t kPairsPerPartElement = 2;
+constexpr int64_t kLeastPairsOfElement = 2;
 
 constexpr int64_t kAlignment = 64;
 
@@ -32,6 +31,19 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
 
 int64_t accumulator_bytes(const Problem& problem) { return problem.dtype == DType::kF64 ? 8 : 4; }
+
+// In how many parts tasks add up the gradients of captures. If there can be, some for the tiles of keys of each head and chunk,
+// which then wait for one another alone; at least so many as keep the cores busy.
+int64_t capture_parts(const BackwardPlan& plan, int64_t groups, int64_t pairs) {
+  constexpr int64_t kLeastParts = 2;
+  const int64_t by_bytes = kMostCaptureBytes / static_cast<int64_t>(sizeof(double)) / plan.capture_elements;
+  const int64_t by_pairs = ceil_div(pairs, kLeastPairsOfElement * plan.capture_elements);
+  const int64_t most = std::max<int64_t>(1, std::min(by_bytes, by_pairs));
+  const int64_t units = groups * plan.num_chunks;
+  if (most < units || units == 0) return most;
+  const int64_t wanted = std::max(kLeastParts, ceil_div(kWantedTasks / 2, units));
+  return units * std::min({most / units, wanted, plan.kv_tiles});
+}
 
 // Hands out consecutive aligned ranges.
 struct Arena {
@@ -158,13 +170,7 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
   }
 
   plan.capture_elements = capture_elements;
-  if (capture_elements > 0) {
-    const int64_t pairs = query_rows * problem.kv_len;
-    const int64_t by_bytes = kMostCaptureBytes / static_cast<int64_t>(sizeof(double)) / capture_elements;
-    // Rounded up: a batch takes no more than its entries, each alone, would.
-    const int64_t by_pairs = ceil_div(pairs, kPairsPerPartElement * capture_elements);
-    plan.capture_parts = std::max<int64_t>(1, std::min({kMostCaptureParts, plan.num_tasks, by_bytes, by_pairs}));
-  }
+  if (capture_elements > 0) plan.capture_parts = capture_parts(plan, groups, query_rows * problem.kv_len);
 
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);

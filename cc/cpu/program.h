@@ -113,8 +113,8 @@ struct ProgramTile {
   const int32_t* queries;  // [kTile], as the program gets them
   const int32_t* keys;     // [kTile], likewise
   void* registers;         // Program::registers_bytes, 64-byte aligned
-  // Only with kTile keys in the lanes: ds * derivative is added to sums[place] for each read of a pair of the first `lanes` lanes whose ds
-  // is not 0. Places are held to the ends of the sums.
+  // Only with kTile keys in the lanes and queries of one head, which is then of section U: ds * derivative is added to
+  // sums[place] for each read of a pair of the first `lanes` lanes whose ds is not 0. Places are held to the ends of the sums.
   const void* ds = nullptr;  // [rows][stride], float or double: gradients of the new scores
   int64_t lanes = 0;
   double* sums = nullptr;  // [num_sums], one at least

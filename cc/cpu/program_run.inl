@@ -34,7 +34,7 @@ class ProgramRun {
   void run() {
     const int64_t rows_of_block = min_of(kProgramLanes / tile_.stride, tile_.rows);
     run_section(kUniform, max_of(rows_of_block * tile_.stride, kTile));
-    load_argument(kHeadRegister, tile_.heads);
+    if (tile_.sums == nullptr) load_argument(kHeadRegister, tile_.heads);
     load_argument(kQueryRegister, tile_.queries);
     load_argument(kKeyRegister, tile_.keys);
     run_section(kOfQuery, kTile);
@@ -67,11 +67,16 @@ class ProgramRun {
 
   void load_argument(int32_t number, const int32_t* from) const { memcpy(slot(number), from, kTile * sizeof(int32_t)); }
 
+  void fill_argument(int32_t number, int32_t value) {
+    int32_t* const to = lanes_of<int32_t>(frame_, number);
+    for (int64_t i = 0; i < num_lanes(frame_); ++i) to[i] = value;
+  }
+
   void run_section(ProgramSection section, int64_t lanes) {
     frame_.lanes = lanes;
     if (section == kUniform) {
-      int32_t* const batch = lanes_of<int32_t>(frame_, kBatchRegister);
-      for (int64_t i = 0; i < num_lanes(frame_); ++i) batch[i] = tile_.batch;
+      fill_argument(kBatchRegister, tile_.batch);
+      if (tile_.sums != nullptr) fill_argument(kHeadRegister, tile_.heads[0]);
     }
     const List<Instruction>& instructions = program_.sections[section];
     for (int64_t i = 0; i < instructions.count; ++i) instructions.items[i].run[kSet](frame_, instructions.items[i]);

@@ -191,9 +191,8 @@ class Convoy {
     }
   }
 
-  // Returns when a task, if it is one, has ended.
+  // Returns when a task has ended.
   void wait_for_end(int64_t task) const {
-    if (task < 0) return;
     wait_until([&] { return __atomic_load_n(progress_ + task, __ATOMIC_ACQUIRE) == kAllSteps; });
   }
 

@@ -20,6 +20,8 @@ from jattn.errors import Reason
 from jattn.reference import Gradients
 from jattn.spec import FEATURES, FLOAT_DTYPES, Operands, Spec
 
+_ENTRIES = 64  # with so many no entry is cut into more than its heads and tiles (cc/cpu/plan.cc)
+
 
 class CpuBackend:
     """Tiled exact attention on XLA's thread pool; deterministic whatever the number of threads."""
@@ -123,5 +125,6 @@ def _scratch_shape(
     known = isinstance(spec.batch, int)
     if known:
         return (size(spec.batch),)
-    # Two entries that share a bias need sums of its gradient, which one does not.
-    return (spec.batch, max(size(1), -(-size(2) // 2)))
+    # Not always the most for one entry: two that share a bias need sums of its gradient, and with few entries there
+    # are chunks of queries in the place of parts of the gradients of captures.
+    return (spec.batch, max(-(-size(n) // n) for n in range(1, _ENTRIES + 1)))

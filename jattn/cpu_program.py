@@ -19,9 +19,9 @@ from jattn.jax_interface import ClosedJaxpr
 from jattn.score_program import ScoreProgram
 
 _MAX_REGISTERS = 1024
-_MAX_ELEMENTS = (
-    2**24
-)  # of all gradients of captures: an array of them has 128 MiB, and there are several
+# Of all gradients of captures. Of longer arrays there are so few parts (cc/cpu/plan.cc) that tasks wait for others, and
+# XLA adds up as fast.
+_MAX_ELEMENTS = 2**22
 _ARGUMENTS = {"score": "P", "batch": "U", "head": "Q", "query": "Q", "key": "K"}
 # What lanes hold of types that have none of their own.
 _LANES = {"bool": "int32", "float16": "float32", "bfloat16": "float32"}

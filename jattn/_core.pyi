@@ -139,6 +139,7 @@ def cpu_scratch_bytes(
     head_dim_v: int,
     dtype: str,
     bias_shape: Sequence[int],
+    capture_elements: int = 0,
 ) -> int:
     """Returns the bytes of scratch a pass of the CPU kernel needs. A ``bias_shape`` with a zero means no bias."""
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from jattn import device_code
+from jattn import device_code, device_gradients
 from jattn.device_scalars import FLOATS, Code, Scalar
 from jattn.jax_interface import ClosedJaxpr
 from jattn.score_program import ScoreProgram
 
 _MAX_REGISTERS = 1024
+# Of all gradients of captures. Of longer arrays there are so few parts (cc/cpu/plan.cc) that tasks wait for others, and
+# XLA adds up as fast.
+_MAX_ELEMENTS = 2**22
 _ARGUMENTS = {"score": "P", "batch": "U", "head": "Q", "query": "Q", "key": "K"}
 # What lanes hold of types that have none of their own.
 _LANES = {"bool": "int32", "float16": "float32", "bfloat16": "float32"}
@@ -77,13 +80,57 @@ def _written(program: ScoreProgram, *, by_position: bool, slope: bool) -> tuple[
     return ";".join([header, *steps.tables(), *registers.lines, ""]), registers.count
 
 
+@functools.lru_cache(maxsize=1024)
+def can_sum(program: ScoreProgram, wanted: tuple[bool, ...]) -> bool:
+    """Whether there is a ``gradients_program`` for the captures that are wanted; the program has no ``refusals``."""
+    return (
+        device_gradients.can_sum(program, wanted, program.dtype)
+        and device_gradients.num_elements(program, wanted) <= _MAX_ELEMENTS
+        and _gradients(program, wanted, by_position=True)[1] <= _MAX_REGISTERS
+    )
+
+
+def gradients_program(program: ScoreProgram, wanted: tuple[bool, ...], *, by_position: bool) -> str:
+    """Returns the text of a program that says what a pair reads, and the derivatives of its score by that.
+
+    Args:
+      program, wanted: the score function and which captures, such as ``can_sum``.
+      by_position: indices of queries and keys may be negative.
+    """
+    return _gradients(program, wanted, by_position=by_position)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _gradients(
+    program: ScoreProgram, wanted: tuple[bool, ...], *, by_position: bool
+) -> tuple[str, int]:
+    """The text, and how many registers it needs."""
+    code = Code()
+    indices = _index_range(by_position=by_position)
+    reads = device_gradients.reads(code, program, wanted, indices, program.dtype)
+    steps = _Steps(code, head="U")
+    for x in code.live([x for read in reads for x in (read.place, read.derivative)]):
+        steps.of(x)
+    # A place that many pairs share is not spread: what they add to it is added up first.
+    made = [(steps.of(x.place), steps.for_pairs(steps.of(x.derivative))) for x in reads]
+    registers = _Registers(steps.made, [x for pair in made for x in pair])
+    header = f"score {program.dtype} {registers.count} {list(_ARGUMENTS).index('score')} -1"
+    lines = [
+        f"gradient {place.section} {registers.of[place]} {registers.of[derivative]}"
+        for place, derivative in made
+    ]
+    return ";".join([header, *steps.tables(), *registers.lines, *lines, ""]), registers.count
+
+
+def _index_range(*, by_position: bool) -> tuple[int, int]:
+    return device_code.index_range(by_position=by_position, largest_index=device_code.LARGEST_INDEX)
+
+
 def _scalars(
     program: ScoreProgram, jaxpr: ClosedJaxpr, *, by_position: bool
 ) -> tuple[Code, list[Scalar]]:
     code = Code()
-    indices = device_code.index_range(
-        by_position=by_position, largest_index=device_code.LARGEST_INDEX
-    )
+    indices = _index_range(by_position=by_position)
     arguments = device_code.arguments_of(code, program, indices, program.dtype)
     results = device_code.evaluated(code, jaxpr, arguments)
     return code, [code.convert(x.at(()), program.dtype) for x in results]
@@ -122,13 +169,17 @@ def _lane_bytes(dtype: str) -> int:
 
 
 class _Steps:
-    """The steps that make scalars; equal ones are made once."""
+    """The steps that make scalars; equal ones are made once.
 
-    def __init__(self, code: Code) -> None:
+    ``head``: the section of that argument.
+    """
+
+    def __init__(self, code: Code, head: str = "Q") -> None:
         self._code = code
         self._of: dict[Scalar, _Step] = {}
         self._known: dict[Any, _Step] = {}
-        self._arguments = {name: _Step(name, section, 4) for name, section in _ARGUMENTS.items()}
+        sections = {**_ARGUMENTS, "head": head}
+        self._arguments = {name: _Step(name, section, 4) for name, section in sections.items()}
         self.made: list[_Step] = []
 
     def of(self, x: Scalar) -> _Step:

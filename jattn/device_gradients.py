@@ -1,4 +1,5 @@
-"""The gradients of what a score function reads, as C++: members that ``device_code`` adds to ``struct ScoreProgram``.
+"""The gradients of what a score function reads: the elements, and derivatives by them; and these as C++, members that
+``device_code`` adds to ``struct ScoreProgram``.
 
 A pair adds ds * d score' / d element to the gradient of each element that it read. The derivative of the program along
 its captures is JAX's, and linear in their tangents, which it reads where the program reads the captures: with the
@@ -7,10 +8,13 @@ tangent of one element 1 and all others nil it is d score' / d element.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
+
+import jax.numpy as jnp
 
 from jattn.device_arrays import Array, Index, index_arithmetic
 from jattn.device_code import (
@@ -27,26 +31,45 @@ from jattn.device_text import assignments
 from jattn.score_program import Capture, ScoreProgram
 
 MAX_READS = 8  # for a pair; a kernel keeps an index and a sum for each
-_TYPES = ("float16", "bfloat16", "float32")  # their gradients are added up in float32
 _LARGEST_EXTENT = limits("int32")[1]
 
 _Read = tuple[int, Index]
 
 
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """An element that a pair reads.
+
+    Attributes:
+      capture: the number of its array.
+      place: an int32, where its gradient is in the array of all that are wanted.
+      derivative: d score' / d element.
+    """
+
+    capture: int
+    place: Scalar
+    derivative: Scalar
+
+
 @functools.lru_cache(maxsize=1024)
-def can_sum(program: ScoreProgram, wanted: tuple[bool, ...]) -> bool:
-    """Whether ``gradient_code`` can be written for the captures that are wanted; the program has no ``refusals``."""
+def can_sum(program: ScoreProgram, wanted: tuple[bool, ...], dtype: str = "float32") -> bool:
+    """Whether there are ``reads`` of the captures that are wanted, few enough; the program has no ``refusals``.
+
+    ``dtype``: what the score comes in, and gradients come back in.
+    """
     types = [c for c, flag in zip(program.captures, wanted, strict=True) if flag]
     if not all(isinstance(n, int) for c in types for n in c.shape):  # symbolic, while exporting
         return False
-    if any(c.dtype not in _TYPES for c in types) or num_elements(program, wanted) > _LARGEST_EXTENT:
+    if any(jnp.promote_types(c.dtype, dtype) != dtype for c in types):
+        return False
+    if num_elements(program, wanted) > _LARGEST_EXTENT:
         return False
     if refused_operations(program.jvp_jaxpr):
         return False
     # With indices in a narrow range fewer elements may be read.
     indices = index_range(by_position=True, largest_index=LARGEST_INDEX)
     try:
-        return 0 < len(_derivatives(Code(), program, wanted, indices)) <= MAX_READS
+        return 0 < len(_derivatives(Code(), program, wanted, indices, dtype)) <= MAX_READS
     except (TooLongError, RecursionError):
         return False
 
@@ -67,6 +90,30 @@ def num_elements(program: ScoreProgram, wanted: tuple[bool, ...]) -> int:
     return offsets(program, wanted)[-1]
 
 
+def reads(
+    code: Code,
+    program: ScoreProgram,
+    wanted: tuple[bool, ...],
+    indices: tuple[int, int],
+    dtype: str = "float32",
+) -> list[Read]:
+    """What a pair reads of the captures that are wanted, where a derivative is not nil.
+
+    Args:
+      code: makes the scalars.
+      program, wanted: such as ``can_sum``.
+      indices: the range of queries and keys, in which less may be read.
+      dtype: what the score comes in, and derivatives are.
+    """
+    starts = offsets(program, wanted)
+    found = []
+    for (number, index), derivative in _derivatives(code, program, wanted, indices, dtype).items():
+        flat = _flat(code, program.captures[number], index)
+        place = index_arithmetic(code, "add", flat, starts[number])
+        found.append(Read(number, code.convert(place, "int32"), code.convert(derivative, dtype)))
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def gradient_code(
     program: ScoreProgram,
@@ -81,30 +128,20 @@ def gradient_code(
     """
     code = Code()
     indices = index_range(by_position=by_position, largest_index=largest_index)
-    found = _derivatives(code, program, wanted, indices)
-    starts = offsets(program, wanted)
-    places = [
-        index_arithmetic(code, "add", _flat(code, program.captures[number], index), starts[number])
-        for number, index in found
-    ]
-    derivatives = [code.convert(x, "float32") for x in found.values()]
-    numbers = [number for number, _ in found]
+    found = reads(code, program, wanted, indices)
     if not found:  # nothing is read within these indices; a table has an element
-        numbers, places, derivatives = (
-            [0],
-            [code.constant("int32", 0)],
-            [code.constant("float32", 0)],
-        )
-    count = len(places)
-    lines, names = assignments(code, [*(code.convert(x, "int32") for x in places), *derivatives])
+        found = [Read(0, code.constant("int32", 0), code.constant("float32", 0))]
+    count = len(found)
+    places = [x.place for x in found]
+    lines, names = assignments(code, [*places, *(x.derivative for x in found)])
     reaches = [_reach(x) for x in places]
     more = (
         "",
         f"static constexpr int kReads = {count};  // of a pair",
         "// Where the gradient of a capture ends in the array of all.",
-        *_table("int capture_end(int capture)", starts[1:]),
+        *_table("int capture_end(int capture)", offsets(program, wanted)[1:]),
         "// Which capture a read is of, and what decides about its place.",
-        *_table("int read_capture(int read)", numbers),
+        *_table("int read_capture(int read)", [x.capture for x in found]),
         *_table("program::Reach read_reach(int read)", reaches),
         "",
         "// Places of what a pair reads in the array of all gradients, and the derivatives of the score by it.",
@@ -130,11 +167,15 @@ def _table(declaration: str, values: list[int] | list[str]) -> list[str]:
 
 
 def _derivatives(
-    code: Code, program: ScoreProgram, wanted: tuple[bool, ...], indices: tuple[int, int]
+    code: Code,
+    program: ScoreProgram,
+    wanted: tuple[bool, ...],
+    indices: tuple[int, int],
+    dtype: str,
 ) -> dict[_Read, Scalar]:
     """d score' / d element of each element that a pair reads of the captures that are wanted, where it is not nil."""
-    arguments = arguments_of(code, program, indices)
-    reads: dict[_Read, None] = {}
+    arguments = arguments_of(code, program, indices, dtype)
+    elements: dict[_Read, None] = {}
 
     def tangent(of_element: Callable[[_Read, str], Scalar]) -> Scalar:
         """The tangent of the score for given ones of elements."""
@@ -154,12 +195,12 @@ def _derivatives(
         return results[1].at(())
 
     def note(read: _Read, dtype: str) -> Scalar:
-        reads.setdefault(read)
+        elements.setdefault(read)
         return code.constant(dtype, 1)
 
     tangent(note)
     found: dict[_Read, Scalar] = {}
-    for read in reads:
+    for read in elements:
 
         def only(other: _Read, dtype: str, read: _Read = read) -> Scalar:
             return code.constant(dtype, 1) if other == read else code.nil(dtype)

@@ -158,7 +158,7 @@ def backward(
         strict=True,
     )
     results = [shape if wanted else (0,) for shape, wanted in of_wanted]
-    dtypes = (*[spec.dtype] * 3, spec.bias_dtype or spec.dtype, spec.lse_dtype, "float32")
+    dtypes = (*[spec.dtype] * 3, spec.bias_dtype or spec.dtype, *[spec.lse_dtype] * 2)
     arrays = (
         *operands.flat()[:3],
         *(residuals.out, residuals.lse, residuals.dout),

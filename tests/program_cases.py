@@ -828,6 +828,32 @@ def expected(
         return np.asarray(values), np.asarray(jax.vmap(jax.grad(value))(scores, columns))
 
 
+def derivatives_by_elements(
+    case: Case, program: ScoreProgram, captures: Sequence[jax.Array], scores: F32
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """d score' / d element by JAX, of all captures that are floats, one after the other: (pairs, elements); and the
+    unit in the last place that each is exact to.
+    """
+    is_float = [c.is_float for c in program.captures]
+    floats = [x for x, flag in zip(captures, is_float, strict=True) if flag]
+
+    def value(floats: list[Any], score: Any, index: Any) -> Any:
+        rest = iter(floats)
+        own = [next(rest) if flag else x for x, flag in zip(captures, is_float, strict=True)]
+        return program(score, *index, *own).astype(jnp.float32)
+
+    with jax.enable_x64(case.x64):
+        # Forward: reverse mode drops what was read through an index that promised to be within bounds, and was not.
+        by_elements = jax.vmap(jax.jacfwd(value), (None, 0, 0))
+        gradients = by_elements(floats, scores, tuple(INDICES.T))
+    flat = [np.asarray(g, np.float64).reshape(len(scores), -1) for g in gradients]
+    found = np.concatenate(flat, 1)
+    unit = np.spacing(np.maximum(np.abs(found), 1).astype(np.float32)).astype(np.float64)
+    # Operations in 16 bits round derivatives as they round values: to 8 or 11 bits of 24.
+    types = {c.dtype for c in program.captures}
+    return found, unit * (2**16 if "bfloat16" in types else 2**13 if "float16" in types else 1)
+
+
 def assert_close(got: F32, want: F32, ulps: int) -> None:
     with np.errstate(all="ignore"):
         error = np.abs(got.astype(np.float64) - want) / np.spacing(

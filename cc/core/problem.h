@@ -106,7 +106,8 @@ struct Problem {
   const int32_t* head_ids = nullptr;                 // [N]
   std::array<const void*, kMaxCaptures> captures{};  // arrays that it reads, of types and shapes that it knows
   std::array<int64_t, kMaxCaptures> capture_bytes{};
-  const cpu::Program* program = nullptr;  // on CPUs: the function (cpu/program.h)
+  const cpu::Program* program = nullptr;    // on CPUs: the function (cpu/program.h)
+  const cpu::Program* gradients = nullptr;  // on CPUs: what it reads, and its derivatives by that
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };
@@ -129,7 +130,8 @@ struct BackwardBuffers {
   void* dbias = nullptr;       // shape, strides and dtype of the bias; summed over its broadcast axes
   void* dslopes = nullptr;     // [B, N, dslopes_parts], dtype of lse: of alibi_slopes, in parts to be added up
   int64_t dslopes_parts = 0;   // tiles of queries on a GPU, 1 on CPUs
-  void* dcaptures = nullptr;   // [dcaptures_elements], float: of captures, one after the other as the program has them
+  void* dcaptures =
+      nullptr;  // [dcaptures_elements], dtype of lse: of captures, one after the other as the program has them
   int64_t dcaptures_elements = 0;
 };
 

@@ -25,7 +25,7 @@ bool reserve_thread_memory(int64_t bytes);
 // Bytes of scratch memory that a pass wants on this machine. Depends on extents, flags and the best instruction set, never on
 // the number of threads.
 int64_t forward_scratch_bytes(const Problem& problem);
-int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias);
+int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias, int64_t capture_elements = 0);
 
 struct Scratch {
   void* data;  // 64-byte aligned

@@ -4,6 +4,7 @@
 
 #include "cpu/backward_products.h"
 #include "cpu/bias_gradient.h"
+#include "cpu/capture_gradients.h"
 #include "cpu/dropout.h"
 #include "cpu/few_rows.h"
 #include "cpu/score_program.h"
@@ -31,6 +32,7 @@ class BackwardPass {
         dv_parts_(at<Acc>(scratch, plan.dv_offset)),
         dbias_(problem, plan, buffers.dbias, static_cast<char*>(scratch)),
         dslopes_(problem, plan, buffers.dslopes, at<double>(scratch, plan.slope_parts_offset)),
+        dcaptures_(plan, num_units(), buffers.dcaptures, at<double>(scratch, plan.capture_parts_offset)),
         milestones_(at<int64_t>(scratch, plan.milestones_offset), 2 * num_groups() + 2),
         places_(at<int64_t>(scratch, plan.places_offset), num_groups()),
         convoy_(at<int64_t>(scratch, plan.progress_offset), plan.num_tasks, plan.chain_distance),
@@ -47,7 +49,8 @@ class BackwardPass {
     const int64_t stages[] = {dbias_.num_pieces(),       own_heads,
                               shared_heads * head_tiles, shared_heads * plan_.num_chunks * num_key_blocks(),
                               shared_heads * head_tiles, kv_blocks,
-                              dbias_.num_pieces(),       dslopes_.is_wanted() ? 1 : 0};
+                              dbias_.num_pieces(),       dslopes_.is_wanted() ? 1 : 0,
+                              dcaptures_.num_pieces()};
     int64_t num_tasks = 0;
     for (const int64_t stage : stages) num_tasks += stage;
     const int64_t pairs = problem_.batch * problem_.num_heads * problem_.q_len * problem_.kv_len;
@@ -87,7 +90,8 @@ class BackwardPass {
         }
         case 5: join_chunks(i); break;
         case 6: finish_dbias(i); break;
-        default: finish_dslopes(); break;
+        case 7: finish_dslopes(); break;
+        default: finish_dcaptures(i); break;
       }
     });
   }
@@ -103,6 +107,7 @@ class BackwardPass {
   }
 
   int64_t num_groups() const { return problem_.batch * problem_.num_kv_heads; }
+  int64_t num_units() const { return num_groups() * plan_.num_chunks; }
 
   static constexpr int64_t kMostKeyTiles = 4;
 
@@ -111,7 +116,7 @@ class BackwardPass {
   int64_t key_tiles_per_task(int64_t num_threads, bool shares_heads) const {
     constexpr int64_t kTasksPerThread = 8;   // so that the last of them leave few idle
     constexpr int64_t kMostBytes = 9 << 17;  // of what is kept of the keys, beside a tile of queries in a cache
-    if (dbias_.needs_order()) return 1;
+    if (needs_order_over_heads()) return 1;
     const int64_t by_tasks = plan_.num_tasks / (kTasksPerThread * num_threads);
     const int64_t by_bytes = kMostBytes / Products::workspace_bytes(plan_);
     // A head that a thread has packed for itself stays in its cache, if it is small and what is kept of the keys leaves
@@ -119,12 +124,17 @@ class BackwardPass {
     constexpr int64_t kSmallHeadBytes = 1 << 20, kKeyTilesOfSmallHead = 2;
     const int64_t head_bytes = group_ * plan_.query_tiles * static_cast<int64_t>(sizeof(Acc)) *
                                (plan_.query_tile_len + plan_.dout_tile_len + kTile * plan_.row_len);
-    const int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    int64_t most = !shares_heads && head_bytes <= kSmallHeadBytes ? kKeyTilesOfSmallHead : kMostKeyTiles;
+    if (dcaptures_.is_wanted()) most = min_of(most, dcaptures_.separate_tiles());
     return max_of(1, min_of(most, min_of(by_tasks, by_bytes)));
   }
-  // The first heads are differentiated by one thread each, unless a dbias wants its order over all heads.
+  // Whether different heads add to the same place.
+  bool needs_order_over_heads() const {
+    return dbias_.needs_order() || (dcaptures_.is_wanted() && dcaptures_.separate_tiles() == 0);
+  }
+  // The first heads are differentiated by one thread each, unless there is an order over all heads.
   int64_t own_heads_for(int64_t num_threads) const {
-    if (plan_.num_chunks > 1 || dbias_.needs_order()) return 0;
+    if (plan_.num_chunks > 1 || needs_order_over_heads()) return 0;
     return heads_of_one_thread(num_groups(), num_threads, group_ * plan_.query_tiles * plan_.kv_tiles,
                                has_lengths(problem_));
   }
@@ -209,7 +219,8 @@ class BackwardPass {
     return kMostKeyTiles * Products::workspace_bytes(plan_) + 5 * Workspace::bytes<Acc>(kTile * kTile) +
            Workspace::bytes<Acc>(group_ * kTile) + Workspace::bytes<int8_t>(kTile * kTile) + zeros_bytes() +
            FewRows<Element>::workspace_bytes(plan_) + TileProgram::workspace_bytes(problem_) +
-           (has_program_slopes() ? Workspace::bytes<Acc>(kTile * kTile) : 0);
+           (has_program_slopes() ? Workspace::bytes<Acc>(kTile * kTile) : 0) +
+           (dcaptures_.is_wanted() ? Workspace::bytes<Acc>(kTile * kTile) : 0);
   }
 
   // delta = rowsum(dout * out) - dlse, dq = 0, and the packed form of queries and output gradients.
@@ -267,6 +278,17 @@ class BackwardPass {
     return task;
   }
 
+  // Of its first tile of keys, as parts of the gradients of captures count them.
+  int64_t tile_index(const Task& task) const {
+    const int64_t unit = (task.chunk * problem_.batch + task.batch) * problem_.num_kv_heads + task.kv_head;
+    return task.kv_tile * num_units() + unit;
+  }
+  // Until the one before it has been added to the part of the gradients of captures that this one is added to.
+  void wait_for_tile_before(const Task& task) const {
+    const int64_t before = dcaptures_.tile_before(tile_index(task));
+    if (before >= 0) convoy_.wait_for_end(before / num_units() / key_tiles_ * num_units() + before % num_units());
+  }
+
   struct Tiles {
     Acc *s, *dp;  // become P, and dS including the scale
     Acc *bias, *slope, *visible;
@@ -274,6 +296,7 @@ class BackwardPass {
     int8_t* kept;      // by dropout: all ones or 0
     TileProgram program;
     Acc* program_slope;  // null where all are 1
+    Acc* score;          // before the user's function; null where no gradient of captures is wanted
   };
 
   struct TileRange {
@@ -343,6 +366,7 @@ class BackwardPass {
       const int64_t first_head = task.batch * problem_.num_heads + task.kv_head * group_;
       for (int64_t g = 0; g < group_; ++g) dslopes_.part(first_head + g, task.chunk, task.kv_tile) = 0;
     }
+    if (dcaptures_.is_wanted() && dcaptures_.tile_before(tile_index(task)) < 0) dcaptures_.clear_part(tile_index(task));
   }
 
   // `place`: of the packed tiles of its head, which other threads prepare where it is shared. Returns the tiles of keys done.
@@ -360,7 +384,8 @@ class BackwardPass {
                       workspace.take<Acc>(group_ * kTile),
                       workspace.take<int8_t>(kTile * kTile),
                       TileProgram(problem_, workspace),
-                      has_program_slopes() ? take_tile() : nullptr};
+                      has_program_slopes() ? take_tile() : nullptr,
+                      dcaptures_.is_wanted() ? take_tile() : nullptr};
     if (dbias_.sums_over_queries()) clear(tiles.column_sums, group_ * kTile);
     const Element* zeros = take_zeros(workspace);
 
@@ -415,12 +440,14 @@ class BackwardPass {
         dbias_.add_column_sums(sequence, task.kv_head * group_ + g, keys, tiles.column_sums + g * kTile);
       }
     }
+    // Even if it added nothing: the next one of a part waits for this one alone.
+    for (int64_t i = 0; i < num_key_tiles && dcaptures_.is_wanted(); ++i) wait_for_tile_before(key_tiles[i].task);
     convoy_.finish(index);
     for (int64_t i = 0; i < num_key_tiles; ++i) {
       products[i].finish(key_tiles[i].keys.count);
       write_dk_dv(key_tiles[i].task, products[i]);
     }
-    if (plan_.num_chunks > 1 || dbias_.is_wanted() || dslopes_.is_wanted()) {
+    if (plan_.num_chunks > 1 || dbias_.is_wanted() || dslopes_.is_wanted() || dcaptures_.is_wanted()) {
       milestones_.count(all_differentiated(), num_key_tiles);
     }
     return num_key_tiles;
@@ -463,8 +490,8 @@ class BackwardPass {
     }
   }
 
-  // One tile of scores: P and dS, and what they add to dv, dk, dq, dbias and dslopes, dq perhaps later (`waiting`). Calls
-  // `take_turn` before adding to anything that other tasks add to.
+  // One tile of scores: P and dS, and what they add to dv, dk, dq, dbias, dslopes and dcaptures, dq perhaps later (`waiting`).
+  // Calls `take_turn` before adding to anything that other tasks add to.
   template <typename TakeTurn>
   void add_step(const Sequence& sequence, const KeyTile& key_tile, const Step& step, const Dropout& dropout,
                 const Tiles& tiles, FewRows<Element>& few_rows, Products& products, WaitingDq& waiting,
@@ -544,6 +571,11 @@ class BackwardPass {
       dropout.is_active() ? differentiate(kNo, kYes) : differentiate(kNo, kNo);
     }
 
+    if (dcaptures_.is_wanted()) {
+      wait_for_tile_before(task);
+      tiles.program.add_gradients(sequence, rows, keys, tiles.score, tiles.dp, dcaptures_.part(tile_index(task)),
+                                  dcaptures_.num_elements());
+    }
     if (tiles.program_slope != nullptr) multiply_ds(rows.count, tiles.program_slope, tiles.dp);
     Acc* dq = dq_sums_ + tile.index * kTile * plan_.row_len;
     if (buffers_.dv != nullptr) products.add_dv(rows.count, keys.count, cells, tiles.s, bad_queries);
@@ -614,6 +646,7 @@ class BackwardPass {
     const TileDistances<Acc> distances = step.distances(key_tile);
     if (problem_.alibi_slopes.data != nullptr) rule.distances = &distances;
     apply_score_rule<kTile, Acc>(rule, rows.count, columns_of(key_tile.keys), tiles.s, tiles.slope);
+    if (tiles.score != nullptr) memcpy(tiles.score, tiles.s, static_cast<size_t>(rows.count * kTile) * sizeof(Acc));
     if (problem_.program != nullptr) {
       tiles.program.template apply<Acc>(sequence, rows, key_tile.keys, true, kTile, tiles.s, tiles.program_slope);
     }
@@ -743,6 +776,11 @@ class BackwardPass {
     dslopes_.finish();
   }
 
+  void finish_dcaptures(int64_t piece) const {
+    milestones_.wait(all_differentiated(), plan_.num_tasks);
+    dcaptures_.finish_piece(piece);
+  }
+
   const Problem& problem_;
   const BackwardPlan& plan_;
   const BackwardBuffers& buffers_;
@@ -752,6 +790,7 @@ class BackwardPass {
   Acc *delta_, *dq_sums_, *dk_parts_, *dv_parts_;
   BiasGradient<Acc> dbias_;
   SlopesGradient<Acc> dslopes_;
+  CaptureGradients<Acc> dcaptures_;
   Milestones milestones_;
   Places places_;
   Convoy convoy_;

@@ -20,12 +20,30 @@ constexpr int64_t kLeastReadersOfPacked = 3;
 // A chunk of the backward pass reads K and V and writes dk and dv once.
 constexpr int64_t kLeastChunkTiles = 4;
 
+// What the parts of the gradients of captures may take. Each element of a part is cleared once and read once, which shall stay
+// little beside the pairs.
+constexpr int64_t kMostCaptureBytes = int64_t{128} << 20;
+constexpr int64_t kLeastPairsOfElement = 2;
+
 constexpr int64_t kAlignment = 64;
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
 
 int64_t accumulator_bytes(const Problem& problem) { return problem.dtype == DType::kF64 ? 8 : 4; }
+
+// In how many parts tasks add up the gradients of captures. If there can be, some for the tiles of keys of each head and chunk,
+// which then wait for one another alone; at least so many as keep the cores busy.
+int64_t capture_parts(const BackwardPlan& plan, int64_t groups, int64_t pairs) {
+  constexpr int64_t kLeastParts = 2;
+  const int64_t by_bytes = kMostCaptureBytes / static_cast<int64_t>(sizeof(double)) / plan.capture_elements;
+  const int64_t by_pairs = ceil_div(pairs, kLeastPairsOfElement * plan.capture_elements);
+  const int64_t most = std::max<int64_t>(1, std::min(by_bytes, by_pairs));
+  const int64_t units = groups * plan.num_chunks;
+  if (most < units || units == 0) return most;
+  const int64_t wanted = std::max(kLeastParts, ceil_div(kWantedTasks / 2, units));
+  return units * std::min({most / units, wanted, plan.kv_tiles});
+}
 
 // Hands out consecutive aligned ranges.
 struct Arena {
@@ -111,7 +129,7 @@ ForwardPlan plan_forward(const Problem& problem, bool in_planes) {
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes) {
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes, int64_t capture_elements) {
   BackwardPlan plan{};
   const int64_t groups = problem.batch * problem.num_kv_heads;
   const int64_t query_rows = problem.batch * problem.num_heads * problem.q_len;
@@ -151,6 +169,9 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
     if (!plan.writes_dbias_once) plan.chain_distance = 1;
   }
 
+  plan.capture_elements = capture_elements;
+  if (capture_elements > 0) plan.capture_parts = capture_parts(plan, groups, query_rows * problem.kv_len);
+
   Arena arena;
   const int64_t unit_bytes = accumulator_bytes(problem);
   const int64_t query_tiles = problem.batch * problem.num_heads * plan.query_tiles;
@@ -178,6 +199,7 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
   // Little, and taken always: the size is asked for before it is known whether there are slopes.
   plan.slope_parts_offset = arena.take(problem.batch * problem.num_heads * plan.num_chunks * plan.kv_tiles *
                                        static_cast<int64_t>(sizeof(double)));
+  plan.capture_parts_offset = arena.take(plan.capture_parts * capture_elements * static_cast<int64_t>(sizeof(double)));
   plan.scratch_bytes = arena.size_bytes;
   return plan;
 }

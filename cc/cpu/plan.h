@@ -80,11 +80,16 @@ struct BackwardPlan {
   int64_t dk_offset, dv_offset;  // only with num_chunks > 1: [num_chunks, B, K, S, row_len or row_len_v]
   int64_t dbias_offset;          // unless written once or summed in place: the shape of dbias
   int64_t slope_parts_offset;    // double [B, N, num_chunks, kv_tiles]
+
+  // Gradients of captures: how many elements, and in how many parts they are added up (capture_gradients.h).
+  int64_t capture_elements, capture_parts;
+  int64_t capture_parts_offset;  // double [capture_parts, capture_elements]
   int64_t scratch_bytes;
 };
 
 // in_planes: float16 and float32 are split into two and three planes of 16 bits, as the matrix unit takes them.
+// capture_elements: of the captures whose gradients are wanted.
 ForwardPlan plan_forward(const Problem& problem, bool in_planes);
-BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes);
+BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_planes, int64_t capture_elements = 0);
 
 }  // namespace jattn::cpu

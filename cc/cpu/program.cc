@@ -112,6 +112,7 @@ struct OwnedProgram {
   std::vector<Spread> query_spreads, key_spreads;
   std::vector<std::vector<int64_t>> numbers;
   std::vector<List<int64_t>> tables;
+  std::vector<CaptureRead> reads;
 };
 
 template <typename T>
@@ -142,11 +143,19 @@ class Reader {
     program_.key_spreads = list_of(owned_->key_spreads);
     for (const std::vector<int64_t>& table : owned_->numbers) owned_->tables.push_back(list_of(table));
     program_.tables = list_of(owned_->tables);
+    program_.reads = list_of(owned_->reads);
     return std::move(owned_);
   }
 
  private:
   int32_t read_register() { return static_cast<int32_t>(words_.number(0, program_.num_registers - 1)); }
+
+  static int32_t read_section(std::string_view word) {
+    const size_t section = std::string_view("UQKP").find(word);
+    JATTN_REQUIRE(word.size() == 1 && section != std::string_view::npos, "score program: '", word,
+                  "' is no kind of statement");
+    return static_cast<int32_t>(section);
+  }
 
   int32_t read_lane_bytes() {
     const int64_t bytes = words_.number(1, 8);
@@ -165,14 +174,16 @@ class Reader {
       } while (!words_.ends_statement());
       return;
     }
-    if (word == "q" || word == "k") {
+    if (word == "gradient") {
+      const int32_t section = read_section(words_.word());
+      const int32_t place = read_register(), derivative = read_register();
+      owned_->reads.push_back({section, place, derivative});
+    } else if (word == "q" || word == "k") {
       const int32_t bytes = read_lane_bytes();
       const int32_t to = read_register(), from = read_register();
       (word == "q" ? owned_->query_spreads : owned_->key_spreads).push_back({to, from, bytes});
     } else {
-      const size_t section = std::string_view("UQKP").find(word);
-      JATTN_REQUIRE(word.size() == 1 && section != std::string_view::npos, "score program: '", word,
-                    "' is no kind of statement");
+      const int32_t section = read_section(word);
       owned_->sections[section].push_back(read_instruction());
     }
     words_.end_statement();
@@ -244,11 +255,11 @@ const Program& find_program(std::string_view text) {
   return s.programs.emplace(text, std::move(program)).first->second->program;
 }
 
-void check_captures(const Problem& problem) {
-  for (int32_t i = 0; i < problem.program->num_captures; ++i) {
+void check_captures(const Problem& problem, const Program& program) {
+  for (int32_t i = 0; i < program.num_captures; ++i) {
     JATTN_REQUIRE(problem.captures[i] != nullptr, "score program: capture ", i, " is missing");
   }
-  JATTN_REQUIRE(problem.program->is_double == (problem.dtype == DType::kF64),
+  JATTN_REQUIRE(program.is_double == (problem.dtype == DType::kF64),
                 "score program: its score is not of the type of the problem's");
 }
 

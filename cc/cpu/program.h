@@ -13,6 +13,8 @@
 //   table BYTES NUMBER...                an array of constants, as the bits of their lanes
 //   q BYTES TO FROM                      spreads a register of Q over pairs; k: of K
 //   SECTION OPERATION TO FROM... NUMBER...
+//   gradient SECTION PLACE DERIVATIVE    of an element that a pair reads: its place among all elements whose gradients are
+//                                        wanted, an int32 of that section, and the derivative of the score, of a pair
 // Registers 0 to 4 are the arguments: score, batch, head, query, key. Bools have lanes of 32 bits, 0 or 1; float16 and
 // bfloat16 those of float, rounded.
 #pragma once
@@ -82,18 +84,26 @@ struct List {
   const T* items;
   int64_t count;
 };
+// An element that a pair reads, and whose gradient is wanted.
+struct CaptureRead {
+  int32_t section;  // of its place
+  int32_t place, derivative;
+};
 struct Program {
-  bool is_double;  // the score, the result and the slope
+  bool is_double;  // the score, the result, the slope and derivatives
   int32_t num_registers, result, slope;
   int32_t num_captures;  // the last one it reads, and one more
   int64_t slot_bytes, registers_bytes;
   List<Instruction> sections[4];
   List<Spread> query_spreads, key_spreads;
   List<List<int64_t>> tables;
+  List<CaptureRead> reads;
 };
 
-// One tile of scores in natural units, which become the new ones.
+// One tile of scores in natural units, which become the new ones; or, with `sums`, for whose pairs all reads of the program are
+// added up.
 struct ProgramTile {
+  const Program* program;
   void* scores;          // [rows][stride], float or double
   void* slopes;          // likewise, or null
   int64_t rows, stride;  // stride: a multiple of 16, at most kTile
@@ -103,6 +113,12 @@ struct ProgramTile {
   const int32_t* queries;  // [kTile], as the program gets them
   const int32_t* keys;     // [kTile], likewise
   void* registers;         // Program::registers_bytes, 64-byte aligned
+  // Only with kTile keys in the lanes and queries of one head, which is then of section U: ds * derivative is added to
+  // sums[place] for each read of a pair of the first `lanes` lanes whose ds is not 0. Places are held to the ends of the sums.
+  const void* ds = nullptr;  // [rows][stride], float or double: gradients of the new scores
+  int64_t lanes = 0;
+  double* sums = nullptr;  // [num_sums], one at least
+  int64_t num_sums = 0;
 };
 
 using ProgramKernel = void (*)(const Problem&, const ProgramTile&);
@@ -123,7 +139,7 @@ std::vector<std::string> program_operations();
 // Raises Error (caller): it is no program.
 const Program& find_program(std::string_view text);
 
-// Raises Error (caller): the captures of the problem are not those that its program reads.
-void check_captures(const Problem& problem);
+// Raises Error (caller): the captures of the problem are not those that the program reads.
+void check_captures(const Problem& problem, const Program& program);
 
 }  // namespace jattn::cpu

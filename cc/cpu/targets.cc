@@ -131,7 +131,9 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
         extent(bias.stride_batch, problem.batch) * extent(bias.stride_head, problem.num_heads) *
             extent(bias.stride_query, problem.q_len) * extent(bias.stride_key, problem.kv_len),
         bias.dtype);
-  clear(buffers.dslopes, problem.batch * problem.num_heads, problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
+  const DType lse_dtype = problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  clear(buffers.dslopes, problem.batch * problem.num_heads, lse_dtype);
+  clear(buffers.dcaptures, buffers.dcaptures_elements, lse_dtype);
 }
 
 }  // namespace
@@ -145,10 +147,10 @@ int64_t forward_scratch_bytes(const Problem& problem) {
   return bytes;
 }
 
-int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias) {
+int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias, int64_t capture_elements) {
   int64_t bytes = 0;
   try_tables(*best_target(), &KernelTable::backward, problem.dtype, [&](BackwardKernel, bool in_planes) {
-    bytes = plan_backward(problem, wants_dbias, in_planes).scratch_bytes;
+    bytes = plan_backward(problem, wants_dbias, in_planes, capture_elements).scratch_bytes;
     return true;
   });
   return bytes;
@@ -170,7 +172,7 @@ bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch sc
     return true;
   }
   const auto run = [&](BackwardKernel kernel, bool in_planes) {
-    const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr, in_planes);
+    const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr, in_planes, buffers.dcaptures_elements);
     if (plan.scratch_bytes > scratch.bytes) return false;
     kernel(problem, plan, buffers, scratch.data, runner_of(threads));
     return true;

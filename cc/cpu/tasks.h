@@ -191,6 +191,11 @@ class Convoy {
     }
   }
 
+  // Returns when a task has ended.
+  void wait_for_end(int64_t task) const {
+    wait_until([&] { return __atomic_load_n(progress_ + task, __ATOMIC_ACQUIRE) == kAllSteps; });
+  }
+
   void finish(int64_t task) {
     wait(task, kAllSteps);
     announce(task, kAllSteps);

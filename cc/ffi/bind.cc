@@ -352,7 +352,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
     check.require(p.score_mod, "dcaptures is wanted without a score function");
     check.require(results[5].dimensions().size() == 1, "dcaptures has shape ", Shape{results[5].dimensions()},
                   ", must have one axis");
-    check.require_type("dcaptures", results[5], ffi::DataType::F32);
+    check.require_type("dcaptures", results[5], lse_type(p));
     buffers.dcaptures = results[5].untyped_data();
     buffers.dcaptures_elements = static_cast<int64_t>(results[5].element_count());
   }

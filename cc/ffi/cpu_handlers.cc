@@ -93,14 +93,19 @@ ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pa
                                                           std::to_string(wanted_bytes));
 }
 
+// Finds a program that the plan has by this name.
+const cpu::Program* find_program(const ffi::Dictionary& plan, const char* name, const Problem& problem) {
+  const auto text = plan.get<std::string_view>(name);
+  JATTN_REQUIRE(text.has_value(), "the problem has a score function, but attribute plan.", name,
+                " is missing or is not text");
+  const cpu::Program& program = cpu::find_program(*text);
+  cpu::check_captures(problem, program);
+  return &program;
+}
+
 // Finds the score function of the plan, if the problem has one.
 void find_score_function(const ffi::Dictionary& plan, Problem& problem) {
-  if (!problem.score_mod) return;
-  const auto text = plan.get<std::string_view>("program");
-  JATTN_REQUIRE(text.has_value(),
-                "the problem has a score function, but attribute plan.program is missing or is not text");
-  problem.program = &cpu::find_program(*text);
-  cpu::check_captures(problem);
+  if (problem.score_mod) problem.program = find_program(plan, "program", problem);
 }
 
 ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary spec,
@@ -125,11 +130,8 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jattn: dslopes has " + std::to_string(buffers.dslopes_parts) +
                                                             " parts, must have 1: the CPU kernel adds them up itself");
   }
-  if (buffers.dcaptures != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "jattn: dcaptures is wanted of the CPU kernel, which leaves that to XLA");
-  }
-  return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr),
+  if (buffers.dcaptures != nullptr) problem->gradients = find_program(plan, "gradients", *problem);
+  return run_pass(scratch, cpu::backward_scratch_bytes(*problem, buffers.dbias != nullptr, buffers.dcaptures_elements),
                   [&](cpu::Scratch memory) { return cpu::backward(*problem, buffers, memory, threads_of(pool)); });
 }
 

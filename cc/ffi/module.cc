@@ -156,10 +156,12 @@ Problem sized_problem(const Extents& e, const std::string& dtype, const std::vec
 
 int64_t cpu_scratch_bytes(bool backward, bool wants_dbias, int64_t batch, int64_t q_len, int64_t kv_len,
                           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t head_dim_v,
-                          const std::string& dtype, const std::vector<int64_t>& bias_shape) {
+                          const std::string& dtype, const std::vector<int64_t>& bias_shape, int64_t capture_elements) {
   const Problem problem =
       sized_problem({batch, q_len, kv_len, num_heads, num_kv_heads, head_dim, head_dim_v}, dtype, bias_shape);
-  return backward ? cpu::backward_scratch_bytes(problem, wants_dbias) : cpu::forward_scratch_bytes(problem);
+  JATTN_REQUIRE(capture_elements >= 0, "capture_elements is ", capture_elements, ", must be at least 0");
+  return backward ? cpu::backward_scratch_bytes(problem, wants_dbias, capture_elements)
+                  : cpu::forward_scratch_bytes(problem);
 }
 
 int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std::vector<bool>& wants, int64_t batch,
@@ -255,7 +257,8 @@ NB_MODULE(_core, m) {
   m.def("cpu_active_instruction_set", &cpu::active_instruction_set);
   m.def("cpu_program_operations", &cpu::program_operations);
   m.def("cpu_scratch_bytes", &cpu_scratch_bytes, nb::kw_only(), "backward"_a, "wants_dbias"_a, "batch"_a, "q_len"_a,
-        "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a);
+        "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,
+        "capture_elements"_a = 0);
   m.def("cuda_scratch_bytes", &cuda_scratch_bytes, nb::kw_only(), "backward"_a, "kernels"_a, "wants"_a, "batch"_a,
         "q_len"_a, "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,
         "mask_shape"_a = std::vector<int64_t>(4, 0), "segments"_a, "capture_elements"_a = 0);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jattn import cpu_program, ffi
+from jattn import cpu_program, device_gradients, ffi
 from jattn.backends.base import (
     Backend,
     Residuals,
@@ -19,6 +19,8 @@ from jattn.device import Device
 from jattn.errors import Reason
 from jattn.reference import Gradients
 from jattn.spec import FEATURES, FLOAT_DTYPES, Operands, Spec
+
+_ENTRIES = 64  # with so many no entry is cut into more than its heads and tiles (cc/cpu/plan.cc)
 
 
 class CpuBackend:
@@ -46,9 +48,7 @@ class CpuBackend:
         self, spec: Spec, operands: Operands[jax.Array], device: Device
     ) -> tuple[jax.Array, jax.Array]:
         """Returns out and lse."""
-        return ffi.forward(
-            spec, operands, _plan(spec), _scratch_shape(spec, backward=False, wants_dbias=False)
-        )
+        return ffi.forward(spec, operands, _plan(spec), _scratch_shape(spec, backward=False))
 
     def backward(
         self,
@@ -59,26 +59,52 @@ class CpuBackend:
         device: Device,
         determinism: Determinism,
     ) -> Gradients:
-        """Returns the wanted gradients, that of the slopes among them."""
-        scratch_shape = _scratch_shape(spec, backward=True, wants_dbias=wants.bias)
+        """Returns the wanted gradients; those of captures where ``cpu_program.can_sum`` says so."""
         slope_parts = 1 if wants.alibi_slopes else 0  # the kernel adds its parts up
-        plan = _plan(spec, slope=True)
-        return ffi.backward(spec, operands, residuals, wants, plan, scratch_shape, slope_parts)
+        captures = _summed_captures(spec, wants.captures)
+        plan = _plan(spec, slope=True, captures=captures)
+        scratch_shape = _scratch_shape(
+            spec, backward=True, wants_dbias=wants.bias, captures=captures
+        )
+        return ffi.backward(
+            spec, operands, residuals, wants, plan, scratch_shape, slope_parts, captures
+        )
 
 
-def _plan(spec: Spec, *, slope: bool = False) -> dict[str, str]:
-    """The attribute ``plan`` of a call; ``slope``: it needs derivatives of the score function."""
+def _summed_captures(spec: Spec, wanted: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Of the captures that are wanted, which the kernel computes the gradients of: all, or none; XLA then does."""
+    program = spec.score_mod
+    if program is None or not any(wanted):
+        return ()
+    return wanted if cpu_program.can_sum(program, wanted) else ()
+
+
+def _plan(spec: Spec, *, slope: bool = False, captures: tuple[bool, ...] = ()) -> dict[str, str]:
+    """The attribute ``plan`` of a call.
+
+    ``slope``: it needs derivatives of the score function. ``captures``: of which it computes the gradients, if of any.
+    """
     plan = {"backend": "cpu", "kernels": ""}
-    if spec.score_mod is not None:
-        plan["program"] = cpu_program.cpu_program(
-            spec.score_mod, by_position=spec.positions, slope=slope
+    if spec.score_mod is None:
+        return plan
+    program, by_position = spec.score_mod, spec.positions
+    plan["program"] = cpu_program.cpu_program(program, by_position=by_position, slope=slope)
+    if captures:
+        plan["gradients"] = cpu_program.gradients_program(
+            program, captures, by_position=by_position
         )
     return plan
 
 
-def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[int, ...]:
+def _scratch_shape(
+    spec: Spec, *, backward: bool, wants_dbias: bool = False, captures: tuple[bool, ...] = ()
+) -> tuple[int, ...]:
     """Bytes of scratch; with a symbolic batch (while exporting) one batch entry's worth for each entry."""
     from jattn import _core
+
+    elements = 0
+    if spec.score_mod is not None and captures:
+        elements = device_gradients.num_elements(spec.score_mod, captures)
 
     def size(batch: int) -> int:
         return _core.cpu_scratch_bytes(
@@ -93,10 +119,12 @@ def _scratch_shape(spec: Spec, *, backward: bool, wants_dbias: bool) -> tuple[in
             head_dim_v=spec.head_dim_v,
             dtype=spec.dtype,
             bias_shape=tuple(x if isinstance(x, int) else batch for x in spec.bias or (0,) * 4),
+            capture_elements=elements,
         )
 
     known = isinstance(spec.batch, int)
     if known:
         return (size(spec.batch),)
-    # Two entries that share a bias need sums of its gradient, which one does not.
-    return (spec.batch, max(size(1), -(-size(2) // 2)))
+    # Not always the most for one entry: two that share a bias need sums of its gradient, and with few entries there
+    # are chunks of queries in the place of parts of the gradients of captures.
+    return (spec.batch, max(-(-size(n) // n) for n in range(1, _ENTRIES + 1)))

@@ -272,6 +272,18 @@ def test_long_rows_are_not_one_chain_of_roundings(name: str, best_set_afterwards
         assert np.max(np.abs(got - want)) < 2.4e-7
 
 
+# Gradients of captures: a head that many threads share, in chunks or not; groups; many heads with and without parts of
+# their own; a bias that is shared.
+CAPTURE_CASES = (
+    Case("captures", batch=1, q_len=400, kv_len=700, num_heads=1, num_kv_heads=1, score_mod="gain"),
+    Case("captures-chunks", batch=1, q_len=2000, kv_len=40, num_heads=2, score_mod="table"),
+    Case("captures-groups", q_len=330, kv_len=400, num_heads=6, score_mod="table", dtype="float16"),
+    Case("captures-heads", q_len=400, kv_len=300, num_heads=16, num_kv_heads=8, score_mod="gain"),
+    Case("captures-short", batch=40, q_len=19, kv_len=21, num_heads=4, score_mod="gain"),
+    Case("captures-order", batch=40, q_len=8, kv_len=7, num_heads=4, score_mod="table"),
+    Case("captures-bias", q_len=200, kv_len=130, num_heads=4, bias_form="s", score_mod="table"),
+)
+
 # Keys in several splits (few tasks), dq summed by several tasks, chunks of dk and dv, tasks of several tiles of keys or
 # of one, a shared bias, packed heads, heads of one thread beside shared ones, several short heads a ticket.
 THREAD_CASES = (
@@ -297,6 +309,7 @@ THREAD_CASES = (
     ),
     Case("lengths", batch=4, q_len=150, kv_len=150, kv_lengths=(150, 3, 0, 70), is_causal=True),
     Case("score-function", q_len=330, kv_len=200, num_heads=6, num_kv_heads=3, score_mod="cap"),
+    *CAPTURE_CASES,
     *SHORT_CASES,
 )
 

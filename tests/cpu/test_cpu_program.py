@@ -128,23 +128,10 @@ FORMS: dict[str, dict[str, Any]] = forms(BASE) | {
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-# Gradients of captures are XLA's, and take long to compile: few forms with functions that read floats.
-WITH_GRADIENTS_OF_CAPTURES = {
-    "plain": "table",
-    "lengths": "gain",
-    "positions": "gain",
-    "few queries": "gain",
-    "everything": "gain",
-}
-
-
 def beside_features() -> Iterator[cases.Case]:
-    """Each form with a function that has slopes, and with one that hides; types take turns."""
+    """Each form with a function that has slopes, with one that hides, and one that reads floats; types take turns."""
     for i, (form, changes) in enumerate(FORMS.items()):
-        names = ["cap", "prefix"]
-        if form in WITH_GRADIENTS_OF_CAPTURES:
-            names.append(WITH_GRADIENTS_OF_CAPTURES[form])
-        for j, name in enumerate(names):
+        for j, name in enumerate(("cap", "prefix", ("table", "gain")[i % 2])):
             # There is no tanh of float64.
             dtype = DTYPES[i % 3] if name == "cap" else DTYPES[(i + 2 * j) % 4]
             yield BASE.but(f"{name}-{form}-{dtype}", score_mod=name, dtype=dtype, **changes)
@@ -153,7 +140,8 @@ def beside_features() -> Iterator[cases.Case]:
 @pytest.mark.parametrize("case", list(beside_features()), ids=str)
 def test_beside_other_features(case: cases.Case) -> None:
     given, solution = compare.solved(case)
-    call, _ = compile_case(case, given, "cpu")
+    call, text = compile_case(case, given, "cpu")
+    assert ("gradients = " in text) == (case.score_mod in ("table", "gain"))
     for name, results in on_every_set(call):
         named = {key: np.asarray(x) for key, x in results.items()}
         try:
@@ -273,6 +261,10 @@ BAD_PROGRAMS = {
     "score float32 9 8 -1;P reduce_precision.float32 8 0 8 24;": "'24' stands where a number from 0 to 23",
     "score float32 9 8 -1;k 3 8 4;": "lanes of 3 bytes",
     "score float64 9 8 -1;": "not of the type of the problem's",
+    "score float32 9 8 -1;gradient P 9 0;": "'9' stands where a number from 0 to 8",
+    "score float32 9 8 -1;gradient P 8;": "a word is missing",
+    "score float32 9 8 -1;gradient S 8 0;": "'S' is no kind of statement",
+    "score float32 9 8 -1;gradient P 8 0 0;": "does not end",
 }
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from program_cases import CASES, SIZES, Case, traced
+from program_cases import CASES, INDICES, Case, derivatives_by_elements, traced
 
 from jattn.device_code import MAX_CAPTURES
 from jattn.device_gradients import MAX_READS, can_sum, gradient_code, num_elements, offsets
@@ -38,9 +38,6 @@ extern "C" void run{number}(int count, const float* scores, const int* indices, 
   }}
 }}
 """
-INDICES = (
-    np.stack(np.meshgrid(*map(np.arange, SIZES), indexing="ij"), -1).reshape(-1, 4).astype(np.int32)
-)
 
 
 def wanted(program: ScoreProgram) -> tuple[bool, ...]:
@@ -105,28 +102,9 @@ def sums(
 def test_derivatives_by_elements(library: ctypes.CDLL, number: int) -> None:
     case = WITH_GRADIENTS[number]
     program, captures = traced(case)
-    flags = wanted(program)
     scores = np.random.default_rng(1).normal(scale=3, size=len(INDICES)).astype(np.float32)
-    got = sums(library, number, scores, captures, num_elements(program, flags))
-
-    floats = [x for x, flag in zip(captures, flags, strict=True) if flag]
-
-    def value(floats: list[Any], score: Any, index: Any) -> Any:
-        rest = iter(floats)
-        own = [next(rest) if flag else x for x, flag in zip(captures, flags, strict=True)]
-        return program(score, *index, *own).astype(jnp.float32)
-
-    with jax.enable_x64(case.x64):
-        # Forward: reverse mode drops what was read through an index that promised to be within bounds, and was not.
-        by_elements = jax.vmap(jax.jacfwd(value), (None, 0, 0))
-        gradients = by_elements(floats, scores, tuple(INDICES.T))
-    want = np.concatenate(
-        [np.asarray(g, np.float64).reshape(len(scores), -1) for g in gradients], 1
-    )
-    unit = np.spacing(np.maximum(np.abs(want), 1).astype(np.float32)).astype(np.float64)
-    # Operations in 16 bits round derivatives as they round values: to 8 or 11 bits of 24.
-    types = {c.dtype for c in program.captures}
-    unit *= 2**16 if "bfloat16" in types else 2**13 if "float16" in types else 1
+    got = sums(library, number, scores, captures, num_elements(program, wanted(program)))
+    want, unit = derivatives_by_elements(case, program, captures, scores)
     error = np.abs(got - want)
     assert (error <= 4 * max(case.ulps, 1) * unit).all(), (error / unit).max()
     assert (want != 0).any()

@@ -50,6 +50,22 @@ def test_temporaries_of_slopes_and_sinks() -> None:
     assert 0 < analysis.temp_size_in_bytes < 2 * LIMIT_BYTES
 
 
+def test_temporaries_of_gradients_of_captures() -> None:
+    """Several sums for each element of a table by distance; no array of pairs."""
+    x = jax.ShapeDtypeStruct((1, LENGTH, 1, 64), "float32")
+    table = jax.ShapeDtypeStruct((LENGTH,), "float32")
+
+    def loss(table: jax.Array, q: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(
+            q, q, q, is_causal=True, score_mod=lambda s, b, h, q, k: s + table[abs(q - k)]
+        )
+        return out.sum()
+
+    analysis = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(table, x).compile().memory_analysis()
+    assert analysis is not None
+    assert 0 < analysis.temp_size_in_bytes < LIMIT_BYTES
+
+
 def test_temporaries_of_a_ragged_batch() -> None:
     """16384 rows in 300 sequences, with dropout: nothing grows with rows times rows, or with the longest sequence."""
     rows = jax.ShapeDtypeStruct((LENGTH, 1, 64), "float32")

@@ -61,23 +61,22 @@ Kernels find_kernels(const Plan& plan) {
   return found;
 }
 
-// What a kernel reads of the tiles that it walks.
-struct TileFacts {
-  void* ranges = nullptr;
-  void* mask = nullptr;  // packed
-};
-
 // Everything in scratch, in the order of its parts.
 struct Scratch {
   int64_t rows_padded = 0;
   float* lse_log2 = nullptr;
   float* delta = nullptr;
   float* dq_accumulator = nullptr;
-  TileFacts keys;     // for the kernel that owns keys
-  TileFacts queries;  // for the one that owns queries
-  TileFacts dbias;
-  TileFacts dslopes;
-  TileFacts dcaptures;
+  void* key_ranges = nullptr;    // for the kernel that owns keys
+  void* query_ranges = nullptr;  // for the one that owns queries
+  void* dbias_ranges = nullptr;
+  void* dslopes_ranges = nullptr;
+  void* dcaptures_ranges = nullptr;
+  void* key_mask = nullptr;  // packed, likewise
+  void* query_mask = nullptr;
+  void* dbias_mask = nullptr;
+  void* dslopes_mask = nullptr;
+  void* dcaptures_mask = nullptr;
   float* partials = nullptr;
   float* capture_copies = nullptr;  // of gradients of captures, if there are several
   unsigned long long* whole_sums = nullptr;
@@ -101,27 +100,34 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   if (kernels.fused != nullptr) {
     scratch.dq_accumulator = carver.take<float>(heads * scratch.rows_padded * kernels.fused->config().head_dim);
   }
-  const auto take_facts = [&](const Kernel* kernel, bool owns_keys) {
-    TileFacts facts;
-    if (kernel == nullptr) return facts;
-    const Config& config = kernel->config();
-    facts.ranges = carver.take<unsigned char>(tile_ranges_bytes(problem, config));
-    if (config.mask) {
-      facts.mask = carver.take<unsigned char>(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
-    }
-    return facts;
+  const auto take_ranges = [&](const Kernel* kernel) -> void* {
+    if (kernel == nullptr) return nullptr;
+    return carver.take<unsigned char>(tile_ranges_bytes(problem, kernel->config()));
   };
-  scratch.keys = take_facts(kernels.fused != nullptr ? kernels.fused : kernels.dkv, true);
-  scratch.queries = take_facts(kernels.dq, false);
+  const auto take_mask = [&](const Kernel* kernel, bool owns_keys) -> void* {
+    if (kernel == nullptr || !kernel->config().mask) return nullptr;
+    return carver.take<unsigned char>(mask_tiles_bytes(problem, mask_tiling(kernel->config(), owns_keys)));
+  };
+  const Kernel* keys = kernels.fused != nullptr ? kernels.fused : kernels.dkv;
+  scratch.key_ranges = take_ranges(keys);
+  scratch.key_mask = take_mask(keys, true);
+  scratch.query_ranges = take_ranges(kernels.dq);
+  scratch.query_mask = take_mask(kernels.dq, false);
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
-    scratch.dbias = take_facts(kernels.dbias, false);
+    scratch.dbias_ranges = take_ranges(kernels.dbias);
+    scratch.dbias_mask = take_mask(kernels.dbias, false);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedBlocks);
     if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
   }
-  if (buffers.dslopes != nullptr) scratch.dslopes = take_facts(kernels.dslopes, false);
+  if (buffers.dslopes != nullptr) {
+    scratch.dslopes_ranges = take_ranges(kernels.dslopes);
+    scratch.dslopes_mask = take_mask(kernels.dslopes, false);
+  }
   if (buffers.dcaptures != nullptr) {
     const bool is_exact = kernels.dcaptures_exact != nullptr;
-    scratch.dcaptures = take_facts(is_exact ? kernels.dcaptures_exact : kernels.dcaptures, false);
+    const Kernel* kernel = is_exact ? kernels.dcaptures_exact : kernels.dcaptures;
+    scratch.dcaptures_ranges = take_ranges(kernel);
+    scratch.dcaptures_mask = take_mask(kernel, false);
     const int64_t copied = capture_copies(buffers.dcaptures_elements) * buffers.dcaptures_elements;
     if (is_exact) {
       scratch.largest = carver.take<unsigned>(kMaxCaptures);
@@ -150,30 +156,6 @@ BackwardParams backward_params(const Problem& problem, const BackwardBuffers& bu
   params.rows_padded = static_cast<int32_t>(scratch.rows_padded);
   params.slices = kernel.config().grad_slices;
   return params;
-}
-
-// Fills in what a kernel reads of its tiles.
-void launch_tile_facts(const Problem& problem, const Plan& plan, const Config& config, bool owns_keys,
-                       const TileFacts& facts, BackwardParams& params, CUstream stream) {
-  launch_tile_ranges(problem, plan, config, facts.ranges, params.problem, stream);
-  if (config.mask) params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, owns_keys), facts.mask, stream);
-}
-
-// Parameters of a kernel whose blocks own tiles of queries and walk the keys (sm80/query_walk.cuh).
-BackwardParams query_walk_params(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan,
-                                 const Kernel& kernel, const Scratch& scratch, const TileFacts& facts,
-                                 CUstream stream) {
-  BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_tile_facts(problem, plan, kernel.config(), false, facts, params, stream);
-  params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, kernel.config().tile_q));
-  params.section_heads = section_heads(problem, kernel.config());
-  return params;
-}
-
-Launch query_walk_launch(const Problem& problem, const Config& config, const BackwardParams& params) {
-  return {.grid = {.x = problem.batch * problem.num_heads * params.tiles * params.slices},
-          .num_threads = sm80::backward_dq_threads(config),
-          .shared_bytes = sm80::backward_dq_shared_bytes(config)};
 }
 
 void launch_row_delta(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
@@ -205,7 +187,10 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
                  bool fused, const Scratch& scratch, CUstream stream) {
   const Config& config = kernel.config();
   BackwardParams params = backward_params(problem, buffers, kernel, scratch);
-  launch_tile_facts(problem, plan, config, true, scratch.keys, params, stream);
+  launch_tile_ranges(problem, plan, config, scratch.key_ranges, params.problem, stream);
+  if (config.mask) {
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, true), scratch.key_mask, stream);
+  }
   params.tiles = static_cast<int32_t>(ceil_div(problem.kv_len, config.tile_kv));
   params.section_heads = 1;
   launch(kernel,
@@ -243,8 +228,19 @@ void launch_cast_grad(const Problem& problem, const BackwardBuffers& buffers, co
 
 void launch_dq(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                const Scratch& scratch, CUstream stream) {
-  const BackwardParams params = query_walk_params(problem, buffers, plan, kernel, scratch, scratch.queries, stream);
-  launch(kernel, query_walk_launch(problem, kernel.config(), params), &params, stream);
+  const Config& config = kernel.config();
+  BackwardParams params = backward_params(problem, buffers, kernel, scratch);
+  launch_tile_ranges(problem, plan, config, scratch.query_ranges, params.problem, stream);
+  if (config.mask) {
+    params.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.query_mask, stream);
+  }
+  params.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.section_heads = section_heads(problem, config);
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * params.tiles * params.slices},
+          .num_threads = sm80::backward_dq_threads(config),
+          .shared_bytes = sm80::backward_dq_shared_bytes(config)},
+         &params, stream);
 }
 
 void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
@@ -252,7 +248,10 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
   const Config& config = kernel.config();
   DbiasParams params{};
   params.backward = backward_params(problem, buffers, kernel, scratch);
-  launch_tile_facts(problem, plan, config, false, scratch.dbias, params.backward, stream);
+  launch_tile_ranges(problem, plan, config, scratch.dbias_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dbias_mask, stream);
+  }
   const Launch block{.grid = {},
                      .num_threads = sm80::backward_dbias_threads(config),
                      .shared_bytes = sm80::backward_dbias_shared_bytes(config)};
@@ -262,12 +261,23 @@ void launch_dbias(const Problem& problem, const BackwardBuffers& buffers, const 
 
 void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                     const Scratch& scratch, CUstream stream) {
+  const Config& config = kernel.config();
   SlopesParams params{};
-  params.backward = query_walk_params(problem, buffers, plan, kernel, scratch, scratch.dslopes, stream);
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  launch_tile_ranges(problem, plan, config, scratch.dslopes_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dslopes_mask, stream);
+  }
+  params.backward.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
   JATTN_REQUIRE(buffers.dslopes_parts == params.backward.tiles, "dslopes has ", buffers.dslopes_parts,
                 " parts, kernel ", kernel.text, " makes ", params.backward.tiles);
+  params.backward.section_heads = section_heads(problem, config);
   params.dslopes = static_cast<float*>(buffers.dslopes);
-  launch(kernel, query_walk_launch(problem, kernel.config(), params.backward), &params, stream);
+  launch(kernel,
+         {.grid = {.x = problem.batch * problem.num_heads * params.backward.tiles},
+          .num_threads = sm80::backward_dq_threads(config),
+          .shared_bytes = sm80::backward_dq_shared_bytes(config)},
+         &params, stream);
 }
 
 // Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their unit; in
@@ -278,7 +288,13 @@ void launch_dcaptures(const Problem& problem, const BackwardBuffers& buffers, co
   const Kernel& kernel = is_exact ? *kernels.dcaptures_exact : *kernels.dcaptures;
   const Config& config = kernel.config();
   CapturesParams params{};
-  params.backward = query_walk_params(problem, buffers, plan, kernel, scratch, scratch.dcaptures, stream);
+  params.backward = backward_params(problem, buffers, kernel, scratch);
+  launch_tile_ranges(problem, plan, config, scratch.dcaptures_ranges, params.backward.problem, stream);
+  if (config.mask) {
+    params.backward.mask = launch_mask_tiles(problem, plan, mask_tiling(config, false), scratch.dcaptures_mask, stream);
+  }
+  params.backward.tiles = static_cast<int32_t>(ceil_div(problem.q_len, config.tile_q));
+  params.backward.section_heads = section_heads(problem, config);
   const int64_t elements = buffers.dcaptures_elements;
   params.copies = static_cast<int32_t>(capture_copies(elements));
   params.elements = elements;
@@ -289,7 +305,9 @@ void launch_dcaptures(const Problem& problem, const BackwardBuffers& buffers, co
   const auto pairs = static_cast<uint64_t>(problem.batch * problem.num_heads * problem.q_len);
   params.pairs_log2 =
       static_cast<int32_t>(std::bit_width(pairs) + std::bit_width(static_cast<uint64_t>(problem.kv_len)));
-  const Launch shape = query_walk_launch(problem, config, params.backward);
+  const Launch shape{.grid = {.x = problem.batch * problem.num_heads * params.backward.tiles},
+                     .num_threads = sm80::backward_dq_threads(config),
+                     .shared_bytes = sm80::backward_dq_shared_bytes(config)};
   if (is_exact) {
     fill_zero(scratch.largest, kMaxCaptures * 4, stream);
     fill_zero(scratch.whole_sums, params.copies * elements * 8, stream);

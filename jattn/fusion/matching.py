@@ -263,11 +263,12 @@ class _Search:
         if largest is None or shifted.inputs[0].shape != shifted.outputs[0].shape:
             return False
         own = before_casts(shifted.inputs[0])
-        if before_casts(largest.inputs[0]) is not own:
+        compared = largest.inputs[0]
+        if own not in (before_casts(compared), _before_stops(compared)):
             return False
         self._take(shifted.inputs[1], largest)
-        if largest.inputs[0] is not shifted.inputs[0]:
-            self._take_casts(largest.inputs[0], own)
+        if compared is not shifted.inputs[0]:
+            self._take_casts(compared, own)
         self.nodes.append(largest)
         return True
 

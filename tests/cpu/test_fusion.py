@@ -383,9 +383,10 @@ def test_P110_patterns_can_be_disabled() -> None:
         jattn.fuse_attention(3)
 
 
-# Where gradients stop -> how probabilities are made of scores; in the first two of them that changes no gradient.
+# Where gradients stop -> how probabilities are made of scores; in the first three of them that changes no gradient.
 STOPS: dict[str, Callable[[Array], Array]] = {
     "maximum": lambda s: _quotient(jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))),
+    "what the maximum is of": lambda s: _quotient(jnp.exp(s - jax.lax.stop_gradient(s).max(-1, keepdims=True))),
     "nothing": lambda s: _quotient(jnp.exp(s - s.max(-1, keepdims=True))),
     "sum": lambda s: _quotient(jnp.exp(s), of_sum=jax.lax.stop_gradient),
     "what is summed": lambda s: _quotient(jnp.exp(s), of_summed=jax.lax.stop_gradient),
@@ -423,7 +424,7 @@ def test_where_gradients_stop(name: str) -> None:
         for f in (attend, jattn.fuse_attention(attend))
     ]
     close(*gradients, "float32")
-    is_softmax = name in ("maximum", "nothing")
+    is_softmax = name in ("maximum", "what the maximum is of", "nothing")
     assert found() == ["bias"] * is_softmax
     # That the exponentials differ is all that is known where scores are stopped in one of them.
     reasons = missed() if name != "scores in the sum" else ["stop_gradient"]

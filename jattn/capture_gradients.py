@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from jattn.device_operations import ELEMENTWISE
-from jattn.jax_interface import MOVES, Literal, bind, clipped, depends, vary_like
+from jattn.jax_interface import MOVES, Literal, ad, bind, clipped, depends, vary_like
 from jattn.score_program import ScoreProgram, flat_equations
 from jattn.score_tile import AXES, ScoreTile
 
@@ -204,6 +204,17 @@ def _pull(
 
     if wide and name == "convert_element_type" and is_float(inputs[0]) and is_float(made[0]):
         return {inputs[0]: gradients[made[0]]}
+
+    if name == "custom_lin":  # of a function with a custom_vjp rule
+        results = [
+            gradients[x].astype(x.aval.dtype) if x in gradients else ad.Zero(x.aval)
+            for x in outputs
+        ]
+        rule = ad.primitive_transposes[called.primitive]
+        given = rule(results, *[_of(x, values) for x in inputs], **called.params)
+        return {
+            inputs[i]: given[i] for i in places if not isinstance(given[i], ad.Zero | type(None))
+        }
 
     full = [_of(x, values).astype(dtype_of(x)) for x in inputs]
     incoming = [gradients[x].astype(dtype_of(x)) for x in made]

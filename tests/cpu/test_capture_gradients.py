@@ -188,3 +188,31 @@ def test_second_derivatives_where_a_factor_is_0() -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(jnp.abs(b).max())))
     assert np.abs(got[0][1]).max() > 0
+
+
+@jax.custom_vjp
+def _tripled(x: Array) -> Array:
+    return jnp.sin(x)
+
+
+_tripled.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (3 * g * jnp.cos(x),))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+def test_custom_vjp_rules_of_what_is_done_to_captures(backend: str) -> None:
+    """To elements and to whole arrays; of scores there must be a derivative in forward mode."""
+    q, k, v = qkv()
+    table = normal(4, HEADS, LENGTH)
+    dout = normal(3, *q.shape)
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array, x: Array) -> Array:
+        return s * _tripled(x)[h, q] + jax.jit(_tripled)(x[h, k])
+
+    got = gradients(
+        lambda q, k, v, x: attend(q, k, v, score_mod, (x,), implementation=backend),
+        (q, k, v, table),
+        dout,
+    )
+    want = gradients(lambda q, k, v, x: dense(q, k, v, score_mod, (x,))[0], (q, k, v, table), dout)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))

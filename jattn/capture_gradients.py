@@ -61,7 +61,7 @@ def capture_gradients(
     gradients: _Values = {}
     has_pairs = all(not isinstance(n, int) or n for n in ds.shape)
     by_rows = isinstance(ds.shape[2], int) and any(x.aval.shape for x in parts.reads)
-    of_reads = _of_rows if by_rows else _of_tile
+    of_reads = _of_arrays if by_rows else _of_tile
     summed = of_reads(parts, tile, captures, ds) if has_pairs else []
     for read, gradient in zip(parts.reads, summed, strict=has_pairs):
         source, moved = _moved_back(parts, read, tile, captures, gradient)
@@ -266,6 +266,53 @@ def _of_tile(
         of_pairs = times(own, derivative.astype(_wide(read, parts)))
         found.append(of_pairs.sum([i for i in range(AXES) if i not in axes]))
     return found
+
+
+def _of_arrays(
+    parts: _Parts, tile: ScoreTile, captures: Sequence[jax.Array], ds: jax.Array
+) -> list[jax.Array]:
+    """As ``_of_tile``, where pairs read whole rows of arrays.
+
+    JAX's transpose makes products of matrices of such reads. It is right where it is finite: a hidden pair has a ds of
+    0, and what 0 does to a derivative that is not finite is not finite.
+    """
+    is_narrow = any(_wide(x, parts) != x.aval.dtype for x in parts.reads)
+    if is_narrow or any(called.primitive.name == "custom_lin" for called, _, _ in parts.pairs):
+        return _of_rows(parts, tile, captures, ds)
+    like = (*tile, *captures, ds)
+    found = vary_like(_transposed(parts, tile, captures, ds), like)
+    return lax.cond(
+        jnp.stack([jnp.isfinite(x).all() for x in found]).all(),
+        lambda: found,
+        lambda: vary_like(_of_rows(parts, tile, captures, ds), like),
+    )
+
+
+def _transposed(
+    parts: _Parts, tile: ScoreTile, captures: Sequence[jax.Array], ds: jax.Array
+) -> list[jax.Array]:
+    """As ``_of_tile``, of all pairs at once, where no derivative is infinite or NaN."""
+    axes = [tile.axes_of(parts.reach[x]) for x in parts.reads]
+
+    def of_pair(*arguments: Any) -> Any:
+        pair, reads = arguments[: 1 + AXES], arguments[1 + AXES :]
+        values = _primal_values(parts, (*pair, *captures)) | dict(
+            zip(parts.reads, reads, strict=True)
+        )
+        for equation, inputs, outputs in parts.pairs:
+            results = bind(equation, [_of(x, values) for x in inputs])
+            values |= {x: y for x, y in zip(outputs, results, strict=True) if x in parts.moving}
+        return values[parts.result]
+
+    def of_reads(*reads: jax.Array) -> Any:
+        return tile.map(of_pair, beside=list(zip(reads, axes, strict=True)))
+
+    zeros = [
+        jnp.zeros((*(ds.shape[i] for i in own), *x.aval.shape), x.aval.dtype)
+        for x, own in zip(parts.reads, axes, strict=True)
+    ]
+    _, pull = jax.vjp(of_reads, *vary_like(zeros, (*tile, *captures, ds)))
+    return list(pull(ds))
 
 
 def _of_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,16 +38,24 @@ class ScoreTile(NamedTuple):
             axes.add(0)
         return tuple(sorted(axes))
 
-    def map(self, of_pair: Callable[..., Any], axes: tuple[int, ...] = tuple(range(AXES))) -> Any:
+    def map(
+        self,
+        of_pair: Callable[..., Any],
+        axes: tuple[int, ...] = tuple(range(AXES)),
+        beside: Sequence[tuple[jax.Array, tuple[int, ...]]] = (),
+    ) -> Any:
         """Evaluates a function of (score, batch, head, query, key), for all pairs.
 
         Results have the axes of the scores in front; or those alone along which they differ, if those are given.
+        ``beside``: further arguments, and which axes of the scores each of them has in front.
         """
         fields, in_axes = [], []
         for i in range(len(self)):
             field, own = self._along(i, axes)
             fields.append(field)
             in_axes.append(own)
+        fields += [x for x, _ in beside]
+        in_axes += [list(own) for _, own in beside]
         function = of_pair
         for axis in reversed(axes):
             function = jax.vmap(function, tuple(0 if axis in own else None for own in in_axes))

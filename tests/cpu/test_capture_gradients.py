@@ -135,7 +135,8 @@ READS: dict[str, Callable[..., Array]] = {
     [
         *((name, "float32") for name in READS),
         *((name, "float64") for name in ("rows", "loop")),
-        *((name, kind) for name in READS for kind in ("bfloat16", "float16")),
+        *((name, "bfloat16") for name in READS),
+        *((name, "float16") for name in ("bias", "rows")),
     ],
 )
 def test_gradients_against_float64(name: str, dtype: str) -> None:
@@ -181,13 +182,15 @@ def test_second_derivatives_where_a_factor_is_0() -> None:
     def ours(*x: Any) -> Any:
         return attend(*x, implementation="reference")
 
-    got, want = (
-        jax.hessian(lambda *x, f=f: loss(f, *x), (0, 1))(gain, table)
-        for f in (ours, lambda *x: dense(*x)[0])
-    )
+    def moved(function: Callable[..., Any]) -> Any:
+        """How the gradient changes along a direction."""
+        gradient = jax.grad(lambda *x: loss(function, *x), (0, 1))
+        return jax.jvp(gradient, (gain, table), (normal(6, HEADS), normal(7, 4)))[1]
+
+    got, want = moved(ours), moved(lambda *x: dense(*x)[0])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(jnp.abs(b).max())))
-    assert np.abs(got[0][1]).max() > 0
+    assert np.abs(got[1]).max() > 0
 
 
 @jax.custom_vjp

@@ -48,19 +48,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the long lists out, unless they are asked for, and what `--every` passes over."""
-    chosen = items
-    if not config.getoption("--full"):
+    """Leaves out what only `--full` asks for: long lists, and parts of others; and what `--every` passes over."""
+    chosen, every = items, config.getoption("--every")
+    is_full = config.getoption("--full")
+    if not is_full:
         chosen = [item for item in chosen if not item.get_closest_marker("full")]
-    every = config.getoption("--every")
-    if every > 1:
-        seen: collections.Counter[str] = collections.Counter()
-        numbers = []
-        for item in chosen:
-            function = item.nodeid.partition("[")[0]
-            numbers.append(seen[function])
-            seen[function] += 1
-        chosen = [item for item, number in zip(chosen, numbers, strict=True) if number % every == 0]
+    seen: collections.Counter[str] = collections.Counter()
+    numbers = []
+    for item in chosen:
+        function = item.nodeid.partition("[")[0]
+        numbers.append(seen[function])
+        seen[function] += 1
+
+    def runs(item: pytest.Item, number: int) -> bool:
+        thinned = item.get_closest_marker("thinned") and not is_full
+        # Two of five: of two or three kinds of cases that alternate, as backends do, all are among them.
+        return number % every == 0 and (not thinned or number < 6 or number % 5 in (0, 3))
+
+    chosen = [item for item, number in zip(chosen, numbers, strict=True) if runs(item, number)]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen

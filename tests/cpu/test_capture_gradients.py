@@ -12,6 +12,8 @@ from score_mods import dense, gradients
 
 import jattn
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 Array = Any
 BATCH, LENGTH, HEADS = 2, 24, 2
 BACKENDS = ("xla", "reference")

@@ -36,6 +36,8 @@ from jattn.spec import Operands, Spec
 from jattn.testing import cases, compare
 from jattn.testing.run import compile_case
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 Array = Any
 INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
 

@@ -20,6 +20,8 @@ from jattn.device_code import MAX_CAPTURES
 from jattn.device_gradients import MAX_READS, can_sum, gradient_code, num_elements, offsets
 from jattn.score_program import ScoreProgram, trace
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 RUN = """
 extern "C" void run{number}(int count, const float* scores, const int* indices, const void* const* captures,

@@ -20,6 +20,8 @@ from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.run import run, verify
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 FEW = Case(
     name="rewritten",
     batch=3,

@@ -20,6 +20,8 @@ from jattn import RaggedArray, packed_rows
 from jattn.device_code import MAX_CAPTURES
 from jattn.score_program import trace
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 Array = Any
 attend: Callable[..., Any] = jattn.ragged_dot_product_attention
 FORMS = ("packed", "padded")

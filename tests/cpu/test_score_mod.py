@@ -32,6 +32,8 @@ from jattn import _core
 from jattn.device_gradients import MAX_READS
 from jattn.score_program import trace
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 Array = Any
 BACKENDS = ("cpu", "xla", "reference")
 

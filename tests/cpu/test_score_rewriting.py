@@ -15,6 +15,8 @@ import jattn
 from jattn import cpu_program, device_gradients
 from jattn.score_program import trace
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 Array = Any
 LENGTH, HEADS = 24, 2
 

@@ -19,6 +19,8 @@ from jattn.spec import Operands, Spec
 from jattn.testing.cases import Case
 from jattn.testing.run import verify
 
+pytestmark = pytest.mark.thinned  # most of their time goes into compiling
+
 CASES = [
     BASE,
     BASE.but("one-of-all-heads", alibi_form="1", is_causal=True),

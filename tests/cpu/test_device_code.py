@@ -189,6 +189,7 @@ def test_a_local_a_line() -> None:
     assert lines[: lines.index("}") + 1] == [
         "struct ScoreProgram {",
         "static constexpr bool kUnitSlope = false;",
+        "static constexpr bool kPrefetches = false;",
         "",
         "// The score of one pair, in natural units.",
         "JATTN_PROGRAM_FUNCTION float score(",

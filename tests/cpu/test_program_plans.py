@@ -25,7 +25,7 @@ def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def sorted_capture(score: Any, batch: Any, head: Any, query: Any, key: Any, bias: Any) -> Any:
-    return score + jnp.sort(bias)[key]
+    return score + jnp.sort(bias * key)[0]
 
 
 PLAIN = Spec(2, 512, 512, 8, 2, 64, 64, "bfloat16", 0.125)

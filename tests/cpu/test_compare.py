@@ -81,6 +81,42 @@ def test_root_mean_squares_judge_tensors_of_enough_elements(head_dim_v: int, jud
     assert ratios["dk"] > 0
 
 
+def test_gradients_of_rows_of_one_key_are_judged_by_their_bounds() -> None:
+    """They are differences of equal dot products, which another implementation adds up in another order."""
+    case = Case(
+        name="one-key",
+        batch=1,
+        q_len=31,
+        kv_len=1,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=32,
+        head_dim_v=32,
+        with_dlse=False,
+    )
+    operands, solution = compare.solved(case)
+    terms = solution.dout.astype(np.float32) * solution.v.astype(np.float32)
+    forward, backward = (np.cumsum(x, axis=3)[..., -1] for x in (terms, terms[..., ::-1]))
+    assert (forward != backward).any()
+    ds = (forward - backward).transpose(0, 2, 1)[..., None]
+    dq = ds * np.float32(case.scale_value) * operands.k
+    report = compare.assert_close(case, operands, {"dq": dq}, solution=solution)
+    assert report.tensors[0].rms_ratio == 0
+    worse = dq * np.float32(2 / report.tensors[0].bound_ratio)
+    assert broken(compare.check(case, operands, {"dq": worse}, solution=solution)) == {"dq"}
+
+
+@pytest.mark.parametrize("change", [{"kv_len": 2}, {"with_dlse": True}, {"sinks_form": "n"}])
+def test_gradients_of_rows_of_one_key_and_more_are_judged_as_all_are(
+    change: dict[str, object],
+) -> None:
+    case = Case(name="one-key-and-more", q_len=31, kv_len=1, with_dlse=False).but("more", **change)
+    operands, solution = compare.solved(case)
+    report = compare.check(case, operands, emulated(case, operands), solution=solution)
+    ratios = {tensor.name: tensor.rms_ratio for tensor in report.tensors}
+    assert ratios["dq"] > 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("distribution", ["normal", "uniform"])
 def test_a_loss_of_precision_fails_in_every_tensor(dtype: str, distribution: str) -> None:

@@ -798,6 +798,7 @@ def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(16):
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto
         random_cuts.Cut.draw(seed, kind, dtype_of(backend)).check(backend)
+        jax.clear_caches()  # programs that are kept make others take longer to compile
 
 
 def failures(backend: str, **environment: str) -> dict[str, str]:
@@ -826,6 +827,7 @@ def main(backend: str) -> None:
             outcome[name] = f"{type(error).__name__}: {error} ({where.name}:{where.lineno})"[:2000]
         else:
             outcome[name] = "ok"
+        jax.clear_caches()
     print(json.dumps(outcome))
 
 

@@ -6,15 +6,29 @@
 
 namespace jattn::sm90 {
 
+// What the program knows of this thread's two rows. query: their positions, where the problem has positions.
+struct ProgramRows {
+  int batch, head;
+  int query[2];
+};
+
 template <Config C>
-__device__ __forceinline__ void apply_program(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
+__device__ __forceinline__ ProgramRows program_rows(const TileContext<C>& context) {
   const ProblemParams& problem = context.params.problem;
-  const int batch = __ldg(problem.batch_ids + context.item.batch), head = __ldg(problem.head_ids + context.item.head);
-  int query[2] = {context.query(0), context.query(1)};
+  ProgramRows rows = {__ldg(problem.batch_ids + context.item.batch),
+                      __ldg(problem.head_ids + context.item.head),
+                      {context.query(0), context.query(1)}};
   if constexpr (C.positions) {
     const int* positions = context.control.q_positions[context.slot] + context.place.row;
-    query[0] = positions[0], query[1] = positions[8];
+    rows.query[0] = positions[0], rows.query[1] = positions[8];
   }
+  return rows;
+}
+
+template <Config C>
+__device__ __forceinline__ void apply_program(float (&s)[C.tile_kv / 2], const TileContext<C>& context) {
+  const auto& captures = context.params.problem.captures;
+  const ProgramRows rows = program_rows(context);
   const int first_key = context.first_key();
 #pragma unroll
   for (int i = 0; i < C.tile_kv / 8; ++i) {
@@ -26,31 +40,27 @@ __device__ __forceinline__ void apply_program(float (&s)[C.tile_kv / 2], const T
     for (int r = 0; r < 2; ++r) {
       float& low = s[4 * i + 2 * r];
       float& high = s[4 * i + 2 * r + 1];
-      low = ScoreProgram::score(low, batch, head, query[r], keys.x, problem.captures);
-      high = ScoreProgram::score(high, batch, head, query[r], keys.y, problem.captures);
+      low = ScoreProgram::score(low, rows.batch, rows.head, rows.query[r], keys.x, captures);
+      high = ScoreProgram::score(high, rows.batch, rows.head, rows.query[r], keys.y, captures);
     }
   }
 }
 
-// Asks for what the program is going to read of large captures. Eight keys in a row most often read a sector or two of memory,
-// so a thread asks for those of the first of every eight columns, and the four of a row share these.
+// Asks for what the program is going to read of large captures. Eight keys in a row most often read a sector or two of
+// memory, so a thread asks for those of the first of every eight columns, and the four of a row share these.
 template <Config C>
 __device__ __forceinline__ void prefetch_program(const TileContext<C>& context) {
   if constexpr (ScoreProgram::kPrefetches) {
-    const ProblemParams& problem = context.params.problem;
-    const int batch = __ldg(problem.batch_ids + context.item.batch), head = __ldg(problem.head_ids + context.item.head);
-    int query[2] = {context.query(0), context.query(1)};
-    if constexpr (C.positions) {
-      const int* positions = context.control.q_positions[context.slot] + context.place.row;
-      query[0] = positions[0], query[1] = positions[8];
-    }
+    const ProgramRows rows = program_rows(context);
     const int column = 4 * context.place.column;  // 8 times the number of the thread among the four
 #pragma unroll
     for (int i = 0; i < C.tile_kv; i += 32) {
       int key = context.header.kv_tile * C.tile_kv + column + i;
       if constexpr (C.positions) key = context.control.kv_positions[context.stage][column + i];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) ScoreProgram::prefetch(batch, head, query[r], key, problem.captures);
+      for (int r = 0; r < 2; ++r) {
+        ScoreProgram::prefetch(rows.batch, rows.head, rows.query[r], key, context.params.problem.captures);
+      }
     }
   }
 }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import normal
+from instruction_sets import on_every_set
 from program_cases import (
     CASES,
     INDICES,
@@ -35,22 +36,8 @@ from jattn.testing.run import compile_case
 pytestmark = pytest.mark.thinned  # most of their time goes into compiling
 
 Array = Any
-INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
 CPU = jattn.Device("cpu")
 MOST_BYTES = 128 * 2**20  # of sums
-
-
-@pytest.fixture(autouse=True)
-def best_set_afterwards() -> Iterator[None]:
-    yield
-    assert _core.cpu_force_instruction_set("")
-
-
-def on_every_set(run: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
-    """What a compiled program gives on each instruction set, which is chosen when the kernel is called."""
-    for name in INSTRUCTION_SETS:
-        assert _core.cpu_force_instruction_set(name)
-        yield name, jax.device_get(run())
 
 
 def wanted(program: ScoreProgram) -> tuple[bool, ...]:

@@ -5,20 +5,19 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruction_sets import INSTRUCTION_SETS, force
 
 import jattn
 from jattn import _core
 from jattn.testing import cases, compare, inputs, run
 from jattn.testing.cases import Case
 
-INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
 FEATURES = ("mask", "bias", "positions", "sinks", "alibi", "dropout", "dropout_rows")
 
 
@@ -32,12 +31,6 @@ def chosen_cases() -> list[Case]:
     return features + [case for case in others[::9] if case not in features]
 
 
-@pytest.fixture
-def best_set_afterwards() -> Iterator[None]:
-    yield
-    assert _core.cpu_force_instruction_set("")
-
-
 def test_the_best_set_is_active_and_unknown_ones_are_refused() -> None:
     assert INSTRUCTION_SETS[-1] == "baseline"
     assert _core.cpu_active_instruction_set() == INSTRUCTION_SETS[0]
@@ -47,9 +40,7 @@ def test_the_best_set_is_active_and_unknown_ones_are_refused() -> None:
 
 @pytest.mark.skipif(len(INSTRUCTION_SETS) == 1, reason="this machine runs one set: the sweep did")
 @pytest.mark.parametrize("case", chosen_cases(), ids=str)
-def test_every_instruction_set_agrees_with_the_oracle(
-    case: Case, best_set_afterwards: None
-) -> None:
+def test_every_instruction_set_agrees_with_the_oracle(case: Case) -> None:
     """One program, run once for each set but the best: the set is chosen when the kernel is called."""
     operands, solution = compare.solved(case)
     poisoned = inputs.poison(case, operands)
@@ -69,7 +60,7 @@ def test_every_instruction_set_agrees_with_the_oracle(
             return out, lse, *pullback((dout, dlse.astype(lse.dtype)))
 
         for name in INSTRUCTION_SETS[1:]:
-            assert _core.cpu_force_instruction_set(name)
+            force(name)
             results = jax.device_get(program(arrays, poisoned.dout, poisoned.dlse))
             names = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes")
             named = {
@@ -103,13 +94,9 @@ def test_runs_of_tiles_agree_with_the_oracle(case: Case, growth: float) -> None:
     compare.assert_close(case, operands, run.run(case, operands, "cpu").results)
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("head_dim", [16, 32, 64])
-def test_both_passes_round_large_scores_alike(
-    head_dim: int, instruction_set: str, best_set_afterwards: None
-) -> None:
+def test_both_passes_round_large_scores_alike(head_dim: int, instruction_set: str) -> None:
     """Scores of 1e5: the probability of a key far above all others is 1 in the backward pass, too."""
-    assert _core.cpu_force_instruction_set(instruction_set)
     case = Case(
         f"large-{head_dim}",
         batch=1,
@@ -141,12 +128,8 @@ SEVERAL_TILES_CASES = tuple(
 )
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("case", SEVERAL_TILES_CASES, ids=str)
-def test_tasks_of_several_key_tiles_agree_with_the_oracle(
-    case: Case, instruction_set: str, best_set_afterwards: None
-) -> None:
-    assert _core.cpu_force_instruction_set(instruction_set)
+def test_tasks_of_several_key_tiles_agree_with_the_oracle(case: Case, instruction_set: str) -> None:
     operands, solution = compare.solved(case)
     results = run.run(case, inputs.poison(case, operands), "cpu").results
     compare.assert_close(case, operands, results, solution=solution)
@@ -177,12 +160,10 @@ SHORT_CASES = tuple(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("case", SHORT_CASES, ids=str)
 def test_many_short_sequences_agree_with_the_oracle(
-    case: Case, instruction_set: str, dtype: str, best_set_afterwards: None
+    case: Case, instruction_set: str, dtype: str
 ) -> None:
-    assert _core.cpu_force_instruction_set(instruction_set)
     case = dataclasses.replace(case, name=f"{case.name}-{dtype}", dtype=dtype)
     operands, solution = compare.solved(case)
     results = run.run(case, inputs.poison(case, operands), "cpu").results
@@ -200,26 +181,20 @@ PAIR_CASES = (
 )
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("case", PAIR_CASES, ids=str)
-def test_pairs_of_bfloat16_agree_with_the_oracle(
-    case: Case, instruction_set: str, best_set_afterwards: None
-) -> None:
-    assert _core.cpu_force_instruction_set(instruction_set)
+def test_pairs_of_bfloat16_agree_with_the_oracle(case: Case, instruction_set: str) -> None:
     case = dataclasses.replace(case, dtype="bfloat16")
     operands, solution = compare.solved(case)
     results = run.run(case, inputs.poison(case, operands), "cpu").results
     compare.assert_close(case, operands, results, solution=solution)
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("special", [np.inf, np.nan])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_a_value_that_is_not_finite_reaches_its_readers_alone(
-    name: str, special: float, instruction_set: str, best_set_afterwards: None
+    name: str, special: float, instruction_set: str
 ) -> None:
     """Row 70 of 131, whose neighbour shares a pair with it. Causal: the first 70 rows do not see that key."""
-    assert _core.cpu_force_instruction_set(instruction_set)
     case = Case("special", batch=1, q_len=131, kv_len=131, is_causal=True, dtype="bfloat16")
     operands = inputs.make(case)
     changed = getattr(operands, name).copy()
@@ -261,12 +236,12 @@ def long_row_results(random: np.random.Generator) -> tuple[list[np.ndarray], lis
 
 
 @pytest.mark.parametrize("name", [x for x in INSTRUCTION_SETS if not x.startswith("amx")])
-def test_long_rows_are_not_one_chain_of_roundings(name: str, best_set_afterwards: None) -> None:
+def test_long_rows_are_not_one_chain_of_roundings(name: str) -> None:
     """As one chain through all keys the largest errors were 3.2e-7 to 4.5e-7; by tiles they are 1.1e-7 to 1.8e-7.
 
     AMX multiplies parts of float32 numbers and has a bound of its own (test_matrix_unit.py).
     """
-    assert _core.cpu_force_instruction_set(name)
+    force(name)
     results, expected = long_row_results(np.random.default_rng(0))
     for got, want in zip(results, expected, strict=True):
         assert np.max(np.abs(got - want)) < 2.4e-7

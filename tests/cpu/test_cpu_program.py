@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruction_sets import on_every_set
 from program_cases import (
     CASES,
     FUNCTIONS,
@@ -29,7 +30,7 @@ from program_cases import (
 from score_mods import forms
 
 import jattn
-from jattn import _core, cpu_program, ffi
+from jattn import cpu_program, ffi
 from jattn.masks import Band
 from jattn.score_program import Capture, trace
 from jattn.spec import Operands, Spec
@@ -39,20 +40,6 @@ from jattn.testing.run import compile_case
 pytestmark = pytest.mark.thinned  # most of their time goes into compiling
 
 Array = Any
-INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
-
-
-@pytest.fixture(autouse=True)
-def best_set_afterwards() -> Iterator[None]:
-    yield
-    assert _core.cpu_force_instruction_set("")
-
-
-def on_every_set(run: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
-    """What a compiled program gives on each instruction set, which is chosen when the kernel is called."""
-    for name in INSTRUCTION_SETS:
-        assert _core.cpu_force_instruction_set(name)
-        yield name, jax.device_get(run())
 
 
 def log_sum_exp(score_mod: Any, captures: Any, q: Array, k: Array, mask: Array) -> Array:

@@ -4,12 +4,9 @@ A handful, as in decoding, is computed by rows; a task that shares keys and valu
 itself.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-from jattn import _core
 from jattn.testing import inputs
 from jattn.testing.cases import Case
 from jattn.testing.run import run, verify
@@ -100,13 +97,6 @@ PACKED_BY_TASKS = (
     TWENTY.but("dropout", dropout_rate=0.3),
     TWENTY.but("everything", **EVERYTHING),
 )
-
-
-@pytest.fixture(params=_core.cpu_instruction_sets())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert _core.cpu_force_instruction_set(request.param)
-    yield request.param
-    assert _core.cpu_force_instruction_set("")
 
 
 @pytest.mark.parametrize("case", [*CASES, *PACKED_BY_TASKS], ids=str)

@@ -1,11 +1,12 @@
 """float32 on the matrix unit, as sums of three bfloat16 planes, beside the same kernel on vectors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruction_sets import force
 from numpy.typing import NDArray
 
 import jattn
@@ -17,12 +18,6 @@ pytestmark = pytest.mark.skipif(
 
 Arrays = tuple[NDArray[np.float32], ...]
 NAMES = ("out", "dq", "dk", "dv")
-
-
-@pytest.fixture(autouse=True)
-def best_set_afterwards() -> Iterator[None]:
-    yield
-    assert _core.cpu_force_instruction_set("")
 
 
 def draw(length: int, head_dim: int, seed: int) -> Arrays:
@@ -38,7 +33,7 @@ def attend(
     operands: Arrays, is_causal: bool, instruction_set: str
 ) -> dict[str, NDArray[np.float32]]:
     """The output and the gradients on one instruction set."""
-    assert _core.cpu_force_instruction_set(instruction_set)
+    force(instruction_set)
     q, k, v, dout = (jnp.asarray(x) for x in operands)
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import normal
+from instruction_sets import INSTRUCTION_SETS, force
 from jax.test_util import check_grads
 from score_mods import (
     SCORE_MODS,
@@ -28,7 +29,6 @@ from score_mods import (
 )
 
 import jattn
-from jattn import _core
 from jattn.device_gradients import MAX_READS
 from jattn.score_program import trace
 
@@ -75,12 +75,9 @@ def test_F100_results_and_gradients(name: str, dtype: str, backend: str) -> None
     arrays = [q, k, v, dout]
     low, exact = plain_results(score_mod, captures, arrays)
     spread = deviations(score_mod, captures, arrays)
-    try:
-        for instruction_set in _core.cpu_instruction_sets() if backend == "cpu" else [""]:
-            assert _core.cpu_force_instruction_set(instruction_set)
-            check_close(jax.device_get(run(q, k, v, *captures)), low, exact, spread)
-    finally:
-        assert _core.cpu_force_instruction_set("")
+    for instruction_set in INSTRUCTION_SETS if backend == "cpu" else [""]:
+        force(instruction_set)
+        check_close(jax.device_get(run(q, k, v, *captures)), low, exact, spread)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

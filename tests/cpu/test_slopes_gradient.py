@@ -1,7 +1,6 @@
 """The gradient of ALiBi slopes: by the CPU kernel, by a backend of one's own, else by XLA; how CUDA's is planned."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from slopes_cases import BASE, EVERYTHING
 
 import jattn
-from jattn import _core, ffi
+from jattn import ffi
 from jattn.backends import Residuals, Wants, cuda_tiles
 from jattn.backends.cpu import CpuBackend
 from jattn.ffi import BACKWARD_TARGET
@@ -32,14 +31,6 @@ CASES = [
     BASE.but("own-bias", bias_form="bnts", dropout_rate=0.3),
     EVERYTHING,
 ]
-INSTRUCTION_SETS = tuple(_core.cpu_instruction_sets())
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert _core.cpu_force_instruction_set(request.param)
-    yield request.param
-    assert _core.cpu_force_instruction_set("")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

@@ -50,6 +50,12 @@ def as_integers(name: str, x: Any, function: str = _NAME) -> Any:
     return known if jnp.issubdtype(known.dtype, jnp.integer) else as_array(name, x, function)
 
 
+def wider(dtype: Any, other: Any) -> Any:
+    """The float type of more bits, the other one of equals; types of 8 bits included, which JAX does not promote."""
+    own, second = jnp.dtype(dtype), jnp.dtype(other)
+    return own if jnp.finfo(own).bits > jnp.finfo(second).bits else second
+
+
 def shown(x: Any) -> str:
     """The value of an argument, short enough for a message."""
     text = repr(x)

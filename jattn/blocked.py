@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.arrays import wider
 from jattn.jax_interface import vary_like
 from jattn.reference import (
     CaptureArrays,
@@ -298,7 +299,7 @@ def capture_gradients(
     """Computes the gradients of what the score function reads, tile by tile; shapes as in ``tile_backward``."""
     assert spec.score_mod is not None
     start = tuple(
-        jnp.zeros(c.shape, jnp.promote_types(c.dtype, spec.lse_dtype)) if c.is_float else None
+        jnp.zeros(c.shape, wider(c.dtype, spec.lse_dtype)) if c.is_float else None
         for c in spec.score_mod.captures
     )
     return _sum_over_tiles(spec, operands, lse, dout, delta, start, tile_capture_gradients)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jattn.arrays import wider
 from jattn.device_operations import ELEMENTWISE
 from jattn.jax_interface import MOVES, Literal, ad, bind, clipped, depends, vary_like
 from jattn.score_program import ScoreProgram, flat_equations
@@ -150,7 +151,7 @@ def _parts(program: ScoreProgram) -> _Parts:
 
 def _wide(x: Any, parts: _Parts) -> Any:
     """The type in which gradients of a value are added up."""
-    return jnp.promote_types(x.aval.dtype, parts.dtype)
+    return wider(x.aval.dtype, parts.dtype)
 
 
 # ---- Walking backwards ---------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
-
+from jattn.arrays import wider
 from jattn.device_arrays import Array, Index, index_arithmetic
 from jattn.device_code import (
     ARGUMENTS,
@@ -60,7 +59,7 @@ def can_sum(program: ScoreProgram, wanted: tuple[bool, ...], dtype: str = "float
     types = [c for c, flag in zip(program.captures, wanted, strict=True) if flag]
     if not all(isinstance(n, int) for c in types for n in c.shape):  # symbolic, while exporting
         return False
-    if any(jnp.promote_types(c.dtype, dtype) != dtype for c in types):
+    if any(wider(c.dtype, dtype) != dtype for c in types):
         return False
     if num_elements(program, wanted) > _LARGEST_EXTENT:
         return False

@@ -31,6 +31,7 @@ __all__ = [
     "PartitionSpec",
     "Primitive",
     "ad",
+    "axes_named_by",
     "batching",
     "bind",
     "clipped",
@@ -48,11 +49,30 @@ __all__ = [
     "manual_axes",
     "mlir",
     "nested_call",
+    "other_effects",
     "result_aval",
     "source_line",
     "unify",
     "vary_like",
 ]
+
+
+def axes_named_by(equation: Any) -> set[Any]:
+    """Mesh axes, or axes that ``vmap`` gave a name, over which an equation of a jaxpr works: a collective, or what asks
+    for the own index.
+    """
+    return {x.name for x in equation.effects if _is_of_axis(x)}
+
+
+def other_effects(jaxpr: Jaxpr) -> set[Any]:
+    """What a jaxpr does beside computing its results; that it names axes is no such thing."""
+    return {x for x in jaxpr.effects if not _is_of_axis(x)}
+
+
+def _is_of_axis(effect: Any) -> bool:
+    from jax._src.core import NamedAxisEffect
+
+    return isinstance(effect, NamedAxisEffect)
 
 
 def manual_axes(*arrays: Any) -> frozenset[str]:

@@ -19,7 +19,17 @@ import numpy as np
 from jax import lax
 
 from jattn.arrays import as_array, shown
-from jattn.jax_interface import ClosedJaxpr, Literal, evaluate_jaxpr, nested_call, result_aval
+from jattn.jax_interface import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    axes_named_by,
+    equations,
+    evaluate_jaxpr,
+    nested_call,
+    other_effects,
+    result_aval,
+)
 from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
 
 _NAME = "jattn.dot_product_attention"
@@ -187,12 +197,14 @@ def trace(
         )
         raise
     _check_result(shape)
-    if effects := set(closed.jaxpr.effects):
+    if effects := other_effects(closed.jaxpr):
         raise ValueError(
             f"{_NAME}: Mutations detected in score_mod: it has the effects {shown(effects)}, must have none: compute"
             " the new score from its arguments, without writing to references, printing or callbacks"
         )
+    _check_axes(closed.jaxpr, allowed=("axis_index",))
     flat, arrays = rewritten(closed, given)
+    _check_axes(flat)  # an index on an axis that is left there was not computed outside
 
     def program(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
         numbers = iter(read)
@@ -263,6 +275,21 @@ def _check_result(shape: Any) -> None:
             f"{_NAME}: Expected output of score_mod to be a float scalar. Got {shape.dtype}{list(shape.shape)}: return"
             " one score for one pair of a query and a key; masks are jnp.where(visible, score, -jnp.inf)"
         )
+
+
+def _check_axes(jaxpr: Jaxpr, allowed: Sequence[str] = ()) -> None:
+    """Raises ValueError where a score function works over axes of a mesh by other primitives than those allowed."""
+    found = list(equations(jaxpr))
+    calls = {call for _, _, around in found for call in around}
+    for equation, _, _ in found:
+        name = equation.primitive.name
+        if equation in calls or name in allowed:
+            continue
+        if axes := axes_named_by(equation):
+            raise ValueError(
+                f"{_NAME}: score_mod has {name} over {shown(axes)}, must work on no axis but by jax.lax.axis_index"
+                " outside of loops: compute it before the call, and pass it as one of captures"
+            )
 
 
 def _program(

@@ -124,6 +124,24 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A mask on probabilities: whether true or false keeps them, and what is made of it, that they are selected or
+    multiplied by.
+    """
+
+    mask: Named
+    if_true: bool
+    made: Value
+
+    def is_same(self, mask: Named, if_true: bool) -> bool:
+        """As a mask on the scores."""
+        own, own_sense = _without_not(self.mask)
+        other, other_sense = _without_not(mask)
+        is_same_sense = (own_sense == self.if_true) == (other_sense == if_true)
+        return is_same_sense and own.axes == other.axes and _is_same(own.value, other.value)
+
+
 @dataclasses.dataclass
 class _Search:
     """Follows a product with values backwards, and notes what belongs to the pattern and what acts on it."""
@@ -133,9 +151,8 @@ class _Search:
     masks: list[tuple[Named, bool]] = dataclasses.field(default_factory=list)
     biases: list[Named] = dataclasses.field(default_factory=list)
     scale: float = 1.0
-    kept: Named | None = None  # the mask of dropout
-    multiplier: Value | None = None  # what it makes, and probabilities are multiplied by
-    masks_of_dropout: int = 0
+    kept: list[_Kept] = dataclasses.field(default_factory=list)  # of the probabilities
+    kept_in_sum: list[_Kept] = dataclasses.field(default_factory=list)
     factor: float = 1.0  # of the probabilities
     ones: int = 0  # names given to axes of size 1
 
@@ -179,11 +196,11 @@ class _Search:
         """What a value was before a factor, or before some of its elements became 0."""
         node = found.value.node
         assert node is not None
-        if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
-            choice = node.inputs[0]
-            self._keep(Named(choice, found.axes if choice.shape else ()), choice)
+        if (zeroed := _zeroed(found)) is not None:
+            rest, kept = zeroed
+            self.kept.append(kept)
             self.nodes.append(node)
-            return Named(node.inputs[2], found.axes)
+            return Named(rest, found.axes)
         if node.name == "div" and (divisor := node.inputs[1].number):
             self.factor /= divisor
             self.nodes.append(node)
@@ -194,8 +211,8 @@ class _Search:
             factor, rest = node.inputs[place], node.inputs[1 - place]
             if (known := factor.number) is not None:
                 self.factor *= known
-            elif (kept := self._kept_factor(Named(factor, found.axes))) is not None:
-                self._keep(kept, factor)
+            elif (mask := self._kept_factor(Named(factor, found.axes))) is not None:
+                self.kept.append(_Kept(mask, True, factor))
             else:
                 continue
             self.nodes.append(node)
@@ -205,10 +222,10 @@ class _Search:
     def _kept_factor(self, found: Named) -> Named | None:
         """The bool mask that an array of a number and of zeros is made of; notes the number."""
         factor, (value, axes) = 1.0, (found.value, found.axes)
-        while (node := value.node) is not None:
-            if value.dtype == bool:
-                self.factor *= factor
-                return Named(value, axes)
+        while value.dtype != bool:
+            node = value.node
+            if node is None:
+                return None
             if node.name in CASTS:
                 value = node.inputs[0]
             elif node.name == "broadcast_in_dim":
@@ -225,26 +242,28 @@ class _Search:
                 factor, value = factor * known, node.inputs[0]
             else:
                 return None
-        return None
-
-    def _keep(self, kept: Named, multiplier: Value) -> None:
-        self.masks_of_dropout += 1
-        self.kept, self.multiplier = kept, multiplier
+        self.factor *= factor
+        return Named(value, axes)
 
     def _softmax(self, found: Named) -> Named | None:
-        """Of a quotient of an exponential and of its sum over "column"."""
+        """Of a quotient of an exponential and of its sum over "column", both with zeros where a mask has them."""
         quotient = found.value.made_by("div")
         assert quotient is not None
         top, bottom = quotient.inputs
-        exponential = _before_stops(top).made_by("exp")
         total = _reduction(bottom, found.axes, "reduce_sum")
-        if exponential is None or total is None:
+        if total is None or top.shape != found.value.shape:
             return None
-        if _before_stops(total.inputs[0]).node is not exponential or top.shape != found.value.shape:
+        exponential, kept = self._exponential(Named(top, found.axes))
+        summed, kept_in_sum = self._exponential(Named(total.inputs[0], found.axes))
+        if exponential is None or summed is not exponential:
             return None
-        self._take(top, exponential)
         self._take(bottom, total)
-        self._take(total.inputs[0], exponential)
+        if kept_in_sum is not None:
+            self.kept_in_sum.append(kept_in_sum)
+        if kept is not None and kept_in_sum is not None:  # as -inf on the scores would do
+            self.masks.append((compact_of(kept.mask), kept.if_true))
+        elif kept is not None:
+            self.kept.append(kept)
         self.nodes += [quotient, exponential, total]
         # On the maximum, which follows, it changes no gradient: a softmax is the same for any shift.
         if any(node.name == "stop_gradient" for node in self.nodes):
@@ -257,6 +276,20 @@ class _Search:
             scores = shifted.inputs[0]
         return Named(scores, found.axes)
 
+    def _exponential(self, found: Named) -> tuple[Node | None, _Kept | None]:
+        """The exponential that a value is, if it is one, and the mask that wrote zeros into it, if one did."""
+        value, kept = found.value, None
+        inner = _before_stops(value)
+        if (zeroed := _zeroed(Named(inner, found.axes))) is not None:
+            assert inner.node is not None
+            self._take(value, inner.node)
+            self.nodes.append(inner.node)
+            value, kept = zeroed
+        exponential = _before_stops(value).made_by("exp")
+        if exponential is not None:
+            self._take(value, exponential)
+        return exponential, kept
+
     def _takes_maximum(self, shifted: Node, axes: Axes) -> bool:
         """Whether it takes off the maximum over "column", or that and -inf, of what it takes it off."""
         largest = _reduction(shifted.inputs[1], axes, "reduce_max")
@@ -264,11 +297,18 @@ class _Search:
             return False
         own = before_casts(shifted.inputs[0])
         compared = largest.inputs[0]
-        if own not in (before_casts(compared), _before_stops(compared)):
-            return False
+        origin = next(
+            (x for x in (before_casts(compared), _before_stops(compared)) if x is own), None
+        )
+        if origin is None:  # `jax.nn.softmax(where=)` masks the scores twice
+            origin = _before_stops(compared)
+            if own.made_by("select_n") is None or not _is_same(own, origin):
+                return False
+            assert origin.node is not None
+            self.nodes.append(origin.node)
         self._take(shifted.inputs[1], largest)
         if compared is not shifted.inputs[0]:
-            self._take_casts(compared, own)
+            self._take_casts(compared, origin)
         self.nodes.append(largest)
         return True
 
@@ -392,16 +432,24 @@ class _Search:
             dropout=self._dropout(row, extents_of(Named(node.inputs[place], p_axes[0]))),
         )
 
+    def _hides_the_same(self, kept: _Kept) -> bool:
+        """Whether a mask on probabilities is one of those on the scores, which leave it nothing to do."""
+        return any(kept.is_same(mask, if_true) for mask, if_true in self.masks)
+
     def _dropout(self, row: str, extents: dict[str, int]) -> Dropout | None:
-        if self.kept is None:
+        if not all(self._hides_the_same(kept) for kept in self.kept_in_sum):
+            raise Miss("a mask that scores do not have leaves exponentials out of their sum")
+        dropping = [kept for kept in self.kept if not self._hides_the_same(kept)]
+        if not dropping:
             if abs(self.factor - 1) > 1e-6:
                 raise Miss("probabilities are multiplied by a number")
             return None
-        if self.masks_of_dropout > 1:
-            raise Miss("there are two masks on the probabilities")
-        found = dropout_of(self.kept, self.factor, row, extents)
-        assert self.multiplier is not None
-        drawn = {found.bits, *_between(found.bits, self.multiplier)}
+        if len(dropping) > 1:
+            raise Miss("there are two masks on the probabilities, beside those on the scores")
+        if not dropping[0].if_true:
+            raise Miss("the mask on the probabilities is true where they become 0")
+        found = dropout_of(dropping[0].mask, self.factor, row, extents)
+        drawn = {found.bits, *_between(found.bits, dropping[0].made)}
         if _is_used_elsewhere(drawn, {*drawn, *self.nodes}):
             raise Miss("the random numbers of dropout are used elsewhere too")
         return found
@@ -420,6 +468,50 @@ def _is_used_elsewhere(nodes: set[Node], known: set[Node]) -> bool:
     """Whether the program returns what nodes make, or others than the known nodes read it."""
     made = [value for node in nodes for value in node.outputs]
     return any(value.is_result or not known.issuperset(value.users) for value in made)
+
+
+def _zeroed(found: Named) -> tuple[Value, _Kept] | None:
+    """What a value was before a mask wrote zeros into it, and that mask."""
+    node = found.value.made_by("select_n")
+    if node is None or len(node.inputs) != 3 or node.inputs[0].dtype != bool:
+        return None
+    choice, if_false, if_true = node.inputs
+    if 0 not in (if_false.number, if_true.number):
+        return None
+    keeps_if_true = if_false.number == 0
+    kept = _Kept(Named(choice, found.axes if choice.shape else ()), keeps_if_true, choice)
+    return (if_true if keeps_if_true else if_false), kept
+
+
+def _without_not(found: Named) -> tuple[Named, bool]:
+    """The smallest array that a mask is made of, and whether it says the same, not the contrary."""
+    sense, found = True, compact_of(found)
+    while (node := found.value.made_by("not")) is not None:
+        sense, found = not sense, compact_of(Named(node.inputs[0], found.axes))
+    return found, sense
+
+
+def _is_same(one: Value, other: Value, depth: int = 8) -> bool:
+    """Whether two values are made of the same by the same operations."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.number is not None or other.number is not None:
+        return one.number == other.number
+    if one.node is None or other.node is None or depth == 0:
+        return False
+    return (
+        one.node.name == other.node.name
+        and not (one.node.equation.effects or other.node.equation.effects)
+        and one.node.params == other.node.params
+        and one.node.outputs.index(one) == other.node.outputs.index(other)
+        and len(one.node.inputs) == len(other.node.inputs)
+        and all(
+            _is_same(x, y, depth - 1)
+            for x, y in zip(one.node.inputs, other.node.inputs, strict=True)
+        )
+    )
 
 
 def _before_stops(value: Value) -> Value:

@@ -267,6 +267,12 @@ def test_P107_P108_P109_what_is_left_as_it_is(name: str) -> None:
     assert ours == theirs  # P116
 
 
+def softmax_less(s: Array, largest: Array) -> Array:
+    """Not a softmax where ``largest`` has a gradient."""
+    e = jnp.exp(s - largest)
+    return e / e.sum(-1, keepdims=True)
+
+
 # Nearly attention, with as many queries as keys, so that shapes do not tell.
 NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
     "sums of other rows": lambda s, v, b: (jnp.exp(s) / jnp.exp(s).sum(-1)[..., None, :]) @ v,
@@ -294,6 +300,25 @@ NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
         jax.nn.softmax(jnp.where(b > 0, s, jnp.nan)) @ v
     ),
     "two products": lambda s, v, b: jax.nn.softmax(s + s.swapaxes(-1, -2)) @ v,
+    "another mask on the weights": lambda s, v, b: (
+        jnp.where(b > 0.5, jax.nn.softmax(jnp.where(b > 0, s, -jnp.inf)), 0) @ v
+    ),
+    "weights of the hidden": lambda s, v, b: (
+        jnp.where(b > 0, 0, jax.nn.softmax(jnp.where(b > 0, s, -1e9))) @ v
+    ),
+    "a mask on the sum alone": lambda s, v, b: (
+        (jnp.exp(s) / jnp.where(b > 0, jnp.exp(s), 0).sum(-1, keepdims=True)) @ v
+    ),
+    "a mask on the weights alone": lambda s, v, b: (
+        (jnp.where(b > 0, jnp.exp(s), 0) / jnp.exp(s).sum(-1, keepdims=True)) @ v
+    ),
+    "the maximum of other scores": lambda s, v, b: (
+        softmax_less(
+            jnp.where(b > 0, s, -jnp.inf),
+            jnp.where(b > 0.5, s, -jnp.inf).max(-1, keepdims=True),
+        )
+        @ v
+    ),
 }
 
 
@@ -307,6 +332,52 @@ def test_what_is_nearly_attention(name: str) -> None:
 
     np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
     assert found() == []
+
+
+def masked_exponentials(s: Array, m: Array) -> Array:
+    e = jnp.where(m, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return e / e.sum(-1, keepdims=True)
+
+
+# What is hidden gets no weight, also in a row that sees no key: the scores, the mask -> the probabilities.
+ZEROED: dict[str, Callable[[Array, Array], Array]] = {
+    "softmax of jax.nn": lambda s, m: jax.nn.softmax(s, where=m),
+    "after -inf": lambda s, m: jnp.where(m, jax.nn.softmax(jnp.where(m, s, -jnp.inf)), 0),
+    "after a finite fill": lambda s, m: jnp.where(m, softmax(jnp.where(m, s, -1e9)), 0),
+    "the contrary": lambda s, m: jnp.where(~m, 0, softmax(jnp.where(m, s, -1e9))),
+    "both contrary": lambda s, m: jnp.where(~m, 0, softmax(jnp.where(~m, -1e9, s))),
+    "multiplied": lambda s, m: softmax(jnp.where(m, s, -1e9)) * m.astype(s.dtype),
+    "exponentials": masked_exponentials,
+}
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("name", ZEROED)
+def test_masks_on_scores_and_probabilities(name: str, drops: bool) -> None:
+    arrays = operands("heads first")
+    shown = np.random.default_rng(5).random((B, 1, T, S)) < 0.6
+    shown[..., 3] = True
+    key = jax.random.key(4) if drops else None
+
+    def attend(m: Array) -> Callable[..., Array]:
+        return lambda q, k, v: dropped(ZEROED[name](q @ transposed(k) / 4.0, m), key) @ v
+
+    def gradients(function: Callable[..., Array]) -> Any:
+        return jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    function = attend(jnp.asarray(shown))
+    fused = jattn.fuse_attention(function)
+    assert "dot_general" not in str(jax.make_jaxpr(fused)(*arrays))
+    assert found() == ["mask+dropout" if drops else "mask"]
+    if not drops:  # other pairs are dropped
+        close(fused(*arrays), function(*arrays), "float32")
+        close(gradients(fused), gradients(function), "float32")
+    if name != "exponentials":  # NaN
+        shown[0, 0, 5] = False
+        out = jattn.fuse_attention(attend(jnp.asarray(shown)))(*arrays)
+        assert (out[0, :, 5] == 0).all()
+        if not drops:
+            close(out, attend(jnp.asarray(shown))(*arrays), "float32")
 
 
 @pytest.mark.parametrize("lengths", [(1, S), (T, 1), (1, 1)], ids=str)

@@ -28,6 +28,7 @@ PIECES = {
         "lower_fun",
         "register_lowering",
     ),
+    "jax._src.core": ("NamedAxisEffect",),
     "jax._src.dispatch": ("prim_requires_devices_during_lowering",),
     "jax._src.lib": ("cuda_versions",),
     "jax._src.source_info_util": ("current_name_stack", "user_context"),

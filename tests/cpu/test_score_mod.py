@@ -421,15 +421,23 @@ def test_exported_with_mapped_captures_and_symbolic_extents(symbolic: tuple[str,
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        *((dtype, backend) for dtype in ("bfloat16", "float16") for backend in ("cpu", "xla")),
+        ("float8_e5m2", "xla"),
+    ],
+)
+def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str, backend: str) -> None:
     """Ones: the sum of a gradient's terms over many tiles is exact in float32, and far off in 16 bits."""
     q, k, v = qkv(1024)
     scale = jnp.ones((2,), dtype)
 
     def loss(scale: Array) -> Array:
-        lse = attend(q, k, v, lambda s, b, h, q, k: s + scale[h], return_lse=True)[1]
-        return lse.sum()
+        def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+            return s + scale[h].astype(s.dtype)
+
+        return attend(q, k, v, score_mod, return_lse=True, implementation=backend)[1].sum()
 
     np.testing.assert_array_equal(jax.grad(loss)(scale), jnp.full(2, 2 * 1024, dtype))
 
@@ -553,6 +561,57 @@ def test_F110_errors(name: str) -> None:
         jattn.dot_product_attention(*qkv(), **keywords)
     if name.startswith("F015"):
         assert any("jnp.where" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("how", ["shard_map", "vmap"])
+def test_the_index_on_a_named_axis(how: str) -> None:
+    """It is computed outside of the function; in branches, too."""
+    q, k, v = qkv()
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        place = jax.lax.axis_index("x").astype(jnp.float32)
+        return jax.lax.cond(q > k, lambda: s * (2 + jax.lax.axis_index("x")), lambda: s + place)
+
+    def run(*x: Array) -> Array:
+        if how == "vmap":
+            return jax.vmap(lambda *x: attend(*x, score_mod), axis_name="x")(*x)
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec("x")
+        return jax.shard_map(
+            lambda *x: attend(*x, score_mod), mesh=mesh, in_specs=spec, out_specs=spec
+        )(*x)
+
+    def plain(*x: Array) -> Array:
+        def of_entry(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+            place = b if how == "vmap" else 0
+            return jnp.where(q > k, s * (2 + place), s + place)
+
+        return dense(*x, of_entry)[0]
+
+    np.testing.assert_allclose(run(q, k, v), plain(q, k, v), atol=2e-6)
+    got, want = (
+        jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2))(q, k, v) for f in (run, plain)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "name"),
+    [
+        (lambda s, b, h, q, k: s + jax.lax.psum(s, "x"), "psum"),
+        (
+            lambda s, b, h, q, k: jax.lax.fori_loop(
+                0, 3, lambda i, x: x + jax.lax.axis_index("x"), s
+            ),
+            "axis_index",
+        ),
+    ],
+    ids=("psum", "loop"),
+)
+def test_collectives_for_each_pair_are_refused(score_mod: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"score_mod has {name} over .'x'."):
+        jax.vmap(lambda *x: attend(*x, score_mod), axis_name="x")(*qkv())
 
 
 def test_F111_writes() -> None:

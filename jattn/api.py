@@ -182,8 +182,8 @@ def dot_product_attention(
         trace: it gets each score as all the arguments above have made it (float32, or float64), and int32 indices
         (positions, where these are given; ``batch`` counts leading axes folded into one), and returns the one to use,
         -inf to hide the pair. Masks come after it. Arrays it closes over, and ``captures``, may be read at these
-        indices; both get gradients. No side effects. It counts as one function wherever it does the same, so that it
-        may be made anew for each call.
+        indices; both get gradients. No side effects, and nothing over axes of a mesh but ``jax.lax.axis_index`` outside
+        of loops. It counts as one function wherever it does the same, so that it may be made anew for each call.
       captures: arrays of any shape and dtype that ``score_mod`` gets as further arguments.
       block_mask: of ``jattn.create_block_mask``: blocks of queries and keys that take part, and a function of indices
         that says which pairs do within them. Its batch and heads are 1, or B (leading axes folded) and N. Becomes a

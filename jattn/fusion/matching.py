@@ -260,9 +260,11 @@ class _Search:
         self._take(bottom, total)
         if kept_in_sum is not None:
             self.kept_in_sum.append(kept_in_sum)
-        if kept is not None and kept_in_sum is not None:  # as -inf on the scores would do
-            self.masks.append((compact_of(kept.mask), kept.if_true))
-        elif kept is not None:
+            if kept is not None and kept.is_same(kept_in_sum.mask, kept_in_sum.if_true):
+                # As -inf on the scores would do.
+                self.masks.append((compact_of(kept.mask), kept.if_true))
+                kept = None
+        if kept is not None:
             self.kept.append(kept)
         self.nodes += [quotient, exponential, total]
         # On the maximum, which follows, it changes no gradient: a softmax is the same for any shift.

@@ -267,6 +267,11 @@ def test_P107_P108_P109_what_is_left_as_it_is(name: str) -> None:
     assert ours == theirs  # P116
 
 
+def quotient(e: Array, top: Any, bottom: Any) -> Array:
+    """Exponentials that masks leave some out of, over the sum of such."""
+    return jnp.where(top, e, 0) / jnp.where(bottom, e, 0).sum(-1, keepdims=True)
+
+
 def softmax_less(s: Array, largest: Array) -> Array:
     """Not a softmax where ``largest`` has a gradient."""
     e = jnp.exp(s - largest)
@@ -306,11 +311,10 @@ NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
     "weights of the hidden": lambda s, v, b: (
         jnp.where(b > 0, 0, jax.nn.softmax(jnp.where(b > 0, s, -1e9))) @ v
     ),
-    "a mask on the sum alone": lambda s, v, b: (
-        (jnp.exp(s) / jnp.where(b > 0, jnp.exp(s), 0).sum(-1, keepdims=True)) @ v
-    ),
-    "a mask on the weights alone": lambda s, v, b: (
-        (jnp.where(b > 0, jnp.exp(s), 0) / jnp.exp(s).sum(-1, keepdims=True)) @ v
+    "a mask on the sum alone": lambda s, v, b: quotient(jnp.exp(s), True, b > 0) @ v,
+    "a mask on the weights alone": lambda s, v, b: quotient(jnp.exp(s), b > 0, True) @ v,
+    "other masks on the sum and on the weights": lambda s, v, b: (
+        quotient(jnp.exp(jnp.where(b > 0, s, -jnp.inf)), b > 0.5, b > 0) @ v
     ),
     "the maximum of other scores": lambda s, v, b: (
         softmax_less(

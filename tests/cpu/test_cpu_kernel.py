@@ -304,7 +304,12 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     digests = {
         threads: subprocess.run(
             [sys.executable, __file__],
-            env=os.environ | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"},
+            env=os.environ
+            | {
+                "NPROC": str(threads),
+                "JAX_PLATFORMS": "cpu",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             capture_output=True,
             text=True,
             check=True,

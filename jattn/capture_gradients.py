@@ -26,7 +26,7 @@ from jax import lax
 
 from jattn.arrays import wider
 from jattn.device_operations import ELEMENTWISE
-from jattn.jax_interface import MOVES, Literal, ad, bind, clipped, depends, vary_like
+from jattn.jax_interface import MOVES, Literal, bind, clipped, depends, vary_like
 from jattn.score_program import ScoreProgram, flat_equations
 from jattn.score_tile import AXES, ScoreTile
 
@@ -207,15 +207,20 @@ def _pull(
         return {inputs[0]: gradients[made[0]]}
 
     if name == "custom_lin":  # of a function with a custom_vjp rule
+        given = [_of(x, values) for x in inputs]
         results = [
-            gradients[x].astype(x.aval.dtype) if x in gradients else ad.Zero(x.aval)
+            gradients[x].astype(x.aval.dtype) if x in gradients else _zeros(x, x.aval.dtype, given)
             for x in outputs
         ]
-        rule = ad.primitive_transposes[called.primitive]
-        given = rule(results, *[_of(x, values) for x in inputs], **called.params)
-        return {
-            inputs[i]: given[i] for i in places if not isinstance(given[i], ad.Zero | type(None))
-        }
+
+        def of_linear(*tangents: jax.Array) -> list[jax.Array]:
+            for i, x in zip(places, tangents, strict=True):
+                given[i] = x
+            return called.primitive.bind(*given, **called.params)
+
+        zeros = [_zeros(inputs[i], inputs[i].aval.dtype, results) for i in places]
+        moved = jax.linear_transpose(of_linear, *zeros)(results)
+        return dict(zip((inputs[i] for i in places), moved, strict=True))
 
     full = [_of(x, values).astype(dtype_of(x)) for x in inputs]
     incoming = [gradients[x].astype(dtype_of(x)) for x in made]

@@ -51,9 +51,12 @@ def as_integers(name: str, x: Any, function: str = _NAME) -> Any:
 
 
 def wider(dtype: Any, other: Any) -> Any:
-    """The float type of more bits, the other one of equals; types of 8 bits included, which JAX does not promote."""
-    own, second = jnp.dtype(dtype), jnp.dtype(other)
-    return own if jnp.finfo(own).bits > jnp.finfo(second).bits else second
+    """The type that holds numbers of a type of floats or complex numbers, and of another of at least 32 bits.
+
+    JAX promotes no floats of 8 bits.
+    """
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(other) if is_narrow else jnp.promote_types(dtype, other)
 
 
 def shown(x: Any) -> str:

@@ -83,17 +83,7 @@ def test_root_mean_squares_judge_tensors_of_enough_elements(head_dim_v: int, jud
 
 def test_gradients_of_rows_of_one_key_are_judged_by_their_bounds() -> None:
     """They are differences of equal dot products, which another implementation adds up in another order."""
-    case = Case(
-        name="one-key",
-        batch=1,
-        q_len=31,
-        kv_len=1,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=32,
-        head_dim_v=32,
-        with_dlse=False,
-    )
+    case = TAILED.but("one-key", kv_len=1, num_kv_heads=1, with_dlse=False)
     operands, solution = compare.solved(case)
     terms = solution.dout.astype(np.float32) * solution.v.astype(np.float32)
     forward, backward = (np.cumsum(x, axis=3)[..., -1] for x in (terms, terms[..., ::-1]))
@@ -110,7 +100,7 @@ def test_gradients_of_rows_of_one_key_are_judged_by_their_bounds() -> None:
 def test_gradients_of_rows_of_one_key_and_more_are_judged_as_all_are(
     change: dict[str, object],
 ) -> None:
-    case = Case(name="one-key-and-more", q_len=31, kv_len=1, with_dlse=False).but("more", **change)
+    case = TAILED.but("one-key-and-more", **{"kv_len": 1, "with_dlse": False} | change)
     operands, solution = compare.solved(case)
     report = compare.check(case, operands, emulated(case, operands), solution=solution)
     ratios = {tensor.name: tensor.rms_ratio for tensor in report.tensors}

@@ -360,13 +360,13 @@ STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "tiles", "section_heads", "last_section", "rotation"),
-        *("wants_dk", "wants_dv", "items", "next_item", "dq_turns"),
+        *("wants_dk", "wants_dv", "items", "next_item", "dq_turns", "rows_dq"),
         *PROBLEM_MEMBERS,
     ),
     "sm90::PrepareParams": (
         *("out", "dout", "lse", "dlse", "q_lengths", "lse_log2", "delta", "row_flags"),
         *("dq_accumulator", "rows_padded", "accumulator_width", "q_len"),
-        *("num_heads", "head_dim_v", "next_item", "dq_turns"),
+        *("num_heads", "head_dim_v", "next_item", "dq_turns", "counters"),
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
@@ -501,13 +501,16 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "last_section": NO_LAST_SECTION,
             "rotation": variant.rotation,
             "dq_turns": turns.data_ptr() if turns is not None else None,
+            "rows_dq": results["dq"].data_ptr(),
             "wants_dk": True,
             "wants_dv": True,
         }
 
     items = case.batch * case.kv_heads * kv_tiles
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    next_item = torch.full((3,), 12345, device="cuda", dtype=torch.int32)
+    next_item = torch.full(
+        (4 + case.batch * case.kv_heads,), 12345, device="cuda", dtype=torch.int32
+    )
     keep.append(next_item)
     launches: dict[str, tuple[str, dict[str, Any], int]] = {}
     launches["prepare"] = (
@@ -525,6 +528,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "dq_turns": turns.data_ptr() if turns is not None else None,
             "rows_padded": rows_padded,
             "next_item": next_item.data_ptr(),
+            "counters": len(next_item),
             "accumulator_width": width,
             "q_len": case.q_len,
             "num_heads": case.heads,

@@ -77,7 +77,7 @@ struct Scratch {
   float* delta = nullptr;
   uint8_t* row_flags = nullptr;
   float* dq_accumulator = nullptr;
-  int32_t* next_item = nullptr;  // sm90::DocumentCounter
+  int32_t* next_item = nullptr;  // sm90::DocumentCounter, sm90::BackwardCounter
   int32_t* dq_turns = nullptr;   // sm90::BackwardParams
   void* documents = nullptr;
   sm90::TileRows* row_tiles = nullptr;  // sm90::OtherTiles
@@ -91,6 +91,9 @@ struct Scratch {
   void* ds = nullptr;         // DsParts
   int64_t bytes = 0;
 };
+
+// Of a kernel whose blocks take items: DocumentCounter, BackwardCounter.
+int64_t item_counters(const Problem& problem) { return sm90::kItemsDone + problem.batch * problem.num_kv_heads; }
 
 Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
   Scratch scratch;
@@ -114,7 +117,7 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
         static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
   }
   if (takes_items(kernels)) {
-    scratch.next_item = static_cast<int32_t*>(take(sm90::kDocumentCounters * sizeof(int32_t)));
+    scratch.next_item = static_cast<int32_t*>(take(item_counters(problem) * int64_t{sizeof(int32_t)}));
     scratch.documents = take(document_tiles_bytes(problem, kernels.fused->config(), true));
   }
   if (has_senders(kernels)) {
@@ -216,6 +219,7 @@ void launch_prepare(const Problem& problem, const BackwardBuffers& buffers, cons
       .q_len = static_cast<int32_t>(problem.q_len),
       .num_heads = static_cast<int32_t>(problem.num_heads),
       .head_dim_v = static_cast<int32_t>(problem.head_dim_v),
+      .counters = static_cast<int32_t>(item_counters(problem)),
   };
   launch(kernel,
          {.grid = {.x = problem.batch * problem.num_heads * (scratch.rows_padded / sm90::kStatisticsRows)},
@@ -366,6 +370,7 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   if (sm90::takes_items(config)) {
     params.items = static_cast<int32_t>(shape.grid.x);
     params.next_item = scratch.next_item;
+    params.rows_dq = buffers.dq;
     shape.grid.x = std::min<int64_t>(params.items, sm_count);
   }
   if (config.documents) {

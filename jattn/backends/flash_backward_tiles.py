@@ -144,7 +144,7 @@ def _control_bytes(tile: Tile, spec: Spec, *, owns_queries: bool) -> int:
     per_row = 4 * (owned + tile.stages * visited)
     ids = per_row if spec.segments else 8
     barriers = 8 * (4 + 4 * tile.stages + 4) + (64 if tile.dq_warpgroup else 0)
-    barriers += 192 if tile.dq_order else 0
+    barriers += 208 if tile.dq_order else 0
     features = per_row if spec.positions else 0
     features += 16 * tile.stages * owned if spec.mask is not None else 0
     features += 32 * tile.stages if _has_step_terms(spec) and not tile.drops_beside else 0
@@ -597,7 +597,8 @@ def plan_backward(spec: Spec, *, wants: tuple[bool, bool, bool, bool], determini
         cast = {"head_dim": keys.head_dim, "tile_q": keys.tile_q}
         kernels.append(compose_key("backward_cast", KEY_ARCH, element=element, **cast))
         scratch += rows * keys.head_dim * 4 + SCRATCH_ALIGNMENT
-        scratch += 3 * 4 + SCRATCH_ALIGNMENT if keys.takes_items else 0
+        if keys.takes_items:
+            scratch += (4 + spec.batch * spec.num_kv_heads) * 4 + SCRATCH_ALIGNMENT
         scratch += rows // 32 * 4 + SCRATCH_ALIGNMENT if keys.dq_order else 0
     elif want_q:
         tile = queries_tile(spec)

@@ -9,10 +9,11 @@
 // Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 //
 // backward_producer.cuh copies; backward_keys.cuh computes, above head dim 128 backward_split.cuh and backward_gather.cuh. Warps
-// beside the producer add dq up (backward_sender.cuh), store gradients of scores (backward_storer.cuh) and find the pairs that
-// dropout removes (backward_drops.cuh).
+// beside the producer add dq up (backward_sender.cuh) and cast it (backward_caster.cuh), store gradients of scores
+// (backward_storer.cuh) and find the pairs that dropout removes (backward_drops.cuh).
 #pragma once
 
+#include "sm90/backward_caster.cuh"
 #include "sm90/backward_drops.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_producer.cuh"
@@ -83,7 +84,11 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
         if (lane() == 0) DqSender<C>{params, control, tiles, 0}.run();
       }
     } else if constexpr (has_senders(C)) {
-      if (warp <= num_senders(C) && lane() == 0) DqSender<C>{params, control, tiles, warp - 1}.run();
+      if (casts_beside(C) && warp == kCasterWarp) {
+        if constexpr (casts_beside(C)) DqCaster<C>{params, control}.run();
+      } else if (warp <= num_senders(C) && lane() == 0) {
+        DqSender<C>{params, control, tiles, warp - 1}.run();
+      }
     }
   } else if constexpr (has_dq_warpgroup(C)) {
     if (warpgroup == 1) {

@@ -1,7 +1,7 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
 // Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
-// their sums are the latest, which L2 may still hold. Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
+// their sums are the latest, which L2 may still hold. Casters may have written tiles before (backward_caster.cuh). Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns.
 // Part 4 w + i, of warp i of consumer warpgroup w, has 16 rows from 16 i on: of the 64 rows from 64 w on if tile_q is 128, else of
@@ -40,9 +40,10 @@ __device__ __forceinline__ void backward_cast(const CastParams& params) {
   if (is_box ? first >= params.q_len : begin >= end) return;
   const int64_t accumulator_row = int64_t(flat_head) * params.rows_padded + tile_number * C.tile_q;
   const float* source = params.dq_accumulator + accumulator_row * C.head_dim;
-  // Where no block has been, the accumulator may hold anything.
-  const bool is_there =
-      params.dq_turns == nullptr || params.dq_turns[accumulator_row / kDqTurnRows * kBackwardConsumers] != 0;
+  const int turn =
+      params.dq_turns ? params.dq_turns[accumulator_row / kDqTurnRows * kBackwardConsumers] : int(kDqStored);
+  if (turn == kDqCast) return;
+  const bool is_there = turn != kDqNothing;  // where no block has been, the accumulator may hold anything
 
   const int part = threadIdx.x / 32, half = part / 4;
   float4 x[kColumns / 8];

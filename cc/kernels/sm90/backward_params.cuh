@@ -8,6 +8,21 @@ namespace jattn::sm90 {
 inline constexpr int kStatisticsRows = 128;  // statistics of a head are padded to a multiple of this
 inline constexpr int kDqTurnRows = 64;  // rows of dq_accumulator for which there are counters: at most those of a tile
 
+// Words of the counters of a kernel whose blocks take items: those of documents, then these.
+enum BackwardCounter {
+  kNextCast = kDocumentCounters,  // tiles of dq that casters have taken (backward_caster.cuh)
+  kItemsDone  // of each key/value head, [B, K]: items whose parts of dq have been added, by each sender
+};
+
+// What BackwardParams::dq_turns says of dq of a tile of queries, where sums are in any order. In the order of the key tiles it says
+// how many of these there are up to the last that was added; 0 and kDqCast are as here.
+enum DqTurnState {
+  kDqNothing,
+  kDqStoring,        // the first part is on its way
+  kDqStored,         // and is there: others may be added
+  kDqCast = 1 << 30  // a caster has written the tile of dq; the sums are gone
+};
+
 // One struct for the kernels that own keys (sm90_backward, sm90_backward_dkv) and for the one that owns queries
 // (sm90_backward_dq). Boxes of inputs are (64, tile_q, 1, 1) and (64, tile_kv, 1, 1), those of results (64, 64, 1, 1), all
 // with 128-byte swizzle.
@@ -44,7 +59,7 @@ struct BackwardParams {
   bool adds_ds;           // to what an earlier launch left there for other batch entries
   // Config::schedule 2
   int32_t items;
-  // Items taken beside the first of each block; if orders_dq() all. Zeroed by backward_prepare, with the rest of DocumentCounter.
+  // DocumentCounter, BackwardCounter. Items taken beside the first of each block; if orders_dq() all. Zeroed by backward_prepare.
   int32_t* next_item;
   // Config::documents
   const DocumentTile* documents;  // of keys
@@ -52,6 +67,7 @@ struct BackwardParams {
   // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows of the accumulator begin,
   // by each of num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
   int32_t* dq_turns;
+  void* rows_dq;  // dq, [B, T, N, D]; written if casts_beside()
   // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
   float* key_sums;
 };
@@ -88,18 +104,19 @@ struct PrepareParams {
   float* delta;
   uint8_t* row_flags;
   float* dq_accumulator;  // zeroed here; or null
-  int32_t* next_item;     // [kDocumentCounters], likewise
+  int32_t* next_item;     // [counters], likewise; or null
   int32_t* dq_turns;      // likewise
   int64_t rows_padded;
   int32_t accumulator_width;  // columns of dq_accumulator
   int32_t q_len, num_heads, head_dim_v;
+  int32_t counters;  // DocumentCounter, BackwardCounter
 };
 
 // backward_cast.cuh
 struct CastParams {
   TensorMap dq;  // axes (D, T, N, B), box (64, tile_q, 1, 1), 128-byte swizzle
   const float* dq_accumulator;
-  const int32_t* dq_turns;   // or null: the accumulator holds zeros where nothing was added
+  const int32_t* dq_turns;   // as in BackwardParams; or null: the accumulator holds zeros where nothing was added
   const int32_t* q_lengths;  // [B] or null
   int64_t rows_padded;
   int32_t tiles;  // query tiles of one head

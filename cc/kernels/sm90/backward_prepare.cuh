@@ -55,7 +55,9 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   constexpr int kTurns = kStatisticsRows / kDqTurnRows * kBackwardConsumers;
   if (params.dq_turns && threadIdx.x < kTurns) params.dq_turns[int64_t(number) * kTurns + threadIdx.x] = 0;
 
-  if (params.next_item && blockIdx.x == 0 && threadIdx.x < kDocumentCounters) params.next_item[threadIdx.x] = 0;
+  if (params.next_item && blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < params.counters; i += kThreads) params.next_item[i] = 0;
+  }
 
   // exp2(score - lse_log2) times the factor of kept pairs, and delta over it.
   float log2_factor = 0.0f, inverse_factor = 1.0f;

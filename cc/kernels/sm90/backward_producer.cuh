@@ -201,7 +201,8 @@ struct KeyProducer {
       __syncwarp();
     }
     write_terms(item, step, flags);
-    announce_dq({accumulator_row, item.first / C.tile_kv + 1, after});
+    const unsigned ends_item = casts_beside(C) && (flags & kLastStep) ? DqTurn::kEndsItem : 0;
+    announce_dq({accumulator_row, unsigned(item.first / C.tile_kv + 1) | ends_item, after});
     if (leads()) {
       control.headers[stage] = {first, flags, accumulator_row};
       int bytes = kQBytes + statistics_bytes(C);
@@ -363,6 +364,10 @@ struct KeyProducer {
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for
     }
     if (takes_items(C) && ahead >= 0) start_item(item, has_padding);
+    if constexpr (casts_beside(C)) {  // senders do not hear of an item without steps
+      const int head = item.batch * problem.num_kv_heads + item.head;
+      if (!item.runs && leads()) atomicAdd(params.next_item + kItemsDone + head, num_senders(C));
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -392,6 +397,9 @@ struct KeyProducer {
         number = take();
       }
       end_ds();
+      if constexpr (casts_beside(C)) {
+        if (leads()) arrive(&control.items_ended);
+      }
       announce_dq({0, 0, 0});
       announce_drops({0, 0, -1, 0});
       BackwardItem none{};

@@ -1,7 +1,7 @@
 // The warps that add dq up in memory (Config::dq_order), one for each consumer warpgroup, whose parts they send from staging
 // memory, or, beside drop warps, one for both, whose parts of a tile lie beside each other and are sent as one. Blocks that
 // own keys of one head add to the same tiles of dq; who is first there stores its part instead, so that the accumulator need
-// not be zeroed. Each half of a tile of the accumulator, or each tile, has a counter in memory that says so.
+// not be zeroed. Each half of a tile of the accumulator, or each tile, has a counter in memory that says so (DqTurnState).
 //
 // In any order: who has a part and finds nothing there says that it stores, and whoever comes until it has done so waits.
 //
@@ -26,13 +26,15 @@ __device__ __forceinline__ int load_turn(const int32_t* counter) {
 __device__ __forceinline__ void store_turn(int32_t* counter, int value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
+__device__ __forceinline__ void count_turn(int32_t* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
 
 template <Config C>
 struct DqSender {
   static constexpr KeyLayout kLayout = key_layout(C, true);
   static constexpr int kWarpgroups = kBackwardConsumers / num_senders(C);  // that this warp serves
   static constexpr int kBytes = kLayout.staging_bytes / num_senders(C);    // of a sum
-  static constexpr int kNothing = 0, kStoring = 1, kStored = 2;            // the counter, if sums are in any order
   static_assert(C.tile_q >= kDqTurnRows);
 
   const BackwardParams& params;
@@ -41,12 +43,12 @@ struct DqSender {
   int number;      // among the senders
 
   __device__ __forceinline__ static void wait_until(const int32_t* counter, int value) {
-    while (load_turn(counter) != value) {}
+    while (orders_dq(C) ? load_turn(counter) != value : load_turn(counter) < value) {}
   }
 
   // Whether somebody has been there, as far as can be told before the part is staged; in order, waits for the predecessor.
   __device__ __forceinline__ static bool finds_sums(const int32_t* counter, const DqTurn& turn) {
-    if constexpr (!orders_dq(C)) return load_turn(counter) == kStored;
+    if constexpr (!orders_dq(C)) return load_turn(counter) >= kDqStored;
     if (turn.after == 0) return false;
     wait_until(counter, turn.after);
     return true;
@@ -55,9 +57,15 @@ struct DqSender {
   // Whether nobody has been there, and others will wait until this part is stored; else waits for whom was.
   __device__ __forceinline__ static bool comes_first(int32_t* counter) {
     if constexpr (orders_dq(C)) return true;
-    if (atomicCAS(counter, kNothing, kStoring) == kNothing) return true;
-    wait_until(counter, kStored);
+    if (atomicCAS(counter, kDqNothing, kDqStoring) == kDqNothing) return true;
+    wait_until(counter, kDqStored);
     return false;
+  }
+
+  // Of all batch entries. In units of the rows of a counter numbers have 32 bits, whose division takes few registers.
+  __device__ __forceinline__ unsigned kv_head(const DqTurn& turn) const {
+    return unsigned(turn.row / kDqTurnRows) / unsigned(params.rows_padded / kDqTurnRows) /
+           unsigned(params.problem.group_size);
   }
 
   // By one thread.
@@ -91,7 +99,8 @@ struct DqSender {
 #pragma unroll
       for (int i = 0; i < kWarpgroups; ++i) arrive(&control.staged_empty[slot.index][number * kWarpgroups + i]);
       sleep_at_random();
-      if (orders_dq(C) || stores) store_turn(counter, orders_dq(C) ? turn.own : kStored);
+      if (orders_dq(C) || stores) store_turn(counter, orders_dq(C) ? int(turn.own) : kDqStored);
+      if (casts_beside(C) && turn.own >= DqTurn::kEndsItem) count_turn(params.next_item + kItemsDone + kv_head(turn));
       slot.advance();
     }
   }

@@ -37,6 +37,13 @@ JATTN_HOST_DEVICE constexpr int num_senders(const Config& config) {
 }
 JATTN_HOST_DEVICE constexpr bool orders_dq(const Config& config) { return config.dq_order == 2; }
 
+// A warp beside the senders writes dq of heads whose items are all done (backward_caster.cuh). Not where sums are in order, which
+// gains nothing at head dim 128, and not beside sums for the gradient of a bias, where registers would spill.
+inline constexpr int kCasterWarp = 1 + kBackwardConsumers;
+JATTN_HOST_DEVICE constexpr bool casts_beside(const Config& config) {
+  return config.dq_order == 1 && !config.drops_beside && !config.documents && !config.stores_ds && !config.sums_bias;
+}
+
 // Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
 // positions or from item to item, does not do with 24; consumers spare them where they have them.
 JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
@@ -97,7 +104,7 @@ inline constexpr int kDsWriters = kBackwardConsumers * kWarpgroupThreads / 32;
 inline constexpr int kDsPlaceBytes = 24;  // record and barrier of a tile of gradients of scores that is stored
 inline constexpr int kDqStepsBytes = 64;  // records and barriers between the warpgroups of dk and of dq
 inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
-inline constexpr int kSendersBytes = 32 * kDqTurns + 64;
+inline constexpr int kSendersBytes = 32 * kDqTurns + 64 + 16;
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
 // What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of stored
 // gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.

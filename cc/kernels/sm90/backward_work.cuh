@@ -79,14 +79,16 @@ struct DqStepsPart {
 static_assert(sizeof(DqStepsPart) == kDqStepsBytes);
 // What the warps that add dq up are told of a step, beside what the consumers stage.
 struct DqTurn {
-  int64_t row;  // of the accumulator
-  int own;      // key tiles that have been added when this one has, by their order; 0: the block is done
-  int after;    // orders_dq(): those that must have been before; 0: this is the first
+  int64_t row;   // of the accumulator
+  unsigned own;  // key tiles that have been added when this one has, by their order; 0: the block is done
+  static constexpr unsigned kEndsItem = 1u << 31;  // in `own`, if casts_beside(): no step of the item follows
+  int after;  // orders_dq(): those that must have been before; 0: this is the first
 };
-struct SendersPart {
+struct alignas(16) SendersPart {
   DqTurn dq_turns[kDqTurns];
   Barrier turn_full[kDqTurns], turn_empty[kDqTurns];
   Barrier staged_full[2][kBackwardConsumers], staged_empty[2][kBackwardConsumers];  // of a slot of staging memory
+  Barrier items_ended;                                                              // of the block
 };
 static_assert(sizeof(SendersPart) == kSendersBytes);
 template <int kStages>
@@ -454,6 +456,7 @@ __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& c
       init_barrier(&control.turn_full[turn], 1);
       init_barrier(&control.turn_empty[turn], num_senders(C));
     }
+    init_barrier(&control.items_ended, 1);
     for (int slot = 0; slot < 2; ++slot) {
       for (int warpgroup = 0; warpgroup < kBackwardConsumers; ++warpgroup) {
         init_barrier(&control.staged_full[slot][warpgroup], kWarpgroupThreads / 32);

@@ -370,7 +370,7 @@ STRUCTS = {
     ),
     "sm90::CastParams": (
         *("dq", "dq_accumulator", "q_lengths", "rows_padded", "tiles", "q_len", "num_heads"),
-        *("scale", "dq_turns", "all_tiles", "block_tiles"),
+        *("scale", "dq_turns"),
     ),
 }
 
@@ -508,10 +508,6 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
 
     items = case.batch * case.kv_heads * kv_tiles
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    # As cc/cuda/backward_sm90.cc: where casters have written most tiles of dq, a block looks at more than one.
-    block_tiles = 1
-    if variant.dq_order == 1:
-        block_tiles = min(max(flat_heads * q_tiles // (4 * num_sms), 1), 32)
     next_item = torch.full(
         (4 + case.batch * case.kv_heads,), 12345, device="cuda", dtype=torch.int32
     )
@@ -573,13 +569,11 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
                 "q_lengths": data.pointer("q_lengths"),
                 "rows_padded": rows_padded,
                 "tiles": q_tiles,
-                "all_tiles": flat_heads * q_tiles,
-                "block_tiles": block_tiles,
                 "q_len": case.q_len,
                 "num_heads": case.heads,
                 "scale": float(case.true_scale),
             },
-            -(-flat_heads * q_tiles // block_tiles),
+            flat_heads * q_tiles,
         )
     stream = current_stream(torch)
 

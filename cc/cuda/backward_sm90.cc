@@ -391,14 +391,6 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   if (config.sums_bias) launch_bias_sums(problem, buffers, plan, kernel, scratch, stream);
 }
 
-// Tiles of dq that a block casts: one, but where casters have written most of them, as many as leave a wave of blocks. A block for
-// each tile would take 9 us to find that 4096 tiles are written.
-int32_t cast_block_tiles(const Config& fused, int64_t all_tiles, int sm_count) {
-  constexpr int64_t kBlocksAtOnce = 4, kMost = 32;  // of a multiprocessor; of a block, a lane each
-  if (!sm90::casts_beside(fused)) return 1;
-  return static_cast<int32_t>(std::clamp<int64_t>(all_tiles / (kBlocksAtOnce * sm_count), 1, kMost));
-}
-
 void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                  const Scratch& scratch, CUstream stream) {
   const Kernel& kernel = require_family(plan, "backward_cast");
@@ -416,8 +408,6 @@ void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const P
   params.q_lengths = problem.q_lengths;
   params.rows_padded = scratch.rows_padded;
   params.tiles = static_cast<int32_t>(accumulator_tiles(problem, kernels));
-  params.all_tiles = static_cast<int32_t>(problem.batch * problem.num_heads * params.tiles);
-  params.block_tiles = cast_block_tiles(made_by, params.all_tiles, device_facts(plan.device_ordinal).sm_count);
   params.q_len = static_cast<int32_t>(problem.q_len);
   params.num_heads = static_cast<int32_t>(problem.num_heads);
   params.scale = static_cast<float>(problem.scale);
@@ -426,7 +416,7 @@ void launch_cast(const Problem& problem, const BackwardBuffers& buffers, const P
   params.rows_dq = buffers.dq;
   params.head_dim = static_cast<int32_t>(problem.head_dim);
   launch(kernel,
-         {.grid = {.x = ceil_div(params.all_tiles, params.block_tiles)},
+         {.grid = {.x = problem.batch * problem.num_heads * params.tiles},
           .num_threads = sm90::cast_threads(config),
           .shared_bytes = sm90::cast_shared_bytes(config)},
          &params, stream);

@@ -1,8 +1,7 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family backward_cast; reads element, head_dim and tile_q. A block casts CastParams::block_tiles query tiles of heads, but
-// for those that casters have written (backward_caster.cuh). The last heads come first: their sums are the latest, which L2 may
-// still hold. Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
+// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
+// their sums are the latest, which L2 may still hold. Casters may have written tiles before (backward_caster.cuh). Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
 //
 // Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns.
 // Part 4 w + i, of warp i of consumer warpgroup w, has 16 rows from 16 i on: of the 64 rows from 64 w on if tile_q is 128, else of
@@ -28,19 +27,12 @@ __device__ __forceinline__ CastRows cast_rows(const CastParams& params, int entr
   return {aligned_row(rows.begin), rows.begin, rows.end, rows.end - rows.begin == tile_q};
 }
 
-// What dq_turns says of a tile, by its number among those of all heads.
 template <Config C>
-__device__ __forceinline__ int turn_of_tile(const CastParams& params, int number) {
-  if (params.dq_turns == nullptr) return kDqStored;
-  const int flat_head = number / params.tiles;
-  const int64_t row = int64_t(flat_head) * params.rows_padded + (number - flat_head * params.tiles) * C.tile_q;
-  return params.dq_turns[row / kDqTurnRows * kBackwardConsumers];
-}
-
-// tile: in shared memory. turn: of the tile, not kDqCast.
-template <Config C>
-__device__ __forceinline__ void cast_tile(const CastParams& params, unsigned tile, int number, int turn) {
+__device__ __forceinline__ void backward_cast(const CastParams& params) {
   constexpr int kColumns = dq_part_columns(C), kPartFloats = 16 * kColumns;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const unsigned tile = shared_address(shared);
+  const int number = int(gridDim.x - 1 - blockIdx.x);
   const int flat_head = number / params.tiles;
   const int tile_number = number - flat_head * params.tiles;
   const int entry = flat_head / params.num_heads, head = flat_head - entry * params.num_heads;
@@ -48,6 +40,9 @@ __device__ __forceinline__ void cast_tile(const CastParams& params, unsigned til
   if (is_box ? first >= params.q_len : begin >= end) return;
   const int64_t accumulator_row = int64_t(flat_head) * params.rows_padded + tile_number * C.tile_q;
   const float* source = params.dq_accumulator + accumulator_row * C.head_dim;
+  const int turn =
+      params.dq_turns ? params.dq_turns[accumulator_row / kDqTurnRows * kBackwardConsumers] : int(kDqStored);
+  if (turn == kDqCast) return;
   const bool is_there = turn != kDqNothing;  // where no block has been, the accumulator may hold anything
 
   const int part = threadIdx.x / 32, half = part / 4;
@@ -88,23 +83,6 @@ __device__ __forceinline__ void cast_tile(const CastParams& params, unsigned til
     copy_gradient_rows<C.tile_q, C.head_dim>(static_cast<char*>(params.rows_dq) + row * row_bytes,
                                              params.num_heads * row_bytes, params.head_dim, tile, first_of_half - first,
                                              min(half_rows, end - first_of_half));
-  }
-}
-
-template <Config C>
-__device__ __forceinline__ void backward_cast(const CastParams& params) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const unsigned tile = shared_address(shared);
-  // A lane looks at one tile, in every warp. Those of a block are far apart, since what casters leave are neighbours.
-  const int number = int(gridDim.x - 1 - blockIdx.x + lane() * gridDim.x);
-  const bool is_mine = lane() < params.block_tiles && number < params.all_tiles;
-  const int turn = is_mine ? turn_of_tile<C>(params, number) : int(kDqCast);
-  unsigned left = __ballot_sync(0xffffffffu, turn != kDqCast);
-  while (left != 0) {
-    const int last = 31 - __clz(left);
-    left ^= 1u << last;
-    cast_tile<C>(params, tile, __shfl_sync(0xffffffffu, number, last), __shfl_sync(0xffffffffu, turn, last));
-    __syncthreads();
   }
 }
 

@@ -119,9 +119,7 @@ struct CastParams {
   const int32_t* dq_turns;   // as in BackwardParams; or null: the accumulator holds zeros where nothing was added
   const int32_t* q_lengths;  // [B] or null
   int64_t rows_padded;
-  int32_t tiles;        // query tiles of one head
-  int32_t all_tiles;    // of all heads
-  int32_t block_tiles;  // of one block, at most 32
+  int32_t tiles;  // query tiles of one head
   int32_t q_len, num_heads;
   float scale;
   // Of a kernel with Config::documents, unless its list was refused: the rows of each tile, [B, tiles]; or null.

@@ -21,6 +21,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline unsigned __float_as_uint(float x) { unsigned y; std::memcpy(&y, &x, 4); return y; }
 float __fmaf_rz(float, float, float);  // of device code that is not called here, as the next
 int atomicCAS(int*, int, int);
+bool __all_sync(unsigned, bool);
 #include "sm90/backward_caster.cuh"
 
 using namespace jattn;

@@ -1,10 +1,10 @@
-// The warp that writes dq of heads whose items are all done, while its block works on others (casts_beside()): sums times the scale,
-// rounded, as backward_cast does, which writes the tiles of queries that are left.
+// The warp that writes dq of heads whose items are all done, while its block works on others (casts_beside()): sums times the
+// scale, rounded, as backward_cast does, which writes the tiles of queries that are left.
 //
-// Tiles are taken by a counter, in the order in which heads are handed out, and belong to no block. Senders count the items whose parts
-// they have added (BackwardCounter); whoever has taken a tile waits until those of its key/value head are all counted, writes it and
-// marks it in its counter of turns. Nobody waits for this warp. It ends, also within a tile, when its block has no items left: the
-// multiprocessor is better used by backward_cast then.
+// Tiles are taken by a counter, in the order in which heads are handed out, and belong to no block. Senders count the items whose
+// parts they have added (BackwardCounter). Who has taken a tile waits until those of its key/value head are all counted, writes it
+// and marks it in its counter of turns (DqTurnState). Nobody waits for this warp. It ends, also within a tile, when its block has
+// no items left: the multiprocessor is better used by backward_cast then.
 #pragma once
 
 #include "base/ptx.cuh"
@@ -12,8 +12,8 @@
 
 namespace jattn::sm90 {
 
-// A step of a caster writes 16 rows and 32 columns of a tile, those of its next 512 sums, whose order is in backward_cast.cuh. Returns how
-// far from there the next step writes.
+// A step of a caster writes 16 rows and 32 columns of a tile, those of its next 512 sums, whose order is in backward_cast.cuh. Returns
+// how far from there the next step writes.
 inline constexpr int kCastStepFloats = 16 * 32;
 struct CastMove {
   int rows, columns;
@@ -44,11 +44,12 @@ struct DqCaster {
   // Computed anew wherever it is read: the warp has few registers.
   __device__ __forceinline__ static unsigned lane() { return unsigned(ptx::thread_index_anew()) % 32; }
 
-  __device__ __forceinline__ bool ends() const { return has_ended(&control.items_ended, 0); }
+  // Whether the block has no items left. Lanes agree, here and below: the next tile is the whole warp's.
+  __device__ __forceinline__ bool ends() const { return __any_sync(~0u, has_ended(&control.items_ended, 0)); }
 
   // Whether all items of a key/value head are done; false if those of the block end before.
   __device__ __forceinline__ bool awaits(const int32_t* items_done) const {
-    while (load_turn(items_done) != params.tiles * num_senders(C)) {
+    while (!__all_sync(~0u, load_turn(items_done) == params.tiles * num_senders(C))) {
       if (ends()) return false;
       __nanosleep(500);
     }

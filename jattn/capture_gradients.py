@@ -206,21 +206,8 @@ def _pull(
     if wide and name == "convert_element_type" and is_float(inputs[0]) and is_float(made[0]):
         return {inputs[0]: gradients[made[0]]}
 
-    if name == "custom_lin":  # of a function with a custom_vjp rule
-        given = [_of(x, values) for x in inputs]
-        results = [
-            gradients[x].astype(x.aval.dtype) if x in gradients else _zeros(x, x.aval.dtype, given)
-            for x in outputs
-        ]
-
-        def of_linear(*tangents: jax.Array) -> list[jax.Array]:
-            for i, x in zip(places, tangents, strict=True):
-                given[i] = x
-            return called.primitive.bind(*given, **called.params)
-
-        zeros = [_zeros(inputs[i], inputs[i].aval.dtype, results) for i in places]
-        moved = jax.linear_transpose(of_linear, *zeros)(results)
-        return dict(zip((inputs[i] for i in places), moved, strict=True))
+    if name == "custom_lin":
+        return _pull_custom_vjp(parts, equation, values, gradients)
 
     full = [_of(x, values).astype(dtype_of(x)) for x in inputs]
     incoming = [gradients[x].astype(dtype_of(x)) for x in made]
@@ -238,6 +225,28 @@ def _pull(
         keeps = name in ELEMENTWISE and gradient.shape == incoming[0].shape
         _add(found, inputs[i], _kept_zero(incoming[0], gradient) if keeps else gradient)
     return found
+
+
+def _pull_custom_vjp(
+    parts: _Parts, equation: _Equation, values: _Values, gradients: _Values
+) -> dict[Any, jax.Array]:
+    """The same through the tangent of a function with a ``custom_vjp`` rule, which can only be transposed."""
+    called, inputs, outputs = equation
+    places = parts.moving_places(inputs)
+    given = [_of(x, values) for x in inputs]
+    results = [
+        gradients[x].astype(x.aval.dtype) if x in gradients else _zeros(x, x.aval.dtype, given)
+        for x in outputs
+    ]
+
+    def of_tangents(*tangents: jax.Array) -> list[jax.Array]:
+        for i, x in zip(places, tangents, strict=True):
+            given[i] = x
+        return called.primitive.bind(*given, **called.params)
+
+    zeros = [_zeros(inputs[i], inputs[i].aval.dtype, results) for i in places]
+    moved = jax.linear_transpose(of_tangents, *zeros)(results)
+    return dict(zip((inputs[i] for i in places), moved, strict=True))
 
 
 def _derivatives(

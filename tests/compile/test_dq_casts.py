@@ -1,5 +1,6 @@
 """Warps that cast dq beside products (``backward_caster.cuh``): where their lanes find sums and write them."""
 
+import itertools
 import subprocess
 from pathlib import Path
 
@@ -70,17 +71,13 @@ def accumulator_places(tile_q: int, head_dim: int) -> np.ndarray:
             row = 16 * warp + (64 * warpgroup if tile_q == 128 else 0)
             first = 0 if tile_q == 128 else columns * warpgroup
             for block in range(0, columns, 8):
-                for lane in range(32):
-                    for i in range(
-                        4
-                    ):  # a fragment of 16 x 8: two columns of a row, then of that eight below
-                        at = (
-                            row + lane // 4 + 8 * (i // 2),
-                            first + block + 2 * (lane % 4) + i % 2,
-                        )
-                        assert places[at] == -1
-                        places[at] = place
-                        place += 1
+                # A fragment of 16 x 8: a lane has two columns of a row, then of that eight below.
+                for lane, i in itertools.product(range(32), range(4)):
+                    at_row = row + lane // 4 + 8 * (i // 2)
+                    at_column = first + block + 2 * (lane % 4) + i % 2
+                    assert places[at_row, at_column] == -1
+                    places[at_row, at_column] = place
+                    place += 1
     return places
 
 

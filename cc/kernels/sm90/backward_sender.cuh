@@ -42,6 +42,7 @@ struct DqSender {
   unsigned tiles;  // shared address of the first tile
   int number;      // among the senders
 
+  // In any order for at least the value: where tools launch this kernel again by itself, tiles may be kDqCast already.
   __device__ __forceinline__ static void wait_until(const int32_t* counter, int value) {
     while (orders_dq(C) ? load_turn(counter) != value : load_turn(counter) < value) {}
   }

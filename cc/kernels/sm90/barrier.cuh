@@ -80,19 +80,6 @@ __device__ __forceinline__ void wait(SharedBarrier barrier, unsigned parity) {
   sleep_at_random();
 }
 
-// Whether it has, without waiting.
-__device__ __forceinline__ bool has_ended(SharedBarrier barrier, unsigned parity) {
-  unsigned ended;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(ended)
-      : "r"(barrier.address), "r"(parity)
-      : "memory");
-  return ended != 0;
-}
-
 // The same for a producer warp, whose lanes go on together. Its first lane alone fills the buffers and may run ahead of the
 // others; a lane that waited by itself, late, could find that the next phase has ended, too, and wait for ever.
 __device__ __forceinline__ void wait_as_warp(SharedBarrier barrier, unsigned parity) {
@@ -107,6 +94,19 @@ __device__ __forceinline__ void wait_as_warp(SharedBarrier barrier, unsigned par
       "r"(parity)
       : "memory");
   sleep_at_random();
+}
+
+// Whether the phase of this parity has ended, without waiting for it.
+__device__ __forceinline__ bool has_ended(SharedBarrier barrier, unsigned parity) {
+  unsigned ended;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(ended)
+      : "r"(barrier.address), "r"(parity)
+      : "memory");
+  return ended != 0;
 }
 
 // Barrier of `threads` threads of the block; id 0 is __syncthreads().

@@ -359,7 +359,8 @@ int main() {{
 STRUCTS = {
     "sm90::BackwardParams": (
         *("q", "k", "v", "dout", "dq", "dk", "dv", "lse_log2", "delta", "row_flags"),
-        *("dq_accumulator", "rows_padded", "tiles", "section_heads", "last_section", "rotation"),
+        *("dq_accumulator", "rows_padded", "tiles", "section_heads", "last_section"),
+        *("rotation", "descending_tiles"),
         *("wants_dk", "wants_dv", "items", "next_item", "dq_turns", "rows_dq"),
         *PROBLEM_MEMBERS,
     ),
@@ -416,23 +417,50 @@ class Loaded:
     layouts: dict[str, Any]  # of the structs
 
 
-def section_heads(torch: Any, variant: Variant, case: Case, tiles: int) -> int:
-    """Returns how many key/value heads share a section, as cc/cuda/backward_sm90.cc does. tiles: of one of them."""
+def walks_groups(variant: Variant, case: Case) -> bool:
+    """Returns whether all heads of a group visit a tile of queries before the next.
+
+    As in cc/cuda/backward_sm90.cc, but of problems of any size, so that small ones check it.
+    """
+    ends_together = case.left is None and case.right is not None
+    tiles = -(-case.kv_len // variant.tile_kv)
+    is_long = variant.dq_order != 2 or case.group * tiles >= 512
+    return case.group > 1 and ends_together and is_long
+
+
+def sections(torch: Any, variant: Variant, case: Case, tiles: int) -> tuple[int, int]:
+    """Returns the key/value heads of a section and the number of the last, as cc/cuda/backward_sm90.cc does.
+
+    Args:
+      tiles: of a key/value head
+    """
     if not variant.section_mib:
-        return 1
+        return 1, NO_LAST_SECTION
     heads = case.batch * case.kv_heads
-    head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
-    wanted = max(1, int(variant.section_mib * 2**20 / head_bytes))
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    waits = tiles > variant.blocks_of_head
-    wanted = max(wanted, num_sms // variant.blocks_of_head if waits else -(-num_sms // tiles))
-    if wanted >= heads:
-        return heads
+    in_groups = walks_groups(variant, case)
 
-    def last(section: int) -> int:
-        return (heads - 1) % section + 1
+    def heads_of_items(items: int) -> int:
+        return max(1, (items + tiles // 2) // tiles)
 
-    return max(range(wanted, min(2 * wanted, heads) + 1), key=lambda x: last(x) / x)
+    is_ordered = variant.dq_order == 2 and not in_groups
+    if variant.head_dim <= 64 and variant.schedule and not is_ordered and not in_groups:
+        section = min(heads, heads_of_items(num_sms))
+        return section, max(0, heads - heads_of_items(3 * num_sms)) // section
+    head_bytes = (case.q_len * case.group + case.kv_len) * (case.head_dim + case.width_v) * 2
+    waits = is_ordered and tiles > variant.blocks_of_head
+    at_work = num_sms // variant.blocks_of_head if waits else -(-num_sms // tiles)
+    wanted = max(1, int(variant.section_mib * 2**20 / head_bytes), at_work)
+    ideal = wanted if is_ordered else heads_of_items(2 * num_sms)
+    sizes = range(min(wanted, heads), min(2 * wanted, heads) + 1)
+    section = max(sizes, key=lambda x: (((heads - 1) % x + 1) / x, -abs(x - ideal)))
+    return section, NO_LAST_SECTION
+
+
+def descending_tiles(torch: Any, variant: Variant, case: Case, section: int) -> int:
+    """Returns the key tiles of the first items of the blocks, which go down; 0 unless walks_groups()."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return -(-num_sms // section) if walks_groups(variant, case) else 0
 
 
 @dataclass
@@ -481,8 +509,9 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
     kv_tiles = -(-case.kv_len // variant.tile_kv)
 
     def backward_params(
-        tile_q: int, tile_kv: int, tiles: int, heads_of_section: int
+        tile_q: int, tile_kv: int, tiles: int, section: tuple[int, int]
     ) -> dict[str, Any]:
+        descending = descending_tiles(torch, variant, case, section[0])
         return problem_values(torch, data, tile_q, tile_kv, keep) | {
             "q": driver.tensor_map(data.q, tile_q),
             "k": driver.tensor_map(data.k, tile_kv),
@@ -497,9 +526,10 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "dq_accumulator": accumulator.data_ptr() if accumulator is not None else None,
             "rows_padded": rows_padded,
             "tiles": tiles,
-            "section_heads": heads_of_section,
-            "last_section": NO_LAST_SECTION,
-            "rotation": variant.rotation,
+            "section_heads": section[0],
+            "last_section": section[1],
+            "rotation": 0 if descending else variant.rotation,
+            "descending_tiles": descending,
             "dq_turns": turns.data_ptr() if turns is not None else None,
             "rows_dq": results["dq"].data_ptr(),
             "wants_dk": True,
@@ -542,20 +572,21 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             variant.tile_q,
             variant.tile_kv,
             kv_tiles,
-            section_heads(torch, variant, case, kv_tiles),
+            sections(torch, variant, case, kv_tiles),
         )
         | {"items": items, "next_item": next_item.data_ptr()},
         min(items, num_sms) if variant.schedule else items,
     )
     if variant.two_kernels:
         tiles = -(-case.q_len // 128)
+        heads_of_section, last = sections(torch, variant, case, tiles * group)
         launches["dq"] = (
             "sm90::BackwardParams",
             backward_params(
                 128,
                 variant.dq_tile_kv,
                 tiles,
-                section_heads(torch, variant, case, tiles * group) * group,
+                (heads_of_section * group, last),
             ),
             flat_heads * tiles,
         )

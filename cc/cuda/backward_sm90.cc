@@ -150,28 +150,30 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   return scratch;
 }
 
-// Heads whose tiles are handed out together, heaviest first (attn/schedule.cuh): `wanted` or a few more, so that the last
-// section is as full as the others. The last blocks to start are short only if there are others to start behind the heavy ones.
-int64_t full_sections(int64_t wanted, int64_t heads) {
-  if (wanted >= heads) return std::max<int64_t>(heads, 1);
-  const auto last = [&](int64_t section) { return (heads - 1) % section + 1; };
-  int64_t best = wanted;
-  for (int64_t section = wanted; section <= std::min(2 * wanted, heads); ++section) {
-    if (last(section) * best > last(best) * section) best = section;
-  }
-  return best;
+// Whether all heads of a group visit a tile of queries before the next, so that blocks at work together do so at the same tiles
+// (docs/kernels/log-backward.md, "Groups that walk together"). That is for bands without a left end, since the queries of all key
+// tiles end at the last one then, and where there is an item for every multiprocessor. Blocks that wait for each other gain by
+// it only where items are long.
+bool walks_groups(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
+  constexpr int64_t kLongItem = 512;  // key tiles times heads of a group
+  const bool ends_together = config.band && problem.band_left >= std::max(problem.q_len, problem.kv_len);
+  const bool is_long = !sm90::orders_dq(config) || problem.group_size() * tiles >= kLongItem;
+  return sm90::walks_groups(config) && problem.group_size() > 1 && ends_together && is_long &&
+         problem.batch * problem.num_kv_heads * tiles >= sm_count;
 }
 
-// Key/value heads of one section. Where tiles differ in work and blocks take items, at head dims to 64 as many as make a wave
-// of items, and three waves in the last section: docs/kernels/log-backward.md, "Sections". Else as many as keep what their
-// blocks read within a quarter of the L2 cache, but at least one item for every multiprocessor: a section ends no sooner than
-// its heaviest item, which in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal
-// length there: then as many heads as have only eight at work together. Elsewhere one. tiles: items of a key/value head.
+// Key/value heads of one section; tiles: items of one. Where tiles differ in work and blocks take items, at head dims to 64 as many
+// as make a wave of items, and three waves in the last section, but not where groups walk together:
+// docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a quarter of the L2 cache, but at least
+// one item for every multiprocessor, better two, the first of them long, the second short: a section ends no sooner than its
+// heaviest item, which in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal length
+// there: then as many heads as have only eight at work together. Elsewhere one.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   const bool uneven = config.band || config.lengths || config.segments || config.mask;
   if (!uneven && !sm90::orders_dq(config)) return {1};
   const int64_t heads = problem.batch * problem.num_kv_heads;
-  if (config.head_dim <= 64 && sm90::takes_items(config) && !sm90::orders_dq(config)) {
+  const bool in_groups = walks_groups(problem, config, tiles, sm_count);
+  if (config.head_dim <= 64 && sm90::takes_items(config) && !sm90::orders_dq(config) && !in_groups) {
     return sections_with_last(heads_of_items(sm_count, tiles), heads_of_items(int64_t{3} * sm_count, tiles), heads);
   }
   constexpr int64_t kSectionBytes = int64_t{16} << 20;
@@ -179,10 +181,12 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype);
   const int64_t by_bytes = kSectionBytes / std::max<int64_t>(1, bytes);
   constexpr int64_t kWaitingBlocks = 8;
-  const bool waits = sm90::orders_dq(config) && config.band;
+  const bool is_ordered = sm90::orders_dq(config) && !in_groups, waits = is_ordered && config.band;
   const int64_t at_work =
       waits ? std::max<int64_t>(1, sm_count / std::min(tiles, kWaitingBlocks)) : ceil_div(sm_count, tiles);
-  return {static_cast<int32_t>(full_sections(std::max(by_bytes, at_work), heads))};
+  const int64_t wanted = std::max(by_bytes, at_work);
+  const int64_t ideal = is_ordered ? wanted : heads_of_items(int64_t{2} * sm_count, tiles);
+  return {static_cast<int32_t>(full_sections(wanted, ideal, heads))};
 }
 
 // Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel expects.
@@ -361,8 +365,12 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   const Sections sections = sections_of(problem, config, params.tiles, sm_count);
   params.section_heads = sections.heads;
   params.last_section = sections.last;
-  // Blocks of a head begin at the queries of their own keys: at one tile, all would wait for the first part of its dq.
-  params.rotation = sm90::has_senders(config) && !sm90::orders_dq(config) ? config.tile_kv / config.tile_q : 0;
+  if (walks_groups(problem, config, params.tiles, sm_count)) {
+    params.descending_tiles = static_cast<int32_t>(ceil_div(sm_count, sections.heads));
+  } else if (sm90::has_senders(config) && !sm90::orders_dq(config)) {
+    // Blocks of a head begin at the queries of their own keys: at one tile, all would wait for the first part of its dq.
+    params.rotation = config.tile_kv / config.tile_q;
+  }
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},
                .num_threads = sm90::backward_threads(config),

@@ -26,6 +26,7 @@ using namespace jattn;
 using namespace jattn::sm90;
 
 // For each key tile a line of the tiles of queries that it visits, each with the key tiles that come before it there.
+// With descending_tiles those of all heads of a group, as it visits them; tiles are counted through all heads.
 template <int kTileQ, bool kBand>
 void print_steps(const sm90::BackwardParams& params) {
   constexpr Config kConfig{.tile_q = kTileQ, .tile_kv = 128, .num_warps = 12, .band = kBand, .lengths = true,
@@ -37,8 +38,15 @@ void print_steps(const sm90::BackwardParams& params) {
     if (end > item.first) range = queries_of_keys<kConfig>(item, item.first, end);
     const Predecessor<kConfig> predecessor(item);
     RoundWalk<kConfig> walk{range.begin, range.end - range.begin, 0};
-    for (int step = walk.next(); step >= 0; step = walk.next()) {
-      std::cout << step << ' ' << predecessor.tiles_before(step) << ' ';
+    const bool walks_group = params.descending_tiles > 0;
+    if (walks_group) walk.descends = tile < params.descending_tiles;
+    const HeadCycle heads = head_cycle<kConfig>(item, walks_group ? params.problem.group_size : 1);
+    const int tiles_of_head = (params.problem.q_len + kTileQ - 1) / kTileQ;
+    int head = heads.start;
+    for (int step = walk.next(); step >= 0;) {
+      std::cout << head * tiles_of_head + step << ' ' << predecessor.tiles_before(step) << ' ';
+      head = heads.next(head);
+      if (head == heads.start) step = walk.next();
     }
     std::cout << std::endl;
   }
@@ -50,7 +58,7 @@ int main() {
   int tile_q = 0, q_length = 0, kv_length = 0;
   bool band = false;
   while (std::cin >> tile_q >> problem.q_len >> problem.kv_len >> q_length >> kv_length >> band >> problem.band_left >>
-         problem.band_right >> problem.lower_right) {
+         problem.band_right >> problem.lower_right >> problem.group_size >> params.descending_tiles) {
     problem.batch = problem.num_heads = problem.num_kv_heads = 1;
     problem.q_lengths = &q_length;
     problem.kv_lengths = &kv_length;
@@ -80,7 +88,10 @@ BANDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One head; band: keys to the left and to the right of a query."""
+    """One key/value head; band: keys to the left and to the right of a query.
+
+    descending_tiles: not 0: all heads of the group visit a tile of queries before the next.
+    """
 
     tile_q: int
     q_len: int
@@ -89,13 +100,16 @@ class Problem:
     kv_length: int
     band: tuple[int, int] | None = None
     lower_right: bool = False
+    group: int = 1
+    descending_tiles: int = 0
 
     def words(self) -> str:
         """What the program reads."""
         left, right = self.band or (0, 0)
         numbers = (self.tile_q, self.q_len, self.kv_len, self.q_length, self.kv_length)
         band = (self.band is not None, left, right, self.lower_right)
-        return " ".join(str(int(x)) for x in (*numbers, *band))
+        walk = (self.group, self.descending_tiles)
+        return " ".join(str(int(x)) for x in (*numbers, *band, *walk))
 
     def visits(self, key_tile: int) -> set[int]:
         """The tiles of queries in which some query sees some key of the tile."""
@@ -232,9 +246,30 @@ def run_blocks(
 CAUSAL = Problem(128, 1100, 1100, 1100, 1100, (UNLIMITED, 0))
 FULL = Problem(64, 640, 1100, 640, 1100)
 WINDOW = Problem(64, 1100, 1100, 1100, 1100, (200, 0))
+GROUPS = [dataclasses.replace(CAUSAL, group=4, descending_tiles=tiles) for tiles in (1, 5, 9)]
 
 
-@pytest.mark.parametrize("problem", [CAUSAL, FULL, WINDOW], ids=["causal", "full", "window"])
+def test_all_heads_of_a_group_visit_a_tile_before_the_next(program: Path) -> None:
+    """Key tiles below `descending_tiles` from the last tile of queries down, others from their first one up."""
+    for problem, steps in zip(GROUPS, steps_of(program, GROUPS), strict=True):
+        tiles = -(-problem.q_len // problem.tile_q)
+        for key_tile, visits in enumerate(steps):
+            runs = [
+                [divmod(tile, tiles) for tile, _ in visits[i : i + problem.group]]
+                for i in range(0, len(visits), problem.group)
+            ]
+            assert all([head for head, _ in run] == list(range(problem.group)) for run in runs)
+            assert all(len({tile for _, tile in run}) == 1 for run in runs)
+            order = [run[0][1] for run in runs]
+            descends = key_tile < problem.descending_tiles
+            assert order == sorted(problem.visits(key_tile), reverse=descends)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [CAUSAL, FULL, WINDOW, *GROUPS],
+    ids=["causal", "full", "window", *(f"groups {x.descending_tiles}" for x in GROUPS)],
+)
 def test_all_blocks_end_and_add_in_order(program: Path, problem: Problem) -> None:
     heads = steps_of(program, [problem] * 3)
     draw = random.Random(5)

@@ -1,5 +1,6 @@
 """Which item is which tile of which head (cc/kernels/attn/schedule.cuh), with the sections that the host picks."""
 
+import heapq
 import itertools
 import subprocess
 from pathlib import Path
@@ -55,6 +56,63 @@ def test_every_tile_has_one_item_and_the_last_section_is_the_larger(
         for head in range(first, beyond)
     ]
     assert items == expected
+
+
+FULL = """
+#include "cuda/sections.h"
+
+// Reads heads wanted, the ideal number and all heads, prints the heads of a section.
+int main() {
+  int64_t wanted, ideal, heads;
+  while (std::cin >> wanted >> ideal >> heads) {
+    std::cout << jattn::cuda::full_sections(wanted, ideal, heads) << "\\n";
+  }
+}
+"""
+MULTIPROCESSORS = 132
+
+
+def share_at_work(tiles: int, sections: list[int]) -> float:
+    """The mean load over the greatest, where each multiprocessor takes the next causal item when it has none.
+
+    The n-th key tile of a head sees all tiles of queries from its own on, and begin and end of an item take as long as
+    three of its steps, two of which a tile of 128 queries has.
+    """
+    loads = [0] * MULTIPROCESSORS
+    for heads in sections:
+        for tile in range(tiles):
+            for _ in range(heads):
+                heapq.heapreplace(loads, loads[0] + 2 * (tiles - tile) + 3)
+    return sum(loads) / MULTIPROCESSORS / max(loads)
+
+
+def test_sections_are_full_and_leave_few_multiprocessors_without_work(tmp_path: Path) -> None:
+    """Against all heads at once, as a list schedule has it: of problems with an item for each multiprocessor."""
+    program = build_host_program(SHIM + FULL, tmp_path, f"-I{KERNELS.parent}")
+    problems = [
+        (tiles, heads)
+        for tiles in (1, 8, 12, 16, 24, 32, 40, 48, 64, 80, 128)
+        for heads in (1, 4, 8, 12, 16, 20, 24, 32, 48, 64, 256)
+        if tiles * heads >= MULTIPROCESSORS
+    ]
+    text = "".join(
+        f"{-(-MULTIPROCESSORS // tiles)} {max(1, round(2 * MULTIPROCESSORS / tiles))} {heads}\n"
+        for tiles, heads in problems
+    )
+    done = subprocess.run([program], input=text, check=True, capture_output=True, text=True)
+    shares = []
+    for (tiles, heads), size in zip(problems, map(int, done.stdout.split()), strict=True):
+        wanted = -(-MULTIPROCESSORS // tiles)
+        assert min(wanted, heads) <= size <= 2 * wanted
+        fill = {
+            section: ((heads - 1) % section + 1) / section
+            for section in range(min(wanted, heads), min(2 * wanted, heads) + 1)
+        }
+        assert fill[size] == max(fill.values())
+        sections = [min(size, heads - first) for first in range(0, heads, size)]
+        shares.append(share_at_work(tiles, sections) / share_at_work(tiles, [heads]))
+    assert min(shares) > 0.95
+    assert sum(shares) / len(shares) > 0.99
 
 
 OVER_BATCH = """

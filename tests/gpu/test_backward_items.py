@@ -250,6 +250,7 @@ def keywords_of(
         (16, 1024, 16, 16, 128, True, ""),
         (2, 4096, 32, 8, 128, True, ""),
         (8, 1024, 32, 4, 64, True, ""),
+        (4, 5000, 24, 3, 128, True, ""),
         (1, 200, 3, 3, 64, False, ""),
         (16, 1024, 16, 16, 128, False, ""),
         (4, 1024, 16, 8, 128, False, "bias"),
@@ -318,6 +319,8 @@ def test_many_items(
         (2, 4096, 16, 16, 128, (511, 0)),
         (8, 1024, 32, 4, 64, None),
         (8, 1024, 32, 4, 64, (None, 0)),
+        (1, 8192, 16, 2, 64, (None, 0)),  # long enough for heads of a group to walk together
+        (1, 9000, 24, 3, 128, (None, 0)),
         (1, 40000, 2, 2, 64, None),  # more items of a head than there are multiprocessors
         (3, 1000, 5, 5, 96, (None, 0)),
     ],

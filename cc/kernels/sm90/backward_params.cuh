@@ -47,6 +47,9 @@ struct BackwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
+  // Not 0: all heads of a group visit a tile of queries before the next. Key tiles below this one then begin at their last tile of
+  // queries, others at the first (walks_groups()).
+  int32_t descending_tiles;
   bool wants_dk, wants_dv;
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
   PackedMask mask;     // for the axis that the kernel owns; read if Config::mask

@@ -290,32 +290,39 @@ struct KeyProducer {
     const Predecessor<C> predecessor(item);
     RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
     if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
+    const bool walks_group = walks_groups(C) && params.descending_tiles > 0;
+    if (walks_group) walk.descends = place.tile < params.descending_tiles;
     const bool ends_early = end < item.first + C.tile_kv;
     bool has_padding = C.lengths && ends_early;
     walk.filter.template load<true>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
     if constexpr (C.segments) {
       has_padding = has_padding || (of_document ? ends_early && document.is_padded : walk.filter.own_padding());
     }
-    const int first_head = item.head * problem.group_size, heads_end = first_head + problem.group_size;
+    const HeadCycle heads = head_cycle<C>(item, problem.group_size);
     // The next step from the tile that the walk gives; a dense mask can leave a head without tiles.
     const auto step_from = [&](Step step) {
       if constexpr (C.mask) {
-        while (step.tile < 0 && step.head + 1 < heads_end) {
+        while (step.tile < 0 && step.head + 1 < heads.end) {
           ++step.head;
           walk.restart();
           walk.look_at_mask(params.mask, item.batch, step.head, place.tile);
           step.tile = walk.next();
         }
         if (step.tile >= 0) step.mask_flags = walk.state(step.tile) == kMaskTileMixed ? kComparesMask : 0;
-      } else if (step.tile < 0 && step.head + 1 < heads_end) {
+      } else if (step.tile < 0 && step.head + 1 < heads.end) {
         walk.restart();
         step = {step.head + 1, walk.next(), 0};
       }
       return step;
     };
     const auto following = [&](Step step) {
-      step.tile = walk.next();
-      return step_from(step);
+      if (!walks_group) {
+        step.tile = walk.next();
+        return step_from(step);
+      }
+      step.head = heads.next(step.head);
+      if (step.head == heads.start) step.tile = walk.next();
+      return step;
     };
     const auto flags_of = [&](Step step) {
       int flags = (ends_early ? kLimitsAbove : 0) | step.mask_flags;
@@ -344,8 +351,8 @@ struct KeyProducer {
       return has_empty;
     };
 
-    if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, first_head, place.tile);
-    Step step{first_head, walk.next(), 0};
+    if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, heads.first, place.tile);
+    Step step{walks_group ? heads.start : heads.first, walk.next(), 0};
     if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
     // Tiles of queries go where the item before has left room, before its consumers let go of its keys. So do tiles of a bias,

@@ -76,6 +76,12 @@ JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
   return has_score_terms(config) || (config.dropout && !config.drops_beside);
 }
 
+// Whether all heads of a group may visit a tile of queries before the next (BackwardParams::descending_tiles). A dense mask may leave
+// heads different tiles, and terms of a step would be looked up in every step.
+JATTN_HOST_DEVICE constexpr bool walks_groups(const Config& config) {
+  return config.band && !config.mask && !has_step_terms(config);
+}
+
 // Whether lse and delta of the queries are such that weights have the factor of kept pairs already, which spares an operation a
 // score. No other kernel reads these statistics then.
 JATTN_HOST_DEVICE constexpr bool has_scaled_statistics(const Config& config) { return config.drops_beside; }

@@ -300,16 +300,17 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
                                           transposed(band_of(document.item)), document.q_end - origin, C.tile_q);
 }
 
-// Walks tiles upwards from position `start` of a range, round its end, leaving out those in which no pair is visible by
-// segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same answer.
-// If orders_dq() downwards from the last tile: blocks of one head that begin together are then at the same tile
-// until their diagonal, and the one with lower keys, for which the others wait, is never behind for want of work.
+// Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in which
+// no pair is visible by segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same
+// answer. If orders_dq() downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the
+// one with lower keys, for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
 
   int begin, count, start;
   bool takes_all = false;  // whatever the filter says; read if Config::documents
+  bool descends = orders_dq(C);
   TileFilter<C> filter;
   const uint8_t* states = nullptr;  // MaskTile of tile 0 of the other axis
   int state_stride = 0;
@@ -328,7 +329,7 @@ struct RoundWalk {
   __device__ __forceinline__ int state(int tile) const { return C.mask ? states[int64_t(tile) * state_stride] : 0; }
 
   __device__ __forceinline__ int tile_at(int index) const {
-    if constexpr (orders_dq(C)) return begin + count - 1 - index;
+    if (descends) return begin + count - 1 - index;
     const int from_begin = start + index;
     return begin + (from_begin < count ? from_begin : from_begin - count);
   }
@@ -359,6 +360,20 @@ struct RoundWalk {
     }
   }
 };
+
+// The query heads of a key/value head, [first, end), that visit a tile of queries one after the other: from `start` on, round the end.
+struct HeadCycle {
+  int first, end, start;
+
+  __device__ __forceinline__ int next(int head) const { return head + 1 == end ? first : head + 1; }
+};
+// Blocks that are at the same tile of queries begin with different heads, not to wait for each other's dq. In the order of the key
+// tiles they wait less if all begin with the first.
+template <Config C>
+__device__ __forceinline__ HeadCycle head_cycle(const BackwardItem& item, int group_size) {
+  const int first = item.head * group_size;
+  return {first, first + group_size, first + (orders_dq(C) ? 0 : item.first / C.tile_kv % group_size)};
+}
 
 // The terms of a step for a query head.
 template <Config C>

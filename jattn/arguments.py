@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import config, dispatch, dropout
-from jattn.arrays import as_array, as_integers, shown
+from jattn.arrays import as_array, as_flag, as_integers, shown
 from jattn.block_mask import BlockMask
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
@@ -187,15 +187,6 @@ def as_dtype(name: str, dtype: Any) -> Any:
         raise ValueError(
             f"{_NAME}: {name} is {shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
         ) from error
-
-
-def as_flag(name: str, value: Any) -> bool:
-    """Returns an argument that must be True or False while tracing."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(
-            f"{_NAME}: {name} is {shown(value)}, must be True or False, known while tracing: make it a static argument"
-        )
-    return bool(value)
 
 
 def result_flags(return_lse: Any, return_residual: Any) -> tuple[bool, bool]:
@@ -582,6 +573,12 @@ def _seed_of_key(key: Any) -> jax.Array:
         raise ValueError(
             f"{_NAME}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by jax.random.key"
             " or jax.random.PRNGKey: pass one of them, or use jax.vmap"
+        )
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    if not is_typed and key.shape != words:
+        raise ValueError(
+            f"{_NAME}: dropout_key has shape {key.shape}, must be {words} as keys of jax_default_prng_impl are: of"
+            " another implementation pass jax.random.wrap_key_data(dropout_key, impl=...)"
         )
     return dropout.seed_from_key(key)
 

@@ -31,6 +31,16 @@ def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
         raise ValueError(f"{function}: {name} is {shown(x)}, must be an array: {hint}") from error
 
 
+def as_flag(name: str, value: Any, function: str = _NAME) -> bool:
+    """Returns an argument that must be True or False while tracing."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(
+            f"{function}: {name} is {shown(value)}, must be True or False, known while tracing: make it a static"
+            " argument"
+        )
+    return bool(value)
+
+
 def as_integers(name: str, x: Any, function: str = _NAME) -> Any:
     """Returns an argument that should hold integers as an array: JAX's as it is, numpy's of anything else known.
 

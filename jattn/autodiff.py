@@ -111,7 +111,7 @@ def _run_backward(
     spec = spec.for_operands(operands)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     _refuse_unstable_sums(spec, backend, wants, options, where)
-    residuals = _residuals(rest, has_dlse)
+    residuals = dataclasses.replace(_residuals(rest, has_dlse), sinks=operands.sinks)
     grads: Gradients | None = None
     if any(wants.of_backend().all_flags()):
         grads = backend.backward(

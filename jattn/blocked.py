@@ -19,8 +19,12 @@ from jattn.jax_interface import vary_like
 from jattn.reference import (
     CaptureArrays,
     Gradients,
+    Normalizer,
     Pairs,
     Tangents,
+    exp_of_differences,
+    finish_rows,
+    normalizer,
     pairs,
     reduce_to_shape,
     row_delta,
@@ -31,7 +35,6 @@ from jattn.reference import (
     tile_capture_gradients,
     tile_slope_gradient,
     tile_tangent,
-    with_sinks,
 )
 from jattn.spec import Operands, Spec
 
@@ -155,11 +158,75 @@ def _is_empty(spec: Spec) -> bool:
     return any(isinstance(size, int) and size == 0 for size in sizes)
 
 
-def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Computes attention by online softmax over tiles; results as ``reference.forward``.
+class _Online(NamedTuple):
+    """The softmax of rows over the tiles of keys so far; shapes (B, N, t).
 
     Source: the rescaling identity of online softmax, arXiv:1805.02867, section 3.
     """
+
+    row_max: jax.Array
+    row_sum: jax.Array
+
+    def update(self, s: jax.Array) -> tuple[_Online, jax.Array, jax.Array]:
+        """Takes further scores, -inf where invisible, (B, N, t, s).
+
+        Returns:
+          The statistics, the weights exp(s - maximum), and the factor of what was summed up with earlier weights.
+        """
+        row_max = jnp.maximum(self.row_max, lax.stop_gradient(s.max(-1)))
+        shift = jnp.where(row_max == -jnp.inf, 0, row_max)
+        p = exp_of_differences(s - shift[..., None])
+        rescale = jnp.exp(self.row_max - shift)
+        return _Online(row_max, self.row_sum * rescale + p.sum(-1)), p, rescale
+
+
+def _online_start(spec: Spec, grid: _Grid) -> _Online:
+    shape = (spec.batch, spec.num_heads, grid.tile_q)
+    return _Online(jnp.full(shape, -jnp.inf, spec.lse_dtype), jnp.zeros(shape, spec.lse_dtype))
+
+
+def _normalizer(tiles: _Tiles, lse: jax.Array) -> Normalizer:
+    """How weights follow from scores, for all rows; lse: (B, N, padded rows).
+
+    By the lse, unless some are so large that one in float32 is too coarse, or differs from what the program at hand
+    makes of the scores (``Normalizer``): then by maxima and sums that it computes itself.
+    """
+    spec, grid = tiles.spec, tiles.grid
+    largest = 2**-13 / float(jnp.finfo(lse.dtype).eps)  # an error of 2^-14 in the exponent
+
+    def rows(q_tile: jax.Array) -> Normalizer:
+        def visit(carry: _Online, kv_tile: jax.Array) -> tuple[_Online, None]:
+            tile, pair = tiles.cut(q_tile, kv_tile)
+
+            def update() -> _Online:
+                s = jnp.where(pair.visible, scores(spec, tile, pair).s, -jnp.inf)
+                return carry.update(s)[0]
+
+            return lax.cond(pair.visible.any(), update, lambda: carry), None
+
+        start = vary_like(_online_start(spec, grid), tiles.operands.flat())
+        kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
+        row_max, row_sum = lax.scan(jax.checkpoint(visit), start, kv_tiles)[0]
+        return normalizer(tiles.operands.sinks, row_max, row_sum)
+
+    def computed() -> Normalizer:
+        found = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
+        return jax.tree.map(lambda x: _join_rows(x, 2), found)
+
+    def given() -> Normalizer:
+        return vary_like(Normalizer(lse, jnp.ones_like(lse)), (*tiles.operands.flat(), lse))
+
+    is_large = (jnp.abs(lse) > largest) & jnp.isfinite(lse)
+    return lax.cond(is_large.any(), computed, given)
+
+
+def _rows_of(tiles: _Tiles, rows: Normalizer, q_tile: jax.Array) -> Normalizer:
+    found: Normalizer = jax.tree.map(lambda x: tiles.rows_of(x, q_tile, 2), rows)
+    return found
+
+
+def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Computes attention by online softmax over tiles; results as ``reference.forward``."""
     dtype = jnp.dtype(spec.lse_dtype)
     if _is_empty(spec):
         shapes = spec.shapes()
@@ -169,36 +236,28 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
 
     def rows(q_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         def visit(
-            carry: tuple[jax.Array, jax.Array, jax.Array], kv_tile: jax.Array
-        ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+            carry: tuple[_Online, jax.Array], kv_tile: jax.Array
+        ) -> tuple[tuple[_Online, jax.Array], None]:
             tile, pair = tiles.cut(q_tile, kv_tile)
 
-            def update() -> tuple[jax.Array, jax.Array, jax.Array]:
-                row_max, row_sum, acc = carry
+            def update() -> tuple[_Online, jax.Array]:
+                online, acc = carry
                 s = jnp.where(pair.visible, scores(spec, tile, pair).s, -jnp.inf)
-                new_max = jnp.maximum(row_max, s.max(-1))
-                shift = jnp.where(new_max == -jnp.inf, 0, new_max)
-                p = jnp.exp(s - shift[..., None])
-                rescale = jnp.exp(row_max - shift)
+                online, p, rescale = online.update(s)
                 acc = acc * rescale.swapaxes(1, 2)[..., None] + sum_over_keys(
                     spec, pair.drop(p), pair.visible, tile.v
                 )
-                return new_max, row_sum * rescale + p.sum(-1), acc
+                return online, acc
 
             return lax.cond(pair.visible.any(), update, lambda: carry), None
 
-        shape = (spec.batch, spec.num_heads, grid.tile_q)
         start = (
-            jnp.full(shape, -jnp.inf, dtype),
-            jnp.zeros(shape, dtype),
+            _online_start(spec, grid),
             jnp.zeros((spec.batch, grid.tile_q, spec.num_heads, spec.head_dim_v), dtype),
         )
         kv_tiles = jnp.arange(grid.num_kv_tiles, dtype=jnp.int32)
-        (row_max, row_sum, acc), _ = lax.scan(visit, vary_like(start, operands.flat()), kv_tiles)
-        empty = row_sum == 0
-        out = acc / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
-        lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1, row_sum)))
-        out, lse = with_sinks(operands.sinks, out, lse)
+        ((row_max, row_sum), acc), _ = lax.scan(visit, vary_like(start, operands.flat()), kv_tiles)
+        out, lse = finish_rows(operands.sinks, row_max, row_sum, acc)
         return out.astype(spec.dtype), lse
 
     out, lse = lax.map(rows, jnp.arange(grid.num_q_tiles, dtype=jnp.int32))
@@ -223,13 +282,13 @@ def backward(
     tiles = _Tiles(spec, operands)
     grid = tiles.grid
     delta = _pad(row_delta(out, dout, dlse, dtype), 2, tiles.rows)
-    lse, dout = _pad(lse, 2, tiles.rows), _pad(dout, 1, tiles.rows)
+    normal, dout = _normalizer(tiles, _pad(lse, 2, tiles.rows)), _pad(dout, 1, tiles.rows)
     bias = tiles.operands.bias
 
     Carry = tuple[jax.Array, jax.Array, jax.Array | None]
 
     def rows(carry: Carry, q_tile: jax.Array) -> tuple[Carry, jax.Array]:
-        lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
+        of_rows, delta_tile = _rows_of(tiles, normal, q_tile), tiles.rows_of(delta, q_tile, 2)
         dout_tile = tiles.rows_of(dout, q_tile, 1)
 
         def visit(
@@ -239,7 +298,7 @@ def backward(
 
             def update() -> tuple[Carry, jax.Array]:
                 (dk, dv, dbias), dq = inner
-                grads = tile_backward(spec, tile, pair, lse_tile, dout_tile, delta_tile)
+                grads = tile_backward(spec, tile, pair, of_rows, dout_tile, delta_tile)
                 dk = _add_at(dk, grads.k, (0, kv_tile * grid.tile_kv, 0, 0))
                 dv = _add_at(dv, grads.v, (0, kv_tile * grid.tile_kv, 0, 0))
                 if dbias is not None and grads.bias is not None and tile.bias is not None:
@@ -322,18 +381,18 @@ def _sum_over_tiles(
         return start
     tiles = _Tiles(spec, operands)
     grid = tiles.grid
-    delta, lse = _pad(delta, 2, tiles.rows), _pad(lse, 2, tiles.rows)
+    delta, normal = _pad(delta, 2, tiles.rows), _normalizer(tiles, _pad(lse, 2, tiles.rows))
     dout = _pad(dout, 1, tiles.rows)
 
     def rows(total: Total, q_tile: jax.Array) -> tuple[Total, None]:
-        lse_tile, delta_tile = tiles.rows_of(lse, q_tile, 2), tiles.rows_of(delta, q_tile, 2)
+        of_rows, delta_tile = _rows_of(tiles, normal, q_tile), tiles.rows_of(delta, q_tile, 2)
         dout_tile = tiles.rows_of(dout, q_tile, 1)
 
         def visit(inner: Total, kv_tile: jax.Array) -> tuple[Total, None]:
             tile, pair = tiles.cut(q_tile, kv_tile)
 
             def update() -> Total:
-                more = of_tile(spec, tile, pair, lse_tile, dout_tile, delta_tile)
+                more = of_tile(spec, tile, pair, of_rows, dout_tile, delta_tile)
                 return jax.tree.map(lambda x, y: x + y.astype(x.dtype), inner, more)
 
             return lax.cond(pair.visible.any(), update, lambda: inner), None
@@ -367,10 +426,10 @@ def tangent(
         alibi_slopes=tangents.alibi_slopes,
         captures=tangents.captures,
     )
-    lse_padded = _pad(lse, 2, tiles.rows)
+    normal = _normalizer(tiles, _pad(lse, 2, tiles.rows))
 
     def rows(q_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lse_tile = tiles.rows_of(lse_padded, q_tile, 2)
+        of_rows = _rows_of(tiles, normal, q_tile)
 
         def along(x: jax.Array | None, cut: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
             return None if x is None else cut(x)
@@ -392,7 +451,7 @@ def tangent(
                     alibi_slopes=padded.alibi_slopes,
                     captures=padded.captures,
                 )
-                dout, dlse = tile_tangent(spec, tile, pair, lse_tile, tile_tangents)
+                dout, dlse = tile_tangent(spec, tile, pair, of_rows, tile_tangents)
                 return carry[0] + dout, carry[1] + dlse
 
             return lax.cond(pair.visible.any(), update, lambda: carry), None

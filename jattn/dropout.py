@@ -292,11 +292,16 @@ def dropout_mask(
     check_rate("jattn.dropout_mask: p", p)
     seed_words = words_of("jattn.dropout_mask: seed", seed)
     offset_words = words_of("jattn.dropout_mask: offset", offset)
-    if len(shape) != 4:
+    is_shape = isinstance(shape, tuple | list) and len(shape) == 4
+    if not is_shape or any(not _is_extent(x) for x in shape):
         raise ValueError(
-            f"jattn.dropout_mask: shape is {shape}, must be (B, N, T, S): add axes of size 1"
+            f"jattn.dropout_mask: shape is {shape!r}, must be (B, N, T, S), integers of 0 or more: add axes of size 1"
         )
     return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
+
+
+def _is_extent(x: object) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and int(x) >= 0
 
 
 @functools.partial(jax.jit, static_argnums=3)

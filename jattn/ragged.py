@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.arrays import as_array, as_integers
+from jattn.arrays import as_array, as_flag, as_integers
 from jattn.spec import as_int32
 
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
@@ -106,11 +106,16 @@ class RaggedArray:
         Raises:
           ValueError: no array, arrays that do not fit together, or lengths outside the bounds.
         """
+        if not isinstance(arrays, Sequence) or isinstance(arrays, str | bytes):
+            raise ValueError(
+                f"jattn.RaggedArray: arrays is a {type(arrays).__name__}, must be a list of arrays: pass list(arrays)"
+                " of one that holds a sequence in each place of its first axis"
+            )
         if not arrays:
             raise ValueError(
                 "jattn.RaggedArray: arrays is empty, must hold at least one: its shape says what a row is"
             )
-        parts = [jnp.asarray(x) for x in arrays]
+        parts = [as_array(f"arrays[{i}]", x, "jattn.RaggedArray") for i, x in enumerate(arrays)]
         if any(x.shape[1:] != parts[0].shape[1:] or x.dtype != parts[0].dtype for x in parts):
             shapes = ", ".join(f"{x.dtype} {x.shape}" for x in parts)
             raise ValueError(
@@ -282,8 +287,10 @@ class RaggedArray:
         Raises:
           ValueError: the mask is not bool or not left-aligned, or it is traced and ``check`` is True.
         """
-        x, mask = jnp.asarray(x), jnp.asarray(mask)
-        _check_padded("jattn.RaggedArray.from_mask", x)
+        function = "jattn.RaggedArray.from_mask"
+        x, mask = as_array("x", x, function), as_array("mask", mask, function)
+        check = as_flag("check", check, function)
+        _check_padded(function, x)
         if mask.shape != x.shape[:2]:
             raise ValueError(
                 f"jattn.RaggedArray.from_mask: mask has shape {mask.shape}, must be {x.shape[:2]}: one for each row"
@@ -429,7 +436,11 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
     Args:
       mask: (B, T), bool or what converts to it.
     """
-    kept = jnp.asarray(mask, bool)
+    kept = as_array("mask", mask, "jattn.is_left_aligned").astype(bool)
+    if kept.ndim != 2:
+        raise ValueError(
+            f"jattn.is_left_aligned: mask has shape {kept.shape}, must be (B, T): mask[None] for one row"
+        )
     return ~jnp.any(~kept[..., :-1] & kept[..., 1:])
 
 

@@ -24,10 +24,9 @@ from jattn.arguments import (
     Call,
     Window,
     as_dtype,
-    as_flag,
     dropout_operands,
 )
-from jattn.arrays import as_array, as_integers
+from jattn.arrays import as_array, as_flag, as_integers
 from jattn.block_mask import BlockMask
 from jattn.errors import NoBackendError, Reason, describe_refusals
 from jattn.masks import Alignment
@@ -141,7 +140,8 @@ def ragged_dot_product_attention(
         "captures": captures,
     }
     _check_operands(arguments)
-    return_lse = as_flag("return_lse", return_lse)
+    return_lse = as_flag("return_lse", return_lse, _NAME)
+    strict = as_flag("strict", strict, _NAME)
     if form not in (None, "packed", "padded"):
         raise ValueError(f"{_NAME}: form is {form!r}, must be 'packed', 'padded' or None")
     if _rank(arguments) > 3:
@@ -157,6 +157,8 @@ def ragged_dot_product_attention(
                 " local_window_size, alibi_slopes or a score_mod, which hides a pair by -inf, or pad with"
                 " RaggedArray.to_padded and make the dense call"
             )
+    for name in ("sinks", "alibi_slopes"):
+        _check_per_head(name, options[name])
     if reasons := refusals(arguments, strict=strict):
         raise NoBackendError(_describe(reasons), reasons)
     q, k, v = _expanded(*arguments.values())
@@ -218,7 +220,9 @@ def flash_mha_varlen(
         longest_k = longest_q
     keys = RaggedArray(k, of_k, used, longest_k)
     window: Any = window_size
-    if isinstance(window, list | np.ndarray):
+    if isinstance(window, np.ndarray):
+        window = window.tolist()
+    if isinstance(window, list):
         window = tuple(window)
     found = ragged_dot_product_attention(
         RaggedArray(q, of_q, None, longest_q),
@@ -274,7 +278,7 @@ def _borders(name: str, values: Any) -> Any:
 
 
 def _bound(name: str, value: Any) -> int | None:
-    if not isinstance(value, int | np.integer):
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise ValueError(
             f"jattn.flash_mha_varlen: {name} is {value!r}, must be an integer known while tracing; -1 is the number of"
             " rows"
@@ -283,6 +287,16 @@ def _bound(name: str, value: Any) -> int | None:
 
 
 # ---- What is asked: checks and refusals ----------------------------------------------------------------------------
+
+
+def _check_per_head(name: str, x: Any) -> None:
+    """Refuses numbers for each sequence, which a packed call could not tell from one another."""
+    shape = () if x is None else as_array(name, x, _NAME).shape
+    if len(shape) > 1 and any(extent != 1 for extent in shape[:-1]):
+        raise ValueError(
+            f"{_NAME}: {name} has shape {shape}, must be (N,), one for each head: for one of each sequence pad with"
+            " RaggedArray.to_padded and make the dense call"
+        )
 
 
 def _values(x: Any) -> Any:

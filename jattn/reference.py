@@ -250,8 +250,30 @@ class Scores(NamedTuple):
         return ds if self.slope is None else times(ds, self.slope())
 
 
+@jax.custom_jvp
+def _rounded(s: jax.Array) -> jax.Array:
+    """The same numbers, but no product that made them is fused into a difference that is made of them.
+
+    exp(s - shift) would have other scores than those of which the maximum and the sum were made: at ten million they
+    are half a unit apart. Barriers and casts do not help, they are gone before LLVM fuses.
+    """
+    return jnp.copysign(jnp.abs(s), s)
+
+
+@_rounded.defjvp
+def _rounded_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _rounded(*primals), tangents[0]
+
+
 def scores(spec: Spec, tile: Operands[jax.Array], pair: Pairs) -> Scores:
     """Returns the scores of a tile before masking."""
+    found = _scores(spec, tile, pair)
+    return found._replace(s=_rounded(found.s))
+
+
+def _scores(spec: Spec, tile: Operands[jax.Array], pair: Pairs) -> Scores:
     s = spec.scale * _pair_products(spec, tile.q, tile.k)
     cap_slope = None
     if spec.softcap:
@@ -310,28 +332,87 @@ def _with_score_mod(
     return Scores(s, cap_slope, None if program.has_unit_slope else slope, pull, push)
 
 
-def probabilities(s: jax.Array, visible: jax.Array, lse: jax.Array) -> jax.Array:
-    """exp(s - lse) where visible, exactly 0 elsewhere and in rows that see no key."""
-    sees_a_key = lse != -jnp.inf
-    shifted = s - jnp.where(sees_a_key, lse, 0)[..., None]
+class Normalizer(NamedTuple):
+    """How the weights of rows follow from their scores: exp(s - shift) * factor; shapes (B, N, t).
+
+    Either the lse and None, or the row maximum and one over the sum. Beyond a thousand or so an lse in float32 is too
+    coarse, and also, from one program to another, what XLA makes of the same scores: then the latter, of these scores.
+
+    Attributes:
+      shift: -inf in rows that see no key.
+      factor: None for 1.
+    """
+
+    shift: jax.Array
+    factor: jax.Array | None = None
+
+
+def exp_of_differences(x: jax.Array) -> jax.Array:
+    """exp(x) of what is at most 0 but for rounding: where it rounds to more, 1. The derivative is that of exp(x).
+
+    A score that is computed again, in another order, may exceed its row's maximum by what rounding is at its size.
+    """
+    return jnp.exp(x - lax.stop_gradient(jnp.maximum(x, 0)))
+
+
+def join_sinks(
+    sinks: jax.Array | None, row_max: jax.Array, row_sum: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds a sink to rows that see a key: to maxima, -inf where none is seen, and sums of exp(s - maximum)."""
+    if sinks is None:
+        return row_max, row_sum
+    sees_a_key = row_sum > 0
+    sinks = sinks.astype(row_max.dtype)
+    shift = jnp.maximum(row_max, lax.stop_gradient(sinks))
+    of_keys = jnp.exp(jnp.where(sees_a_key, row_max - shift, 0))
+    joint = row_sum * of_keys + jnp.exp(jnp.where(sees_a_key, sinks - shift, 0))
+    return jnp.where(sees_a_key, shift, -jnp.inf), jnp.where(sees_a_key, joint, 0)
+
+
+def finish_rows(
+    sinks: jax.Array | None, row_max: jax.Array, row_sum: jax.Array, acc: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out and lse of rows of which ``acc`` (B, t, N, Dv) is the sum of exp(s - maximum) times values."""
+    shift, total = join_sinks(sinks, row_max, row_sum)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    if sinks is not None:
+        acc = acc * jnp.exp(jnp.where(empty, 0, row_max - shift)).swapaxes(1, 2)[..., None]
+    out = acc / total.swapaxes(1, 2)[..., None]
+    return out, jnp.where(empty, -jnp.inf, shift + jnp.log(total))
+
+
+def normalizer(sinks: jax.Array | None, row_max: jax.Array, row_sum: jax.Array) -> Normalizer:
+    """Of rows whose visible scores have this maximum, -inf if there are none, and this sum of exp(s - maximum)."""
+    shift, total = join_sinks(sinks, row_max, row_sum)
+    return Normalizer(shift, 1 / jnp.where(total == 0, 1, total))
+
+
+def probabilities(s: jax.Array, visible: jax.Array, rows: Normalizer) -> jax.Array:
+    """The weights where visible, exactly 0 elsewhere and in rows that see no key."""
+    sees_a_key = rows.shift != -jnp.inf
+    shifted = s - jnp.where(sees_a_key, rows.shift, 0)[..., None]
     # The inner select keeps an invisible NaN or overflow out of the derivative of exp as well.
-    return jnp.where(visible & sees_a_key[..., None], jnp.exp(jnp.where(visible, shifted, 0)), 0)
+    p = exp_of_differences(jnp.where(visible, shifted, 0))
+    if rows.factor is not None:
+        p = p * rows.factor[..., None]
+    return jnp.where(visible & sees_a_key[..., None], p, 0)
 
 
 def tile_backward(
     spec: Spec,
     tile: Operands[jax.Array],
     pair: Pairs,
-    lse: jax.Array,
+    rows: Normalizer,
     dout: jax.Array,
     delta: jax.Array,
 ) -> Gradients:
     """Returns what one tile adds to the gradients; ``bias`` has the shape of the scores.
 
-    Shapes: lse and delta (B, N, t), dout (B, t, N, Dv); delta = rowsum(dout * out) - dlse.
+    Shapes: delta (B, N, t), dout (B, t, N, Dv); delta = rowsum(dout * out) - dlse.
     """
     visible = pair.visible
-    of_tile, p, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    of_tile, p, ds = _score_gradients(spec, tile, pair, rows, dout, delta)
     ds = of_tile.gradient_before(ds)
     slope = of_tile.cap_slope
     dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
@@ -347,13 +428,13 @@ def _score_gradients(
     spec: Spec,
     tile: Operands[jax.Array],
     pair: Pairs,
-    lse: jax.Array,
+    rows: Normalizer,
     dout: jax.Array,
     delta: jax.Array,
 ) -> tuple[Scores, jax.Array, jax.Array]:
     """The scores of a tile, the probabilities, and the gradient of the scores; arguments as ``tile_backward``."""
     of_tile = scores(spec, tile, pair)
-    p = probabilities(of_tile.s, pair.visible, lse)
+    p = probabilities(of_tile.s, pair.visible, rows)
     dp = pair.drop(_pair_products(spec, dout, tile.v))
     return of_tile, p, jnp.where(pair.visible, p * (dp - delta[..., None]), 0)
 
@@ -362,7 +443,7 @@ def tile_tangent(
     spec: Spec,
     tile: Operands[jax.Array],
     pair: Pairs,
-    lse: jax.Array,
+    rows: Normalizer,
     tangents: Tangents,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what one tile adds to the tangents of (out, lse), short of the sinks' part and of ``-dlse * out``.
@@ -372,7 +453,7 @@ def tile_tangent(
     visible = pair.visible
     of_tile = scores(spec, tile, pair)
     s, slope = of_tile.s, of_tile.cap_slope
-    p = probabilities(s, visible, lse)
+    p = probabilities(s, visible, rows)
     ds = jnp.zeros_like(s)
     if tangents.q is not None:
         ds += spec.scale * _pair_products(spec, tangents.q, tile.k)
@@ -393,21 +474,6 @@ def tile_tangent(
     return dout, weights.sum(-1)
 
 
-def with_sinks(
-    sinks: jax.Array | None, out: jax.Array, lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Adds a key without value to the softmax of every row that sees a key.
-
-    Shapes: sinks (B or 1, N or 1, 1), out (B, t, N, Dv), lse (B, N, t).
-    """
-    if sinks is None:
-        return out, lse
-    sees_a_key = lse != -jnp.inf
-    joint = jnp.logaddexp(lse, sinks.astype(lse.dtype))
-    share = jnp.exp(jnp.where(sees_a_key, lse - joint, 0))
-    return out * share.swapaxes(1, 2)[..., None], jnp.where(sees_a_key, joint, lse)
-
-
 def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     """exp(sink - lse), the weight of the sink in each row, 0 in rows that see no key: (B, N, t)."""
     sees_a_key = lse != -jnp.inf
@@ -426,13 +492,13 @@ def tile_slope_gradient(
     spec: Spec,
     tile: Operands[jax.Array],
     pair: Pairs,
-    lse: jax.Array,
+    rows: Normalizer,
     dout: jax.Array,
     delta: jax.Array,
 ) -> jax.Array:
     """Returns what one tile adds to the gradient of the ALiBi slopes, (B, N, 1); arguments as ``tile_backward``."""
     assert pair.distance is not None
-    of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    of_tile, _, ds = _score_gradients(spec, tile, pair, rows, dout, delta)
     ds = of_tile.gradient_before(ds)
     return -(ds * pair.distance.astype(ds.dtype)).sum((-2, -1))[..., None]
 
@@ -441,12 +507,12 @@ def tile_capture_gradients(
     spec: Spec,
     tile: Operands[jax.Array],
     pair: Pairs,
-    lse: jax.Array,
+    rows: Normalizer,
     dout: jax.Array,
     delta: jax.Array,
 ) -> CaptureArrays:
     """Returns what one tile adds to the gradients of the captures, in their shapes; arguments as ``tile_backward``."""
-    of_tile, _, ds = _score_gradients(spec, tile, pair, lse, dout, delta)
+    of_tile, _, ds = _score_gradients(spec, tile, pair, rows, dout, delta)
     return () if of_tile.pull is None else of_tile.pull(ds)
 
 
@@ -472,6 +538,22 @@ def _whole(spec: Spec, operands: Operands[jax.Array]) -> Pairs:
     return pairs(spec, operands, 0, 0, spec.q_len, spec.kv_len)
 
 
+def _row_statistics(
+    spec: Spec, operands: Operands[jax.Array], pair: Pairs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The maxima of the rows, -inf where no key is visible, exp(s - maximum), and its sums."""
+    s = jnp.where(pair.visible, scores(spec, operands, pair).s, -jnp.inf)
+    row_max = lax.stop_gradient(s.max(-1, initial=-jnp.inf))
+    shift = jnp.where(row_max == -jnp.inf, 0, row_max)
+    p = exp_of_differences(s - shift[..., None])
+    return row_max, p, p.sum(-1)
+
+
+def _normalizer_of(spec: Spec, operands: Operands[jax.Array], pair: Pairs) -> Normalizer:
+    row_max, _, row_sum = _row_statistics(spec, operands, pair)
+    return normalizer(operands.sinks, row_max, row_sum)
+
+
 def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Computes attention with the whole score matrix in memory.
 
@@ -479,17 +561,9 @@ def forward(spec: Spec, operands: Operands[jax.Array]) -> tuple[jax.Array, jax.A
       out (B, T, N, Dv) in the dtype of the problem; lse (B, N, T), natural logarithm, -inf where no key is visible.
     """
     pair = _whole(spec, operands)
-    visible = pair.visible
-    s = jnp.where(visible, scores(spec, operands, pair).s, -jnp.inf)
-    row_max = s.max(-1, initial=-jnp.inf)
-    shift = jnp.where(row_max == -jnp.inf, 0, row_max)
-    p = jnp.exp(s - shift[..., None])
-    row_sum = p.sum(-1)
-    empty = row_sum == 0
-    out = sum_over_keys(spec, pair.drop(p), visible, operands.v)
-    out = out / jnp.where(empty, 1, row_sum).swapaxes(1, 2)[..., None]
-    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(jnp.where(empty, 1, row_sum)))
-    out, lse = with_sinks(operands.sinks, out, lse)
+    row_max, p, row_sum = _row_statistics(spec, operands, pair)
+    acc = sum_over_keys(spec, pair.drop(p), pair.visible, operands.v)
+    out, lse = finish_rows(operands.sinks, row_max, row_sum, acc)
     return out.astype(spec.dtype), lse
 
 
@@ -506,9 +580,10 @@ def backward(
     """
     delta = row_delta(out, dout, dlse, _accumulator(spec))
     pair = _whole(spec, operands)
-    grads = tile_backward(spec, operands, pair, lse, dout, delta)
+    rows = _normalizer_of(spec, operands, pair)
+    grads = tile_backward(spec, operands, pair, rows, dout, delta)
     if spec.score_mod is not None:
-        captures = tile_capture_gradients(spec, operands, pair, lse, dout, delta)
+        captures = tile_capture_gradients(spec, operands, pair, rows, dout, delta)
         grads = grads._replace(captures=captures)
     if spec.bias is None or grads.bias is None:
         return grads
@@ -523,7 +598,8 @@ def tangent(
     tangents: Tangents,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the directional derivative of ``forward`` along ``tangents``, given its results."""
-    dout, dlse = tile_tangent(spec, operands, _whole(spec, operands), lse, tangents)
+    pair = _whole(spec, operands)
+    dout, dlse = tile_tangent(spec, operands, pair, _normalizer_of(spec, operands, pair), tangents)
     if operands.sinks is not None and tangents.sinks is not None:
         dlse += sink_probabilities(operands.sinks, lse) * tangents.sinks
     dout -= dlse.swapaxes(1, 2)[..., None] * out.astype(dout.dtype)

@@ -55,13 +55,15 @@ class Wants:
 class Residuals:
     """What the backward pass reads beside the operands; a pytree.
 
-    Shapes: out and dout (B, T, N, Dv), lse (B, N, T), dlse (B, N, T) or None for zero.
+    Shapes: out and dout (B, T, N, Dv), lse (B, N, T), dlse (B, N, T) or None for zero. sinks, (1 or B, 1 or N, 1) or
+    None, are those of the forward pass, which lse knows already: for backends that add up the weights of a row again.
     """
 
     out: jax.Array
     lse: jax.Array
     dout: jax.Array
     dlse: jax.Array | None
+    sinks: jax.Array | None = None
 
 
 @runtime_checkable

@@ -45,6 +45,7 @@ class ReferenceBackend:
         determinism: Determinism,
     ) -> Gradients:
         """Returns all gradients."""
+        operands = operands._replace(sinks=residuals.sinks)
         return reference.backward(
             spec, operands, residuals.out, residuals.lse, residuals.dout, residuals.dlse
         )

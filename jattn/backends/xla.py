@@ -46,6 +46,7 @@ class XlaBackend:
         determinism: Determinism,
     ) -> Gradients:
         """Returns all gradients."""
+        operands = operands._replace(sinks=residuals.sinks)
         return blocked.backward(
             spec, operands, residuals.out, residuals.lse, residuals.dout, residuals.dlse
         )

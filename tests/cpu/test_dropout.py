@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,14 @@ def test_J06_known_answers_of_philox(
         got = dropout.philox(words(*counter), words(*key))  # type: ignore[arg-type]
         assert tuple(int(word) for word in got) == want == plain_philox(counter, key)
         assert all(word.dtype == jnp.uint32 for word in got)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 64, -40), (-1, 1, 4, 4), (1, 1, 2, 2.0), (1, 1, 2, True), (4, 4), 5]
+)
+def test_shapes_of_masks_are_checked(shape: Any) -> None:
+    with pytest.raises(ValueError, match=r"shape is .*must be \(B, N, T, S\), integers of 0"):
+        jattn.dropout_mask(0, 0, shape, 0.1)
 
 
 def test_J06_fixed_mask() -> None:

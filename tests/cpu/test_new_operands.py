@@ -450,6 +450,10 @@ KEY = jax.random.PRNGKey(0)
         ({"dropout_rate": 0.5, "dropout_key": KEY, "dropout_offset": 1}, r"without dropout_seed"),
         ({"dropout_rate": 0.5, "dropout_key": KEY[None]}, r"dropout_key has shape \(1, 2\)"),
         ({"dropout_rate": 0.5, "dropout_key": jnp.ones(2)}, r"dtype float32, must be one key"),
+        (
+            {"dropout_rate": 0.5, "dropout_key": np.zeros(4, np.uint32)},
+            r"dropout_key has shape \(4,\), must be \(2,\).*wrap_key_data",
+        ),
         ({"dropout_rate": 0.5, "dropout_seed": np.zeros(4, np.uint32)}, r"dropout_seed has shape"),
         ({"dropout_rate": 0.5, "dropout_seed": 2**64}, r"dropout_seed is .* below 2\*\*64"),
         ({"dropout_rate": 0.5, "dropout_seed": 1, "dropout_offset": -1}, r"dropout_offset is -1"),

@@ -1026,6 +1026,38 @@ def test_conversions_check_what_they_know() -> None:
         RaggedArray.from_list([x[0]], alignment=0)
     with pytest.raises(ValueError, match="must have an axis of rows"):
         RaggedArray.from_list([1.0, 2.0])
+    for arrays, words in (
+        (x, "must be a list of arrays"),
+        ("ab", "arrays is a str"),
+        (5, "arrays is a int"),
+        ([x[0], None], r"arrays\[1\] is None, must be an array"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            RaggedArray.from_list(arrays)
+    kept = jnp.ones((2, 3), bool)
+    for operands, words in (
+        ((None, kept), "from_mask: x is None, must be an array"),
+        ((x, None), "from_mask: mask is None, must be an array"),
+        (("x", kept), "from_mask: x is 'x', must be an array"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            RaggedArray.from_mask(*operands)
+    with pytest.raises(ValueError, match="from_mask: check is 'no', must be True or False"):
+        RaggedArray.from_mask(x, kept, check="no")
+    with pytest.raises(ValueError, match=r"is_left_aligned: mask has shape \(\), must be \(B, T\)"):
+        jattn.is_left_aligned(jnp.ones((), bool))
+
+
+@pytest.mark.parametrize("form", [None, "packed", "padded"])
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_numbers_of_heads_are_not_those_of_sequences(name: str, form: str | None) -> None:
+    x = RaggedArray(normal(0, 8, 4, 4), jnp.array([0, 3, 8]))
+    with pytest.raises(ValueError, match=rf"{name} has shape \(2, 4\), must be \(N,\)"):
+        attend(x, x, x, form=form, **{name: jnp.ones((2, 4))})
+    np.testing.assert_array_equal(
+        attend(x, x, x, form=form, **{name: jnp.ones((1, 4))}).values,
+        attend(x, x, x, form=form, **{name: jnp.ones(4)}).values,
+    )
 
 
 def test_options_of_batches_of_problems_are_checked() -> None:
@@ -1035,6 +1067,8 @@ def test_options_of_batches_of_problems_are_checked() -> None:
         attend(rows, rows, rows, form="foo")
     with pytest.raises(ValueError, match="return_lse is 1, must be True or False"):
         attend(rows, rows, rows, return_lse=1)
+    with pytest.raises(ValueError, match="strict is 'no', must be True or False"):
+        attend(rows, rows, rows, strict="no")
     with pytest.raises(ValueError, match="rows in different sequences"):
         attend(rows, other, other)
 
@@ -1044,6 +1078,9 @@ def test_varlen_takes_windows_and_alignments_as_the_dense_call_does() -> None:
     of_keys = jnp.array([0, 2, 7])
     varlen = functools.partial(jattn.flash_mha_varlen, x, x, x, borders, of_keys)
     np.testing.assert_array_equal(varlen(window_size=np.array([1, 0])), varlen(window_size=(1, 0)))
+    np.testing.assert_array_equal(varlen(window_size=np.array(3)), varlen(window_size=3))
+    with pytest.raises(ValueError, match="max_seqlen_q is True, must be an integer"):
+        varlen(max_seqlen_q=True)
     left = varlen(is_causal=True, causal_alignment="upper_left")
     assert not np.allclose(left, varlen(is_causal=True))
     q, k = RaggedArray(x, borders), RaggedArray(x, of_keys)

@@ -335,16 +335,15 @@ def _with_score_mod(
 class Normalizer(NamedTuple):
     """How the weights of rows follow from their scores: exp(s - shift) * factor; shapes (B, N, t).
 
-    Either the lse and None, or the row maximum and one over the sum. Beyond a thousand or so an lse in float32 is too
+    Either the lse and 1, or the row maximum and one over the sum. Beyond a thousand or so an lse in float32 is too
     coarse, and also, from one program to another, what XLA makes of the same scores: then the latter, of these scores.
 
     Attributes:
       shift: -inf in rows that see no key.
-      factor: None for 1.
     """
 
     shift: jax.Array
-    factor: jax.Array | None = None
+    factor: jax.Array
 
 
 def exp_of_differences(x: jax.Array) -> jax.Array:
@@ -394,9 +393,7 @@ def probabilities(s: jax.Array, visible: jax.Array, rows: Normalizer) -> jax.Arr
     shifted = s - jnp.where(sees_a_key, rows.shift, 0)[..., None]
     # The inner select keeps an invisible NaN or overflow out of the derivative of exp as well.
     p = exp_of_differences(jnp.where(visible, shifted, 0))
-    if rows.factor is not None:
-        p = p * rows.factor[..., None]
-    return jnp.where(visible & sees_a_key[..., None], p, 0)
+    return jnp.where(visible & sees_a_key[..., None], p * rows.factor[..., None], 0)
 
 
 def tile_backward(

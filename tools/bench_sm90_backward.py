@@ -457,6 +457,12 @@ def sections(torch: Any, variant: Variant, case: Case, tiles: int) -> tuple[int,
     return section, NO_LAST_SECTION
 
 
+def rotation(variant: Variant, tiles: int) -> int:
+    """Returns how many tiles of queries further on than the one before it a key tile begins, as the host has it."""
+    begins_late = variant.band and variant.tile_q == 64 and variant.dq_order == 1
+    return 0 if begins_late and tiles <= 8 else variant.rotation
+
+
 def descending_tiles(torch: Any, variant: Variant, case: Case, section: int) -> int:
     """Returns the key tiles of the first items of the blocks, which go down; 0 unless walks_groups()."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -528,7 +534,7 @@ def prepare_pass(torch: Any, driver: Driver, loaded: Loaded, data: Data) -> Pass
             "tiles": tiles,
             "section_heads": section[0],
             "last_section": section[1],
-            "rotation": 0 if descending else variant.rotation,
+            "rotation": 0 if descending else rotation(variant, tiles),
             "descending_tiles": descending,
             "dq_turns": turns.data_ptr() if turns is not None else None,
             "rows_dq": results["dq"].data_ptr(),

@@ -341,6 +341,15 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
             stream);
 }
 
+// How many tiles of queries further on than the one before it a key tile begins. Blocks of a head begin at the queries of their own
+// keys: at one tile, all would wait for the first part of its dq. Few that begin at a diagonal each are apart as they are.
+int32_t rotation_of(const Config& config, int64_t tiles) {
+  constexpr int64_t kFewTiles = 8;
+  if (!sm90::has_senders(config) || sm90::orders_dq(config)) return 0;
+  if (sm90::may_begin_late(config) && tiles <= kFewTiles) return 0;
+  return config.tile_kv / config.tile_q;
+}
+
 // dk and dv; in the fused form dq's accumulator too.
 void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                  const Scratch& scratch, CUstream stream) {
@@ -367,9 +376,8 @@ void launch_keys(const Problem& problem, const BackwardBuffers& buffers, const P
   params.last_section = sections.last;
   if (walks_groups(problem, config, params.tiles, sm_count)) {
     params.descending_tiles = static_cast<int32_t>(ceil_div(sm_count, sections.heads));
-  } else if (sm90::has_senders(config) && !sm90::orders_dq(config)) {
-    // Blocks of a head begin at the queries of their own keys: at one tile, all would wait for the first part of its dq.
-    params.rotation = config.tile_kv / config.tile_q;
+  } else {
+    params.rotation = rotation_of(config, params.tiles);
   }
   add_tiles(problem, plan, config, true, scratch.key_ranges, scratch.key_mask, params, stream);
   Launch shape{.grid = {.x = problem.batch * problem.num_kv_heads * params.tiles},

@@ -47,6 +47,7 @@ class Form:
       ds_places: of tiles of a bias, which gradients of scores are stored from; 0 if they are not.
       dv, dk: where the results leave, (buffer, chunk) of ds; dk without any by the slot that the last dq leaves free.
       ahead: tiles of queries that come before the keys of their item.
+      late: one of so many items, from the first on, has a first step that the second warpgroup leaves out; 0: none.
       products_meet: a product ends for no warp before all warps of the warpgroup have started it.
       without: what is left out.
     """
@@ -61,6 +62,7 @@ class Form:
     dk: tuple[tuple[int, int], ...] = ()
     stages: int = 2
     ahead: int = 2
+    late: int = 0
     turns: bool = True
     empty_rows: bool = False
     products_meet: bool = True
@@ -366,7 +368,8 @@ class Program:
             if count is None:
                 break
             if count:
-                self.visit(count, number + 1)
+                is_late = form.late > 0 and number % form.late == 0 and count > 1
+                self.visit(count, number + 1, begins_late=is_late and self.warpgroup == 1)
             else:
                 self.signal("values empty")
                 self.release_item(number + 1)
@@ -383,10 +386,24 @@ class Program:
             places = [place for place in places if place[2] == self.warpgroup]
         return [(place, self.written[place]) for place in places]
 
-    def visit(self, count: int, record: int) -> None:
+    def leave_out_step(self) -> None:
+        self.wait_full("q")
+        self.read_tile("q")  # its header
+        self.begin_turn()
+        self.write_ds()
+        self.signal("ds full", self.step % 2)
+        self.read_drops()
+        self.sync_warpgroup("sync behind the header")
+        self.free("d")
+        self.free("q")
+        self.step += 1
+
+    def visit(self, count: int, record: int, begins_late: bool) -> None:
         self.visited += 1
         k, v = (("k",), self.visited), (("v",), self.visited)
-        for i in range(count):
+        if begins_late:
+            self.leave_out_step()
+        for i in range(begins_late, count):
             self.wait_full("q")
             self.read_tile("q")
             self.start(k, self.tile("q"))
@@ -394,10 +411,7 @@ class Program:
             self.start(v, self.tile("d"))
             if i > 0 or self.form.without == END_IN_FIRST_STEP:
                 self.end_turn()
-            if self.form.drops:
-                self.wait(("drops full", self.warpgroup), self.step + 1, 1)
-                self.read("bits", self.warpgroup, version=self.step + 1)
-                self.signal("drops empty", self.warpgroup)
+            self.read_drops()
             self.wait_products(1)
             self.read("record", version=record)
             self.read_bias()
@@ -439,10 +453,19 @@ class Program:
         self.read("record", version=record)
         self.signal("own empty")
 
-    def give_gradients(self) -> None:
+    def read_drops(self) -> None:
+        if self.form.drops:
+            self.wait(("drops full", self.warpgroup), self.step + 1, 1)
+            self.read("bits", self.warpgroup, version=self.step + 1)
+            self.signal("drops empty", self.warpgroup)
+
+    def write_ds(self) -> None:
         buffer = self.step % 2
         self.wait(("ds empty", buffer), self.step // 2, ALL_WARPS)
         self.write_parts(lambda warp: self.stored_ds(buffer, warp))
+
+    def give_gradients(self) -> None:
+        self.write_ds()
         if self.form.ds_places:
             self.write("bias", self.ds_place(self.step)[0], self.me)
         self.start_reduction(self.step - 2)
@@ -534,6 +557,11 @@ FORMS = {
     "128-drops-sender": Form(senders=True, drops=True),
     "128-one-slot-drops-sender": Form(slots=1, senders=True, drops=True, empty_rows=True),
     "64-narrow-drops": Form(dv=((0, 0),), dk=((1, 0),), drops=True),
+    "128-late": Form(senders=True, late=1),
+    "128-late-without-turns": Form(turns=False, senders=True, late=2),
+    "128-late-one-slot": Form(slots=1, senders=True, empty_rows=True, late=2),
+    "128-late-drops": Form(senders=True, drops=True, turns=False, late=1),
+    "64-narrow-late": Form(dv=((0, 0),), dk=((1, 0),), senders=True, late=2),
     "64-stored": dataclasses.replace(HEAD_DIM_64, slots=0, empty_rows=True, ds_places=2),
     "64-stored-in-one": dataclasses.replace(
         HEAD_DIM_64, slots=0, empty_rows=True, ds_places=1, ahead=1
@@ -617,6 +645,9 @@ def test_queries_do_not_come_further_ahead_than_there_are_places() -> None:
         ("128-one-slot-senders", "turn full", "turn is read early"),
         ("128-one-slot-senders", "turn empty", "turn is read late"),
         ("64-senders", "place of staging", "staging is read late"),
+        ("128-late-without-turns", "sync behind the header", "q is read late"),
+        ("128-late", "ds empty", "ds is read late"),
+        ("128-late", "d full", "d is read early"),
         ("128-drops-sender", "place of staging", "staging is read late"),
         ("128-drops-sender", "staging read", "staging is read late"),
         ("128-drops-sender", "staged full", "staging is read early"),

@@ -289,7 +289,7 @@ struct KeyProducer {
     }
     const Predecessor<C> predecessor(item);
     RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
-    if (walk.count > 0) walk.start = uniform(int(int64_t(place.tile) * params.rotation % walk.count));
+    walk.shift_start(int64_t(place.tile) * params.rotation);
     const bool walks_group = walks_groups(C) && params.descending_tiles > 0;
     if (walks_group) walk.descends = place.tile < params.descending_tiles;
     const bool ends_early = end < item.first + C.tile_kv;

@@ -91,6 +91,14 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
 }
 
+// Whether the second warpgroup leaves out the first step of an item if the band hides all of its keys there, as that on the diagonal:
+// the first warpgroup then has the matrix unit for itself. Walks begin with that step. Not beside tiles of a bias, which may have to
+// take gradients of scores.
+JATTN_HOST_DEVICE constexpr bool may_begin_late(const Config& config) {
+  return has_index_band(config) && config.tile_q == kWarpgroupRows && config.dq_order == 1 &&
+         bias_tile_bytes(config) == 0;
+}
+
 // Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
 // keys of each consumer warpgroup: for each of its threads a word, with a bit for each of 32 pairs.
 inline constexpr int kBackwardDropWarps = kBackwardConsumers;

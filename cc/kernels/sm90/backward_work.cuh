@@ -301,12 +301,14 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
 }
 
 // Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in which
-// no pair is visible by segments, positions or the dense mask. A warp looks at 32 tiles with one load; all its lanes get the same
+// no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the range comes before the one
+// at `start`, which is another then. A warp looks at 32 tiles with one load; all its lanes get the same
 // answer. If orders_dq() downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the
 // one with lower keys, for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
+  static constexpr int kFirstTiles = may_begin_late(C) ? 1 : 0;  // that precede the one at `start`
 
   int begin, count, start;
   bool takes_all = false;  // whatever the filter says; read if Config::documents
@@ -330,8 +332,9 @@ struct RoundWalk {
 
   __device__ __forceinline__ int tile_at(int index) const {
     if (descends) return begin + count - 1 - index;
-    const int from_begin = start + index;
-    return begin + (from_begin < count ? from_begin : from_begin - count);
+    if (may_begin_late(C) && index == 0) return begin;
+    const int from_begin = start + index - kFirstTiles;
+    return begin + (from_begin < count ? from_begin : from_begin - count + kFirstTiles);
   }
   __device__ __forceinline__ void restart() {
     position = 0;
@@ -340,6 +343,11 @@ struct RoundWalk {
   __device__ __forceinline__ bool meets(int tile) const {
     if constexpr (C.mask) return filter.meets(tile) && state(tile) != kMaskTileEmpty;
     return (C.documents && takes_all) || filter.meets(tile);
+  }
+  // Begins `shift` tiles further on, round the end. Called where may_begin_late(), before any tile is asked for.
+  __device__ __forceinline__ void shift_start(int64_t shift) {
+    const int others = count - kFirstTiles;
+    if (others > 0) start = uniform(kFirstTiles + int(shift % others));
   }
   // The next tile, or -1.
   __device__ __forceinline__ int next() {

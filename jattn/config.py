@@ -48,17 +48,28 @@ class Options:
     fused: bool = True
 
 
+_DETERMINISM_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+
+
+def _asks_determinism(flags: str) -> bool:
+    """Whether ``XLA_FLAGS`` asks for deterministic GPU operations, read as by XLA: flags, or the name of their file."""
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        try:
+            flags = Path(flags.strip()).read_text()
+        except (OSError, UnicodeDecodeError):
+            return False  # which XLA says itself
+    asked = {}  # the last value of a flag counts
+    for word in flags.split():
+        name, separator, value = word.partition("=")
+        asked[name] = not separator or value.lower() in ("true", "1")
+    return any(asked.get(name, False) for name in _DETERMINISM_FLAGS)
+
+
 def _starting_options() -> Options:
     """The options of a process: what the environment says, else the defaults of ``Options``."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    asks_determinism = any(
-        flag.removesuffix("=true")
-        in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-        for flag in flags
-    )
     return Options(
         fused=os.environ.get("JATTN_DISABLE", "") in ("", "0"),
-        determinism="strict" if asks_determinism else "off",
+        determinism="strict" if _asks_determinism(os.environ.get("XLA_FLAGS", "")) else "off",
     )
 
 
@@ -133,7 +144,12 @@ def strict_fallback(enabled: bool = True) -> Iterator[None]:
 
     Args:
       enabled: False allows it again in an inner block.
+
+    Raises:
+      TypeError: not a bool.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"jattn.strict_fallback: enabled is {enabled!r}, must be True or False")
     with use_options(dataclasses.replace(current_options(), strict_fallback=enabled)):
         yield
 

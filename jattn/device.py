@@ -20,7 +20,7 @@ class Device:
       cudnn: version of the cuDNN library there, 91900 for 9.19.0, 0 if it is missing; None if that is not known.
 
     Raises:
-      ValueError: another name for "cuda", or an arch that is not a pair of integers.
+      ValueError: another name for "cuda", or an arch that is not a pair of integers from 0 on.
     """
 
     platform: str
@@ -33,7 +33,8 @@ class Device:
                 f"jattn.Device: platform is {self.platform!r}, must be 'cuda' for NVIDIA GPUs"
             )
         is_pair = isinstance(self.arch, tuple) and len(self.arch) == 2
-        if self.arch is not None and not (is_pair and all(isinstance(x, int) for x in self.arch)):
+        is_arch = is_pair and all(isinstance(x, int) and x >= 0 for x in self.arch or ())
+        if self.arch is not None and not is_arch:
             raise ValueError(
                 f"jattn.Device: arch is {self.arch!r}, must be (major, minor) as integers, for example (9, 0), or None"
             )

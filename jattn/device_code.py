@@ -188,7 +188,8 @@ def arguments_of(
     """
     most = limits("int32")[1]
     extent = program.batch_extent
-    ranges = {"batch": (0, extent - 1 if isinstance(extent, int) else most), "head": (0, most)}
+    last = max(extent - 1, 0) if isinstance(extent, int) else most
+    ranges = {"batch": (0, last), "head": (0, most)}
     ranges |= {"query": indices, "key": indices}
     return [
         Array.scalar(code.convert(Scalar(score_dtype, "score"), program.dtype)),

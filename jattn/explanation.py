@@ -21,6 +21,7 @@ from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
 from jattn.arguments import Call, result_flags
 from jattn.backends import BY_NAME_ONLY, Wants
+from jattn.block_mask import BlockMask
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
 from jattn.config import Options
@@ -313,11 +314,11 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> t
             f"{asked}: {error}; the arguments are those of jattn.dot_product_attention"
         ) from None
     result_flags(named.pop("return_lse", False), named.pop("return_residual", False))
-    # Numbers of numpy have a shape, too.
+    # Numbers of numpy have a shape, too, and so has a block mask.
     arrays = {
         name: _shape_of(x)
         for name, x in named.items()
-        if hasattr(x, "shape") and name not in _STATIC and not isinstance(x, np.generic)
+        if hasattr(x, "shape") and name not in _STATIC and not isinstance(x, np.generic | BlockMask)
     }
     static = {name: x for name, x in named.items() if name not in arrays}
     for name in ("query", "key", "value"):

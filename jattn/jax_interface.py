@@ -50,6 +50,7 @@ __all__ = [
     "mlir",
     "nested_call",
     "other_effects",
+    "reads_input",
     "result_aval",
     "source_line",
     "unify",
@@ -441,6 +442,12 @@ def depends(equation: Any) -> list[set[int]]:
     outputs = range(len(equation.outvars))
     used = [dce_jaxpr(jaxpr, [i == output for i in outputs])[1] for output in outputs]
     return [{i for i, flag in enumerate(flags) if flag} for flags in used]
+
+
+def reads_input(jaxpr: Jaxpr, place: int) -> bool:
+    """Whether any output depends on an input."""
+    used: Sequence[bool] = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    return used[place]
 
 
 def evaluate(equation: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jattn.arrays import as_array, as_flag, as_integers
+from jattn.sharding import partition
 from jattn.spec import as_int32
 
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
@@ -76,15 +77,20 @@ class RaggedArray:
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         """Returns the first row of each sequence and the row behind its last: (B,) int32 twice, clamped."""
-        return _bounds(self.offsets, self.lengths, self.values.shape[0], self.longest)
+        return _bounds(*self._edges(), self.values.shape[0], self.longest)
 
     def rows(self) -> tuple[jax.Array, jax.Array]:
         """Returns the sequence of each row, -1 for padding, and its position in it (0 there): (total,) int32 twice."""
-        return _rows(self.offsets, self.lengths, self.values.shape[0], self.longest)
+        return _rows(*self._edges(), self.values.shape[0], self.longest)
 
     def segment_ids(self) -> jax.Array:
         """Returns the sequence of each row, (total,) int32; -1 for padding."""
         return self.rows()[0]
+
+    def _edges(self) -> tuple[jax.Array, jax.Array | None]:
+        """Offsets and lengths, whole on every device of an explicit mesh."""
+        lengths = None if self.lengths is None else partition.gathered(self.lengths)
+        return partition.gathered(self.offsets), lengths
 
     # ---- Conversions
 
@@ -194,13 +200,13 @@ class RaggedArray:
             )
         if total is not None:
             _check_count(f"{name}: total", total, "None is B * T, which always suffices")
-        counts = jnp.clip(jnp.asarray(as_int32(lengths)), 0, longest)
+        counts = jnp.clip(partition.gathered(jnp.asarray(as_int32(lengths))), 0, longest)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         if total is not None:
             offsets = jnp.minimum(offsets, total)
         empty = jnp.zeros((batch * longest if total is None else total, 0))
         which, position = RaggedArray(empty, offsets).rows()
-        flat = x.reshape(batch * longest, *x.shape[2:])
+        flat = partition.gathered_along(x, range(2)).reshape(batch * longest, *x.shape[2:])
         values = take_rows(flat, which * longest + position, which >= 0)
         return RaggedArray(values, offsets, None, longest)
 
@@ -260,7 +266,7 @@ class RaggedArray:
             known: Any = np.asarray(ids)
             ids = as_int32(known)
             _check_ids(name, np.asarray(ids), num_sequences, max_length)
-        ids = as_int32(jnp.asarray(ids))
+        ids = partition.gathered(as_int32(jnp.asarray(ids)))
         row = jnp.arange(total, dtype=jnp.int32)
         bucket = jnp.where((ids >= 0) & (ids < num_sequences), ids, num_sequences)
         size = num_sequences + 1
@@ -426,8 +432,11 @@ def take_rows(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
     """Returns ``rows[index]`` where ``valid``, else zeros, through which no gradient flows."""
     if rows.shape[0] == 0:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
+    rows = partition.gathered_along(rows, range(1))
     # An index beyond all rows is filled, and dropped by the transpose: nothing is multiplied by zero.
-    return rows.at[jnp.where(valid, index, rows.shape[0])].get(mode="fill", fill_value=0)
+    return rows.at[jnp.where(valid, index, rows.shape[0])].get(
+        mode="fill", fill_value=0, out_sharding=partition.sharding_of_rows(rows, index.ndim)
+    )
 
 
 def is_left_aligned(mask: jax.Array) -> jax.Array:

@@ -389,6 +389,7 @@ def normalizer(sinks: jax.Array | None, row_max: jax.Array, row_sum: jax.Array) 
 
 def probabilities(s: jax.Array, visible: jax.Array, rows: Normalizer) -> jax.Array:
     """The weights where visible, exactly 0 elsewhere and in rows that see no key."""
+    visible &= s != -jnp.inf  # which a score function may say
     sees_a_key = rows.shift != -jnp.inf
     shifted = s - jnp.where(sees_a_key, rows.shift, 0)[..., None]
     # The inner select keeps an invisible NaN or overflow out of the derivative of exp as well.

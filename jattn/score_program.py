@@ -28,6 +28,7 @@ from jattn.jax_interface import (
     evaluate_jaxpr,
     nested_call,
     other_effects,
+    reads_input,
     result_aval,
 )
 from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
@@ -81,20 +82,25 @@ class ScoreProgram:
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
         """The program with its derivative, in operations of JAX."""
+        reads_score = reads_input(self.jaxpr.jaxpr, 0)
+
+        def mapped_like_score(value: Any, score: Any) -> Any:
+            # JAX (0.11) fails to differentiate a branch whose results `vmap` does not map, but whose tangents it does.
+            return value if reads_score else jnp.where(jnp.isnan(score), value, value)
 
         @jax.custom_jvp
         def function(*arguments: Any) -> Any:
-            return _evaluate(self.jaxpr, *arguments)[0]
+            return mapped_like_score(_evaluate(self.jaxpr, *arguments)[0], arguments[0])
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             moving = [tangents[i] for i in _floating(self.captures)]
             if all(_is_zero(t) for t in moving[1:]):  # nothing is read for the captures that stay
                 value, slope = _evaluate(self.slope_jaxpr, *primals)
                 score = jnp.zeros_like(slope) if _is_zero(moving[0]) else moving[0]
-                return value, slope * score
+                return mapped_like_score(value, primals[0]), slope * score
             full = [jnp.zeros(t.shape, t.dtype) if _is_zero(t) else t for t in moving]
             value, tangent = _evaluate(self.jvp_jaxpr, *primals, *full)
-            return value, tangent
+            return mapped_like_score(value, primals[0]), tangent
 
         function.defjvp(rule, symbolic_zeros=True)
         return function
@@ -195,6 +201,13 @@ def trace(
             "score_mod is traced: its score and indices have no values yet. Write jnp.where(condition, a, b) in place"
             " of an if, and jnp.logical_and in place of and."
         )
+        raise
+    except Exception as error:
+        if type(error).__name__ == "ShardingTypeError":
+            error.add_note(
+                "score_mod closes over an array that is sharded over an explicit mesh: hand it over as captures=(x,),"
+                " of which every device gets all that it reads."
+            )
         raise
     _check_result(shape)
     if effects := other_effects(closed.jaxpr):

@@ -461,6 +461,68 @@ def wide_segment_ids_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
 
 
 @check
+def ragged_batches_on_an_explicit_mesh_that_is_not_set(backend: str) -> None:
+    """Rows, heads, offsets and lengths may be cut; what cannot stay cut is gathered."""
+    values = normal(0, 64, 4, 16, dtype=dtype_of(backend))
+    offsets, lengths = jnp.array([0, 10, 10, 40, 60]), jnp.array([8, 0, 30, 20])
+    the_mesh = explicit((2, 2), "x", "y")
+
+    def put(x: Any, *entries: Any) -> Any:
+        return jax.device_put(x, NamedSharding(the_mesh, PartitionSpec(*entries)))
+
+    def run(form: Any, values: Any, offsets: Any, lengths: Any) -> Any:
+        def attend(values: Any) -> Any:
+            rows = jattn.RaggedArray(values, offsets, lengths, 32)
+            return jattn.ragged_dot_product_attention(
+                rows, rows, rows, form=form, implementation=backend
+            ).values
+
+        out, pull = jax.vjp(attend, values)
+        return out, pull(out)
+
+    for form in ("packed", "padded"):
+        want = jax.jit(functools.partial(run, form))(values, offsets, lengths)
+        for entries in (("x",), ("x", "y"), (None, "y"), (None, None, "x"), (("x", "y"),)):
+            placed = put(values, *entries), offsets, put(lengths, "y")
+            close(jax.jit(functools.partial(run, form))(*placed), want)
+    rows = jattn.RaggedArray(values, offsets, lengths, 32)
+    padded, counts = rows.to_padded()
+    cut = jattn.RaggedArray(put(values, "x", "y"), offsets, put(lengths, "x"), 32)
+    np.testing.assert_array_equal(cut.to_padded()[0], padded)
+    for entries in (("x",), (None, "y"), ("x", "y"), (None, None, "y")):
+        packed = jattn.RaggedArray.from_padded(put(padded, *entries), put(counts, "x"))
+        again = jattn.RaggedArray.from_padded(padded, counts)
+        np.testing.assert_array_equal(packed.values, again.values)
+        np.testing.assert_array_equal(packed.offsets, again.offsets)
+    ids = rows.segment_ids()
+    made = jattn.RaggedArray.from_segment_ids(put(values, "x"), put(ids, "y"), 4)
+    np.testing.assert_array_equal(made.segment_ids(), ids)
+
+
+@check
+def fused_attention_is_sharded_as_the_program_says(backend: str) -> None:
+    q, k, v, _ = drawn(backend)
+    the_mesh = explicit((2, 2), "x", "y")
+
+    def attend(where: PartitionSpec, q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("btnd,bsnd->bnts", q, k) / 4)
+        return jnp.einsum("bnts,bsnd->btnd", weights, v, out_sharding=where)
+
+    with jax.sharding.set_mesh(the_mesh):
+        placed = [jax.device_put(x, PartitionSpec("x")) for x in (q, k, v)]
+        for where in (
+            PartitionSpec("y"),
+            PartitionSpec("x", None, "y"),
+            PartitionSpec("x", None, None, "y"),
+        ):
+            run = functools.partial(attend, where)
+            fused = jattn.fuse_attention(run, implementation=backend)
+            got, want = jax.jit(fused)(*placed), jax.jit(run)(*placed)
+            assert jax.typeof(got) == jax.typeof(want)
+            close(got, want)
+
+
+@check
 def several_batch_axes_on_an_explicit_mesh(backend: str) -> None:
     """The first of them stays where it is, the others are gathered; sinks and slopes that have them too."""
     x = normal(1, 2, 4, 8, 4, 16, dtype=dtype_of(backend))

@@ -135,7 +135,9 @@ struct Dropout {
       : problem(problem_of_sequence), sequence(sequence_of_entry) {
     if (problem.dropout_keys.data == nullptr) return;
     const float rate = problem.dropout_rate.data[sequence.batch * problem.dropout_rate.stride_batch];
-    threshold = static_cast<int32_t>(min_of(max_of(__builtin_lrintf(rate * kLevels), 0), kMostThreshold));
+    const float levels = rate * kLevels;  // NaN and infinity have no integer
+    if (levels > 0)
+      threshold = levels < kMostThreshold ? static_cast<int32_t>(__builtin_lrintf(levels)) : kMostThreshold;
   }
 
   bool is_active() const { return threshold > 0; }

@@ -248,6 +248,9 @@ def make_attention_fn(
     Returns:
       A hashable callable with the keyword list of Flax's `dot_product_attention` (both Linen's and NNX's).
 
+    Raises:
+      ValueError: slopes that are not N numbers; other arguments are checked when it is called.
+
     Example:
       >>> import jattn.flax
       >>> local = jattn.flax.make_attention_fn(is_causal=True, local_window_size=(1023, 0))
@@ -256,6 +259,11 @@ def make_attention_fn(
     """
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
+    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float32)
+    if slopes is not None and slopes.ndim != 1:
+        raise ValueError(
+            f"jattn.flax.make_attention_fn: alibi_slopes has shape {slopes.shape}, must be (N,): a number for each head"
+        )
     return AttentionFunction(
         is_causal=is_causal,
         causal_alignment=causal_alignment,
@@ -266,9 +274,7 @@ def make_attention_fn(
         ),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
-        alibi_slopes=(
-            None if alibi_slopes is None else tuple(np.asarray(alibi_slopes, np.float32).tolist())
-        ),
+        alibi_slopes=None if slopes is None else tuple(slopes.tolist()),
         score_mod=score_mod,
         implementation=implementation,
     )
@@ -329,6 +335,14 @@ def _refuse_products(*, precision: object, **products: Einsum | None) -> None:
                 f"jattn.flax.attention_fn: precision is {request}, a particular algorithm, but a fused kernel has its"
                 " own: use None, 'default', 'high' or 'highest'"
             )
+        if isinstance(request, str) and not is_preset_name:
+            try:
+                jax.lax.Precision(request)
+            except ValueError:
+                raise ValueError(
+                    f"jattn.flax.attention_fn: precision is {request!r}, which JAX does not know: use None, 'default',"
+                    " 'high' or 'highest'"
+                ) from None
 
 
 def _promote(

@@ -13,8 +13,9 @@ import numpy as np
 from jattn.fusion.axes import Miss, Named, compact_of, extents_of
 from jattn.fusion.graph import Node, Value
 
-# Keep probabilities are written twice, as a threshold and as a divisor, which may be rounded to 8 bits.
-_ROUNDED = 2.0**-7
+# Keep probabilities are written twice, as a threshold in float32 and as a divisor in the type of what it divides.
+_ROUNDED = 2.0**-22
+_LEAST_LAST = 1 - 2.0**-7  # of uniform numbers the largest, which may have 8 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,15 @@ class Dropout:
         return self.bits.inputs[0]
 
 
-def dropout_of(kept: Named, factor: float, row: str, extents: dict[str, int]) -> Dropout:
+def dropout_of(
+    kept: Named, factor: float, rounding: float, row: str, extents: dict[str, int]
+) -> Dropout:
     """What a bool mask on the probabilities is, which are multiplied by a factor.
 
     Args:
       kept: the mask, true where a weight is kept.
       factor: of those.
+      rounding: how far it may be off, as a part of itself.
       row: name of the axis of queries.
       extents: of the axes of the probabilities.
 
@@ -49,7 +53,7 @@ def dropout_of(kept: Named, factor: float, row: str, extents: dict[str, int]) ->
     bits = None if threshold is None else _random_bits(threshold.inputs[0])
     if probability is None or bits is None:
         raise Miss("the mask on the probabilities is not jax.random.bernoulli of a number")
-    if abs(factor * probability - 1) > _ROUNDED:
+    if abs(factor * probability - 1) > rounding + _ROUNDED:
         raise Miss("kept probabilities are not divided by the probability of keeping them")
     key = bits.inputs[0]
     if key.shape or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -94,7 +98,7 @@ def _random_bits(value: Value) -> Node | None:
         if made is None:
             return None
     first, quarter, half, last = made.astype(np.float64)
-    is_uniform = (first, quarter, half) == (0, 0.25, 0.5) and 1 - _ROUNDED <= last < 1
+    is_uniform = (first, quarter, half) == (0, 0.25, 0.5) and _LEAST_LAST <= last < 1
     return node if is_uniform else None
 
 

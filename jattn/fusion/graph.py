@@ -149,7 +149,9 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
 
 def _held_number(value: Value) -> float | None:
     known = value.known
-    if known is None or np.size(known) != 1 or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if known is None or np.size(known) != 1:
+        return None
+    if any(jnp.issubdtype(value.dtype, kind) for kind in (jax.dtypes.extended, np.complexfloating)):
         return None
     return float(np.asarray(known).reshape(()))
 

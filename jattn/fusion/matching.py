@@ -154,6 +154,7 @@ class _Search:
     kept: list[_Kept] = dataclasses.field(default_factory=list)  # of the probabilities
     kept_in_sum: list[_Kept] = dataclasses.field(default_factory=list)
     factor: float = 1.0  # of the probabilities
+    rounding: float = 0.0  # how far it may be off, as a part of itself
     ones: int = 0  # names given to axes of size 1
 
     # ---- Probabilities
@@ -202,7 +203,7 @@ class _Search:
             self.nodes.append(node)
             return Named(rest, found.axes)
         if node.name == "div" and (divisor := node.inputs[1].number):
-            self.factor /= divisor
+            self._multiply(1 / divisor, node)
             self.nodes.append(node)
             return Named(node.inputs[0], found.axes)
         if node.name != "mul":
@@ -210,7 +211,7 @@ class _Search:
         for place in (0, 1):
             factor, rest = node.inputs[place], node.inputs[1 - place]
             if (known := factor.number) is not None:
-                self.factor *= known
+                self._multiply(known, node)
             elif (mask := self._kept_factor(Named(factor, found.axes))) is not None:
                 self.kept.append(_Kept(mask, True, factor))
             else:
@@ -221,7 +222,8 @@ class _Search:
 
     def _kept_factor(self, found: Named) -> Named | None:
         """The bool mask that an array of a number and of zeros is made of; notes the number."""
-        factor, (value, axes) = 1.0, (found.value, found.axes)
+        factors: list[tuple[float, Node]] = []
+        value, axes = found.value, found.axes
         while value.dtype != bool:
             node = value.node
             if node is None:
@@ -232,18 +234,29 @@ class _Search:
                 axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
                 value = node.inputs[0]
             elif node.name == "div" and (known := node.inputs[1].number):
-                factor, value = factor / known, node.inputs[0]
+                factors.append((1 / known, node))
+                value = node.inputs[0]
             elif node.name == "mul" and (known := node.inputs[1].number) is not None:
-                factor, value = factor * known, node.inputs[0]
+                factors.append((known, node))
+                value = node.inputs[0]
             elif node.name == "select_n" and node.inputs[1].number == 0 and len(node.inputs) == 3:
                 known = node.inputs[2].number
                 if known is None:
                     return None
-                factor, value = factor * known, node.inputs[0]
+                factors.append((known, node))
+                value = node.inputs[0]
             else:
                 return None
-        self.factor *= factor
+        for known, node in factors:
+            self._multiply(known, node)
         return Named(value, axes)
+
+    def _multiply(self, factor: float, node: Node) -> None:
+        """Notes a factor of the probabilities, in the type of what the node makes."""
+        self.factor *= factor
+        dtype = node.outputs[0].dtype
+        if factor != 1 and jnp.issubdtype(dtype, jnp.floating):
+            self.rounding += float(jnp.finfo(dtype).eps)
 
     def _softmax(self, found: Named) -> Named | None:
         """Of a quotient of an exponential and of its sum over "column", both with zeros where a mask has them."""
@@ -374,7 +387,7 @@ class _Search:
             raise Miss("a number is added to the scores")
         if scaled:
             raise Miss("a bias in front of the scale")
-        compact = compact_of(Named(bias, axes))
+        compact = compact_of(Named(bias, axes if bias.shape else ()))
         *_, source = through(compact.value, *CASTS, "broadcast_in_dim", "reshape")
         if str(compact.value.dtype) not in FLOAT_DTYPES or str(source.dtype) not in FLOAT_DTYPES:
             raise Miss(f"a bias of {source.dtype}")
@@ -450,7 +463,7 @@ class _Search:
             raise Miss("there are two masks on the probabilities, beside those on the scores")
         if not dropping[0].if_true:
             raise Miss("the mask on the probabilities is true where they become 0")
-        found = dropout_of(dropping[0].mask, self.factor, row, extents)
+        found = dropout_of(dropping[0].mask, self.factor, self.rounding, row, extents)
         drawn = {found.bits, *_between(found.bits, dropping[0].made)}
         if _is_used_elsewhere(drawn, {*drawn, *self.nodes}):
             raise Miss("the random numbers of dropout are used elsewhere too")

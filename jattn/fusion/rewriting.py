@@ -19,6 +19,7 @@ from jattn.fusion.axes import Miss, Named, extents_of
 from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
 from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
+from jattn.sharding import partition
 
 _MOST_RECORDS = 1024  # the oldest are forgotten then
 _lock = threading.Lock()
@@ -318,7 +319,9 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
     )
     order = (*match.batch, match.row, *heads, "width")
     out = _reshaped(out, [extents[name] for name in order])
-    return _arranged(out, order, match.result).astype(match.node.outputs[0].dtype)
+    result = match.node.outputs[0]
+    out = _arranged(out, order, match.result).astype(result.dtype)
+    return partition.sharded_as(out, result.aval)
 
 
 # ---- Programs inside of programs ------------------------------------------------------------------------------------

@@ -437,6 +437,22 @@ def gathered_along(x: jax.Array, axes: range) -> jax.Array:
     return _resharded(x, *(None if axis in axes else entry for axis, entry in enumerate(spec)))
 
 
+def sharded_as(x: jax.Array, aval: Any) -> jax.Array:
+    """An array sharded over an explicit mesh as a type says; as it is, where the type is on none."""
+    sharding = aval.sharding
+    if sharding.mesh.empty or sharding == jax.typeof(x).sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def sharding_of_rows(x: jax.Array, axes: int) -> NamedSharding | None:
+    """How what is taken of the first axis, with so many axes in its place, is sharded; None if on no explicit mesh."""
+    if not _explicit_axes(x):
+        return None
+    sharding = jax.typeof(x).sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*(None,) * axes, *sharding.spec[1:]))
+
+
 def _resharded(x: jax.Array, *entries: Any) -> jax.Array:
     """Reshards over the mesh that the array is on, which need not be set."""
     mesh = jax.typeof(x).sharding.mesh

@@ -455,6 +455,13 @@ def test_a_backend_drops_the_same_pairs_at_extreme_rates(backend: str, rate: flo
     np.testing.assert_allclose(got, weights("reference", rate=rate)[0], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [np.inf, 1e30, -np.inf, np.nan])
+def test_a_rate_known_at_run_time_may_be_anything(backend: str, rate: float) -> None:
+    got = jax.jit(lambda rate: weights(backend, rate=rate)[0])(rate)
+    mask = np.asarray(jattn.dropout_mask(SEED, 4, got.shape, 255 / 256 if rate > 0 else 0.0))  # type: ignore[arg-type]
+    assert ((got > 0) == mask).all()
+
+
 def test_the_same_seed_gives_the_same_bits(backend: str) -> None:
     """Forward and backward; another seed, another offset and another key give others."""
     q, k, v, dout = jax.random.normal(jax.random.key(2), (4, 2, 40, 2, 8))

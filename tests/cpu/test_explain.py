@@ -218,6 +218,12 @@ def test_times_are_measured_when_asked_for() -> None:
     assert json.loads(json.dumps(found.as_dict()))["timings"][0]["median_us"] > 0
 
 
+def test_a_block_mask_is_an_argument_like_others() -> None:
+    blocks = jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64)
+    assert jattn.select_backend(Q, Q, Q, block_mask=blocks) == "cpu"
+    assert "mask (1, 1," in str(jattn.explain(Q, Q, Q, block_mask=blocks))
+
+
 def test_errors_say_the_way_out() -> None:
     with pytest.raises(ValueError, match="leave device out"):
         jattn.explain(HALF, HALF, HALF, device=SM90, timed=True)
@@ -243,8 +249,9 @@ def test_errors_say_the_way_out() -> None:
         pass
     with pytest.raises(ValueError, match="platform is 'gpu', must be 'cuda'"):
         jattn.Device("gpu")
-    with pytest.raises(ValueError, match=r"arch is '9\.0', must be \(major, minor\)"):
-        jattn.Device("cuda", arch="9.0")  # type: ignore[arg-type]
+    for arch in ("9.0", (-9, 0), (9,)):
+        with pytest.raises(ValueError, match=r"arch is .*, must be \(major, minor\)"):
+            jattn.Device("cuda", arch=arch)  # type: ignore[arg-type]
 
 
 def attend(q: Any, is_causal: bool = False) -> jax.Array:

@@ -758,6 +758,17 @@ def test_prescribed_algorithms_are_refused(precision: Any) -> None:
         attention_fn(q, k, v, precision=precision)
 
 
+def test_a_precision_that_jax_does_not_know_is_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="precision is 'exact', which JAX does not know"):
+        attention_fn(q, k, v, precision="exact")
+
+
+def test_slopes_are_a_number_for_each_head() -> None:
+    with pytest.raises(ValueError, match=r"alibi_slopes has shape \(\), must be \(N,\)"):
+        make_attention_fn(alibi_slopes=3.0)  # type: ignore[arg-type]
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(

@@ -126,6 +126,10 @@ NO_DROPOUT: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
         lambda p, key: p * ((jax.random.bits(key, p.shape) | 3).astype(p.dtype) < 0.5) * 2, "not jax.random.bernoulli"),
     "squares": (lambda p, key: p * (_uniform(key, 9) ** 2 < 0.5) * 2, "not jax.random.bernoulli"),
     "not divided": (lambda p, key: p * (_uniform(key, 9) < 0.5), "are not divided"),
+    "not divided by almost 1": (
+        lambda p, key: jnp.where(jax.random.bernoulli(key, 0.995, p.shape), p, 0), "are not divided"),
+    "divided by almost the same": (
+        lambda p, key: jnp.where(jax.random.bernoulli(key, 0.5, p.shape), p / 0.502, 0), "are not divided"),
     "two masks": (lambda p, key: dropped(dropped(p, key), jax.random.fold_in(key, 1)), "there are two masks"),
 }  # fmt: skip
 
@@ -141,6 +145,18 @@ def test_what_is_no_dropout(name: str) -> None:
     np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
     assert found() == []
     assert [reason in text for text in missed()] == [True]
+
+
+def test_dropout_of_16_bits_rounds_the_divisor() -> None:
+    q, k, v = operands("heads first", jnp.bfloat16)
+    key = jax.random.key(0)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        p = jax.nn.softmax(q @ transposed(k) / 4.0)
+        return jnp.where(jax.random.bernoulli(key, 0.9, p.shape), p / 0.9, 0) @ v
+
+    jattn.fuse_attention(attend)(q, k, v)
+    assert found() == ["dropout"]
 
 
 @pytest.mark.parametrize("use", ["returned", "multiplied", "in another attention"])
@@ -201,6 +217,36 @@ def test_P105_a_scale_that_is_an_argument() -> None:
     of_python = jattn.fuse_attention(attend)(q, k, v, 0.3)
     close(of_python, attend(q, k, v, 0.3), "float32")
     assert found() == ["plain"]
+
+
+def test_complex_numbers_are_left_as_they_are() -> None:
+    def rotated(x: Array) -> Array:
+        turned = jax.lax.complex(x, x) * jnp.exp(1j * jnp.arange(x.shape[-1]))
+        return turned.real + (turned * np.complex64(1j)).imag
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(rotated(q) @ transposed(rotated(k)) / 4.0) @ v
+
+    q, k, v = operands("heads first")
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["plain"]
+    np.testing.assert_array_equal(jattn.fuse_attention(rotated)(q), rotated(q))
+
+
+def test_a_number_known_at_run_time_is_a_bias() -> None:
+    def loss(q: Array, k: Array, v: Array, b: Array) -> Array:
+        return (jax.nn.softmax(q @ transposed(k) / 4.0 + b) @ v).var()
+
+    arrays = (*operands("heads first"), jnp.float32(1.5))
+    places = (0, 1, 2, 3)
+    got = jax.value_and_grad(jattn.fuse_attention(loss), places)(*arrays)
+    assert found() == ["bias"]
+    for ours, theirs in zip(
+        jax.tree.leaves(got),
+        jax.tree.leaves(jax.value_and_grad(loss, places)(*arrays)),
+        strict=True,
+    ):
+        close(ours, theirs, "float32")
 
 
 def test_P106_probabilities_with_another_use() -> None:

@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import config
 
 X = jnp.ones((1, 4, 2, 8))
 
@@ -100,7 +102,43 @@ def test_a_switch_that_is_no_bool_is_refused(enabled: object) -> None:
         TypeError, match=r"jattn\.set_enabled: enabled is .*, must be True or False"
     ):
         jattn.set_enabled(enabled)  # type: ignore[arg-type]
+    with (
+        pytest.raises(
+            TypeError, match=r"jattn\.strict_fallback: enabled is .*, must be True or False"
+        ),
+        jattn.strict_fallback(enabled),  # type: ignore[arg-type]
+    ):
+        pass
     assert jattn.select_backend(X, X, X) == "cpu"
+
+
+DETERMINISTIC = "--xla_gpu_deterministic_ops"
+
+
+@pytest.mark.parametrize(
+    ("flags", "asks"),
+    [
+        ("", False),
+        (DETERMINISTIC, True),
+        (f"{DETERMINISTIC}=true", True),
+        (f"{DETERMINISTIC}=1", True),
+        (f"--xla_a=b  {DETERMINISTIC}=True --xla_c", True),
+        (f"{DETERMINISTIC}=false", False),
+        (f"{DETERMINISTIC}=true {DETERMINISTIC}=false", False),
+        (f"{DETERMINISTIC}=0 {DETERMINISTIC}=1", True),
+        (f"{DETERMINISTIC}=0 --xla_gpu_exclude_nondeterministic_ops", True),
+        (f"{DETERMINISTIC}_of_another_kind=true", False),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_flags_of_xla_are_read_as_xla_does(
+    flags: str, asks: bool, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_file:
+        (tmp_path / "flags").write_text(flags)
+        flags = str(tmp_path / "flags")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert config._starting_options().determinism == ("strict" if asks else "off")
 
 
 def test_J05_options_reach_a_backward_traced_later() -> None:

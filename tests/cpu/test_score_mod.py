@@ -4,6 +4,7 @@ F numbers are rows of the acceptance list of score functions; tests/score_mods.p
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -635,6 +636,66 @@ def test_F111_writes() -> None:
 
 
 # ---- Rows without keys, tails, equal programs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_of_batch_entries_of_which_there_are_none(backend: str) -> None:
+    x, table = jnp.ones((0, 4, 2, 8)), jnp.ones(3)
+    out = attend(x, x, x, lambda s, b, h, q, k: s + table[b], implementation=backend)
+    assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivatives_of_what_does_not_read_the_score(backend: str) -> None:
+    q, k, v = qkv(4)
+
+    def weigh(q: Array, k: Array) -> Array:
+        return jnp.where(q >= k, -0.1 * (q - k), -jnp.inf)
+
+    def loss(attention: Any, *arrays: Array) -> Array:
+        return (attention(*arrays) ** 2).sum()
+
+    def ours(q: Array, k: Array, v: Array) -> Array:
+        return attend(q, k, v, lambda s, b, h, q, k: weigh(q, k), implementation=backend)
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        weights = jax.nn.softmax(weigh(*jnp.mgrid[:4, :4]))
+        return jnp.einsum("ts,bsnd->btnd", weights, v)
+
+    for function in (jax.hessian, lambda f, places: jax.jacrev(jax.grad(f, places), places)):
+        got, want = (
+            function(functools.partial(loss, f), (0, 1, 2))(q, k, v) for f in (ours, plain)
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivatives_where_a_capture_hides_keys(backend: str) -> None:
+    """By the logarithm of 0, whose derivative is infinite."""
+    q, k, v = qkv(4)
+    table = jnp.array([1.0, 0.0, 0.5, 1.0])
+
+    def loss(attention: Any, *arrays: Array) -> Array:
+        return (attention(*arrays) ** 2).sum()
+
+    def ours(q: Array, table: Array) -> Array:
+        return attend(q, k, v, lambda s, b, h, i, j: s + jnp.log(table[j]), implementation=backend)
+
+    def plain(q: Array, table: Array) -> Array:
+        s = jnp.einsum("btnd,bsnd->bnts", q, k) / math.sqrt(8)
+        added = jnp.log(jnp.where(table > 0, table, 1))
+        return jnp.einsum(
+            "bnts,bsnd->btnd", jax.nn.softmax(jnp.where(table > 0, s + added, -jnp.inf)), v
+        )
+
+    for tangent in (jnp.zeros(4), jnp.array([1.0, 0.0, 0.0, 2.0])):
+        got, want = (
+            jax.jvp(jax.grad(functools.partial(loss, f), (0, 1)), (q, table), (k, tangent))[1]
+            for f in (ours, plain)
+        )
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

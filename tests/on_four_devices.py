@@ -856,6 +856,30 @@ def score_functions_close_over_what_varies_over_the_mesh(backend: str) -> None:
 
 
 @check
+def score_functions_read_what_is_cut_over_an_explicit_mesh(backend: str) -> None:
+    q, k, v, _ = drawn(backend)
+    cut = NamedSharding(explicit((4,), "x"), PartitionSpec("x"))
+    table = jax.device_put(jnp.linspace(0.0, 1.0, 64, dtype="float32").reshape(4, 16), cut)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
+        return s + table[h, (q - k) % 16]
+
+    def run(score_mod: Any, captures: Any = ()) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, score_mod=score_mod, captures=captures, implementation=backend
+        )
+
+    want = run(score_mod, (jnp.asarray(np.asarray(table)),))
+    close(run(score_mod, (table,)), want)
+    note = ""
+    try:
+        close(run(lambda *given: score_mod(*given, table)), want)  # as JAX 0.11 can
+    except Exception as error:
+        note = " ".join(error.__notes__)
+    assert not note or "captures=(x,)" in note, note
+
+
+@check
 def random_cuts_of_random_problems(backend: str) -> None:
     for seed in range(6 if backend == "xla" else 16):  # which compiles for ten seconds a problem
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto

@@ -376,9 +376,11 @@ def _sharding_rule(
 def explicit_cut(spec: Spec, operands: Operands[jax.Array]) -> tuple[Any, Cut] | None:
     """Returns the mesh and the cut of a call with an operand that is sharded over axes of an explicit mesh, else None.
 
-    The cut is that of the first such operand, so of the queries where these are sharded.
+    The cut is that of the first such operand, so of the queries where these are sharded. Where a score function alone
+    reads such an array, every device computes all.
     """
-    for name, x in zip(operands._fields, operands.single(), strict=False):
+    single = zip(operands._fields, operands.single(), strict=False)
+    for name, x in (*single, *(("captures", x) for x in operands.captures)):
         if x is not None and (explicit := _explicit_axes(x)):
             sharding = jax.typeof(x).sharding
             entries = _as_of_queries(name, x.shape, sharding.spec)
@@ -440,7 +442,8 @@ def gathered_along(x: jax.Array, axes: range) -> jax.Array:
 def sharded_as(x: jax.Array, aval: Any) -> jax.Array:
     """An array sharded over an explicit mesh as a type says; as it is, where the type is on none."""
     sharding = aval.sharding
-    if sharding.mesh.empty or sharding == jax.typeof(x).sharding:
+    is_explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    if not is_explicit or sharding == jax.typeof(x).sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
@@ -489,6 +492,8 @@ def _as_of_queries(name: str, shape: tuple[int, ...], given: Sequence[Any]) -> P
     entries = [*given, *[None] * (len(shape) - len(given))]
     if name in ("q", "k", "v"):
         return PartitionSpec(*entries)
+    if name == "captures":  # whose axes mean what the score function makes of them
+        return PartitionSpec(None, None, None, None)
     batch = entries[0] if shape[0] != 1 else None
     has_heads = name in ("bias", "mask", "sinks", "alibi_slopes", "dropout_keys")
     heads = entries[1] if has_heads and shape[1] != 1 else None

@@ -302,9 +302,9 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
 
 // Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in which
 // no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the range comes before the one
-// at `start`, which is another then. A warp looks at 32 tiles with one load; all its lanes get the same
-// answer. If orders_dq() downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the
-// one with lower keys, for which the others wait, is never behind for want of work.
+// at `start`, which is another then. A warp looks at 32 tiles with one load; all its lanes get the same answer. If orders_dq()
+// downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the one with lower keys,
+// for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;

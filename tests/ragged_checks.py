@@ -235,6 +235,23 @@ def _of_sequence(case: RaggedCase, i: int) -> tuple[Array, ...]:
     return tuple(x[i : i + 1] if x.dtype == np.int32 else x for x in case.captures())
 
 
+def _masked(sequence: Case, operands: Operands) -> tuple[Case, Operands]:
+    """The same problem with a mask in the place of a band from the lower right: bands follow positions, and the oracle
+    drops pairs by these.
+    """
+    if not (sequence.dropout_rate and sequence.lower_right):
+        return sequence, operands
+    assert operands.alibi_slopes is None or sequence.q_len == sequence.kv_len
+    left, right = (np.inf if limit is None else limit for limit in sequence.band)
+    offset = sequence.kv_len - sequence.q_len
+    distance = np.arange(sequence.kv_len) - np.arange(sequence.q_len)[:, None] - offset
+    mask = (distance >= -left) & (distance <= right)
+    sequence = dataclasses.replace(
+        sequence, is_causal=False, lower_right=False, window=None, mask_form="ts"
+    )
+    return sequence, dataclasses.replace(operands, mask=mask)
+
+
 def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Array]:
     """Runs a case and compares every sequence with the oracle; padding must be zeros (lse: -inf).
 
@@ -267,6 +284,7 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
             q=q[of_q][None], k=k[of_kv][None], v=v[of_kv][None], dout=dout[of_q][None], dlse=dlse[of_q][None],
             sinks=sinks, alibi_slopes=slopes, captures=_of_sequence(case, i), **_randomness(case, i),
         )  # fmt: skip
+        sequence, operands = _masked(sequence, operands)
         solution = oracle.solve(sequence, operands)
         compare.assert_close(sequence, operands, found, solution=solution)
         limits = bounds.bounds(sequence, operands, solution, bounds.units(case.dtype), "float32")
@@ -357,12 +375,13 @@ FEATURES = [
     _BASE.but("alibi-lower-right", alibi=True, lower_right=True, is_causal=True, dtype="bfloat16"),
     _SELF.but("alibi-self-lower-right", alibi=True, lower_right=True, alignment=16),
     _BASE.but("dropout", dropout_rate=0.3, is_causal=True, num_heads=4, alignment=8),
+    _BASE.but("dropout-lower-right", dropout_rate=0.3, is_causal=True, window=(9, None), lower_right=True, alignment=8),
     _SELF.but("everything", dropout_rate=0.2, is_causal=True, window=(20, None), softcap=4.0, sinks=True, alibi=True,
               num_heads=4, head_dim_v=24, lower_right=True, dtype="float16"),
     _SELF.but("window-lower-right", window=(4, None), is_causal=True, lower_right=True, dtype="float16"),
 ]  # fmt: skip
 
-_EVERYTHING = FEATURES[9]
+_EVERYTHING = FEATURES[10]
 # Score functions with each other feature.
 PROGRAMS = [
     case.but(f"{suffix}-{name}", score_mod=name, **changes)

@@ -67,6 +67,15 @@ SCORE_MODS: dict[str, tuple[ScoreMod, tuple[Array, ...]]] = {
     ),
     "softplus": (lambda s, b, h, q, k: jax.nn.softplus(s), ()),
     "relu": (lambda s, b, h, q, k: jax.nn.relu(s) - jax.nn.relu(-s) / 4, ()),
+    # Not a number one query, or one key, behind the last.
+    "log of what is left": (
+        lambda s, b, h, q, k, x: s + x[h] * (jnp.log(T - q) + jnp.log(S - k)),
+        (_table(N),),
+    ),
+    "gain of what is left": (
+        lambda s, b, h, q, k, x: s * (1 + x[h] * (jnp.sqrt(T - 1 - q) + jnp.sqrt(S - 1 - k)) / 16),
+        (_table(N),),
+    ),
     "mask and infinite bias": (
         lambda s, b, h, q, k, x: jnp.where(k < 50, s, -jnp.inf) + x[k],
         (np.where(np.arange(S) % 7 == 0, -np.inf, 0.5).astype(np.float32),),
@@ -263,6 +272,7 @@ def forms(base: Case) -> dict[str, dict[str, Any]]:
         "mask": {"mask_form": "1nts"},
         "positions": {"positions": "shuffled", "window": (q_len // 3, q_len // 2)},
         "bias": {"bias_form": "bnts"},
+        "bias and lengths": {"bias_form": "bnts", "q_lengths": (q_len, q_len // 2)},
         "bias of keys": {"bias_form": "b11s", "is_causal": True},
         "cap": {"softcap": 5.0},
         "slopes": {"alibi_form": "n"},

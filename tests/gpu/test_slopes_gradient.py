@@ -23,6 +23,8 @@ CASES = [
     BASE,
     BASE.but("one-of-all-heads", alibi_form="1", is_causal=True),
     BASE.but("entries", alibi_form="b1", q_lengths=(200, 0), kv_lengths=(3, 264)),
+    # All keys of a tile are visible to its queries, and there are rows of a bias beyond these.
+    BASE.but("bias", bias_form="bnts", q_lengths=(200, 33)),
     BASE.but("long", q_len=1300, kv_len=1100, is_causal=True, lower_right=True),
     BASE.but("sinks-softcap", sinks_form="n", softcap=5.0),
     BASE.but("positions", positions="shuffled", segments="random"),

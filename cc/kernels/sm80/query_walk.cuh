@@ -59,6 +59,8 @@ __device__ __forceinline__ void each_score_gradient(const BackwardParams& params
   if (row_begin < row_end) {
     range = visible_tiles<has_index_band(kConfig)>(row_begin, row_end, sequence.band, sequence.kv_length, kTileKv);
   }
+  // Bias and program may make anything of queries beyond the length, and not everybody keeps rows apart.
+  if (row_end < row_begin + kTileQ) range.full_end = range.full_begin;
   TileWalk<kConfig, MaskFilter<kConfig>> walk{range.begin};
   walk.filter.template load<false>(problem, item.batch, item.tile, sequence.band);
   walk.filter.look_at(params.mask, item.batch, item.head, item.tile);

@@ -95,6 +95,7 @@ struct DbiasProducer {
     if constexpr (has_position_band(C)) flags |= tile.filter.inside_band(kv_tile) ? 0 : kComparesPositions;
     if constexpr (C.mask) flags |= tile.state(kv_tile) == kMaskTileMixed ? kComparesMask : 0;
     const int64_t row = (int64_t(item.batch) * problem.num_heads + item.head) * params.rows_padded + item.first;
+    if constexpr (C.program) flags |= item.first + C.tile_q > problem.q_len ? kHasEmptyRows : 0;
     return flags | (params.row_flags[row / kStatisticsRows] != 0 ? kHasEmptyRows : 0);
   }
 

@@ -366,6 +366,7 @@ struct KeyProducer {
       const Step next = following(step);
       int flags = flags_of(step) | (next.tile < 0 ? kLastStep : 0);
       if constexpr (C.bias || C.program) flags |= empty_rows ? kHasEmptyRows : 0;
+      if constexpr (C.program) flags |= first_query(step) + C.tile_q > problem.q_len ? kHasEmptyRows : 0;
       load_queries(item, step, flags, empty_rows, predecessor.tiles_before(step.tile));
       step = next;
       empty_rows = has_empty_rows(next);  // comes while the next stage is waited for

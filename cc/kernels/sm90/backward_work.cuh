@@ -20,7 +20,7 @@ enum BackwardFlags : int {
   kComparesSegments = 8,    // segment ids must be compared
   kComparesPositions = 16,  // positions may lie outside the band
   kComparesMask = 32,       // the packed mask of this step is there and has zeros
-  kHasEmptyRows = 64        // some query sees no key: its bias may be anything
+  kHasEmptyRows = 64        // a query sees no key, or lies beyond the last: bias or program may make anything of it
 };
 
 // Travels beside each tile of the visited axis, valid once the tile is full.

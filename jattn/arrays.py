@@ -26,6 +26,8 @@ def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
             hint = "jattn.explain and jax.eval_shape take shapes"
         elif isinstance(error, OverflowError):
             hint = "it holds integers that int32 cannot, write them as floats or clamp them"
+        elif isinstance(x, np.ndarray):
+            hint = f"JAX has no arrays of {x.dtype.str!r}, cast it"
         else:
             hint = "pass an array, or nested lists of numbers of one shape"
         raise ValueError(f"{function}: {name} is {shown(x)}, must be an array: {hint}") from error

@@ -453,6 +453,7 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         if isinstance(size, int) and size == 0:
             results = _of_no_element(primitive, arrays, dims, spec=spec, **params)
             return [give_back(x) for x in results], [0] * len(results)
+        arrays, dims = _with_whole_ids(spec, arrays, dims)
         operands, _ = _split(arrays, spec)
         operand_dims, _ = _split(dims, spec)
         has_rows = spec.dropout is not None and spec.dropout.rows
@@ -502,6 +503,22 @@ def _of_no_element(
     return vary_like([jnp.zeros((0, *x.shape), x.dtype) for x in of_one], tuple(arrays))
 
 
+def _with_whole_ids(
+    spec: Spec, arrays: Sequence[Any], dims: Sequence[int | None]
+) -> tuple[list[Any], list[int | None]]:
+    """The indices of batch entries and heads without the mapped axis.
+
+    They are mapped where JAX maps all residuals: of a branch that is chosen by mapped element, for one. Elements that
+    chose another branch have zeros, all others the same indices.
+    """
+    arrays, dims = list(arrays), list(dims)
+    positions, _ = _split(range(len(arrays)), spec)
+    for i in (positions.batch_ids, positions.head_ids):
+        if i is not None and dims[i] is not None:
+            arrays[i], dims[i] = arrays[i].max(dims[i]), None
+    return arrays, dims
+
+
 def _with_mapped_captures(
     spec: Spec,
     arrays: Sequence[Any],
@@ -534,7 +551,7 @@ def _with_mapped_captures(
         dims[i] = None
     ids = positions.batch_ids
     assert ids is not None
-    assert dims[ids] is None
+    assert dims[ids] is None  # `_with_whole_ids`
     elements = jnp.arange(size, dtype=jnp.int32)[:, None] * spec.score_mod.batch_extent
     arrays[ids], dims[ids] = elements + arrays[ids][None], 0
     program = spec.score_mod.mapped(size, is_mapped)

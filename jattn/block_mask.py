@@ -25,7 +25,7 @@ MaskMod = Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:
     """Which pairs take part, in two steps: by blocks, which kernels skip where they are hidden, and by a function.
 

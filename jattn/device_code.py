@@ -63,6 +63,7 @@ _RULE = f"one of {', '.join(sorted(_KNOWN))}"
 def refusals(program: ScoreProgram) -> list[tuple[str, object, str]]:
     """Says what of a program device code cannot express: (code, actual value, rule) each; none if ``device_code`` can.
 
+    SYMBOLIC: an array of extents that are not known numbers, while exporting.
     PRIMITIVE: an operation that is not among those that there are.
     CAPTURE_ACCESS: an array is reduced, contracted or sorted, has no elements, or elements of another type; or too many
       operations on arrays come together.
@@ -75,7 +76,9 @@ def refusals(program: ScoreProgram) -> list[tuple[str, object, str]]:
         named = f"{capture.dtype}{list(capture.shape)}"
         if capture.dtype not in C_TYPES:
             found.append(("CAPTURE_ACCESS", named, f"an array of {', '.join(C_TYPES)}"))
-        if math.prod(capture.shape) == 0:
+        if not all(isinstance(extent, int) for extent in capture.shape):
+            found.append(("SYMBOLIC", named, "a function of arrays whose extents are known"))
+        elif math.prod(capture.shape) == 0:
             found.append(("CAPTURE_ACCESS", named, "an array with elements"))
     jaxprs = [program.jaxpr] if program.has_unit_slope else [program.jaxpr, program.slope_jaxpr]
     for jaxpr in jaxprs:

@@ -36,6 +36,7 @@ _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LEVELS = 1 << 15  # 15 bits decide about a pair
 _MOST_THRESHOLD = _LEVELS - _LEVELS // 256
+MAX_RATE = _MOST_THRESHOLD / _LEVELS  # higher ones count as this
 
 Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 

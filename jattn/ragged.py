@@ -52,12 +52,12 @@ class RaggedArray:
     @property
     def num_sequences(self) -> int:
         """B."""
-        return int(np.shape(self.offsets)[0]) - 1
+        return _known("offsets.shape[0]", np.shape(self.offsets)[0]) - 1
 
     @property
     def longest(self) -> int:
         """The static bound of the lengths that ``max_length`` and the number of rows give."""
-        total = int(self.values.shape[0])
+        total = _known("values.shape[0]", self.values.shape[0])
         return total if self.max_length is None else min(self.max_length, total)
 
     @property
@@ -399,6 +399,15 @@ class RaggedArray:
                     f"{name} has lengths {lengths.tolist()}, which must be {word} the bound {bound}"
                 )
         return self
+
+
+def _known(name: str, extent: Any) -> int:
+    if jax.export.is_symbolic_dim(extent):
+        raise ValueError(
+            f"jattn.RaggedArray: {name} is {extent}, must be a known number: export with this extent fixed, and longer"
+            " than needed if it varies (rows behind the last sequence and empty sequences do no harm)"
+        )
+    return int(extent)
 
 
 # Compiled also where the caller is not, so that an eager call is one program and not twenty.

@@ -360,11 +360,13 @@ def join_sinks(
     """Adds a sink to rows that see a key: to maxima, -inf where none is seen, and sums of exp(s - maximum)."""
     if sinks is None:
         return row_max, row_sum
-    sees_a_key = row_sum > 0
+    sees_a_key = row_sum != 0
     sinks = sinks.astype(row_max.dtype)
     shift = jnp.maximum(row_max, lax.stop_gradient(sinks))
     of_keys = jnp.exp(jnp.where(sees_a_key, row_max - shift, 0))
-    joint = row_sum * of_keys + jnp.exp(jnp.where(sees_a_key, sinks - shift, 0))
+    # A sink of infinity takes all weight; its difference from itself would be NaN.
+    above = jnp.where(sees_a_key & ~jnp.isposinf(sinks), sinks - shift, 0)
+    joint = row_sum * of_keys + jnp.exp(above)
     return jnp.where(sees_a_key, shift, -jnp.inf), jnp.where(sees_a_key, joint, 0)
 
 
@@ -384,6 +386,8 @@ def finish_rows(
 def normalizer(sinks: jax.Array | None, row_max: jax.Array, row_sum: jax.Array) -> Normalizer:
     """Of rows whose visible scores have this maximum, -inf if there are none, and this sum of exp(s - maximum)."""
     shift, total = join_sinks(sinks, row_max, row_sum)
+    # XLA's maximum of many numbers may miss a NaN; a row of these sees keys.
+    shift = jnp.where(jnp.isnan(total), total, shift)
     return Normalizer(shift, 1 / jnp.where(total == 0, 1, total))
 
 
@@ -465,7 +469,7 @@ def tile_tangent(
         ds -= tangents.alibi_slopes[..., None].astype(s.dtype) * pair.distance.astype(s.dtype)
     if of_tile.push is not None:
         ds = of_tile.push(ds, tangents.captures)
-    weights = jnp.where(visible & (p > 0), p * ds, 0)
+    weights = jnp.where(visible & (p != 0), p * ds, 0)
     dout = sum_over_keys(spec, pair.drop(weights), visible, tile.v)
     if tangents.v is not None:
         dout += sum_over_keys(spec, pair.drop(p), visible, tangents.v)
@@ -475,8 +479,9 @@ def tile_tangent(
 def sink_probabilities(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     """exp(sink - lse), the weight of the sink in each row, 0 in rows that see no key: (B, N, t)."""
     sees_a_key = lse != -jnp.inf
-    shifted = sinks.astype(lse.dtype) - jnp.where(sees_a_key, lse, 0)
-    return jnp.where(sees_a_key, jnp.exp(jnp.where(sees_a_key, shifted, 0)), 0)
+    sinks = sinks.astype(lse.dtype)
+    moves = sees_a_key & ~jnp.isposinf(sinks)
+    return jnp.where(sees_a_key, jnp.exp(jnp.where(moves, sinks - lse, 0)), 0)
 
 
 def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:

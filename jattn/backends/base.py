@@ -255,9 +255,13 @@ def refused_score_mod(
     """
     if spec.score_mod is None:
         return ()
-    way_out = "write score_mod by other operations, or use implementation='xla'"
+
+    def way_out(code: str) -> str:
+        change = "export with these fixed" if code == "SYMBOLIC" else "write it by other operations"
+        return f"{change}, or use implementation='xla'"
+
     return tuple(
-        Reason(backend, code, "score_mod", actual, f"must be {rule}", way_out)
+        Reason(backend, code, "score_mod", actual, f"must be {rule}", way_out(code))
         for code, actual, rule in refusals(spec.score_mod)
     )
 

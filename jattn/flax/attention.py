@@ -30,7 +30,7 @@ _ALGORITHM_TYPES = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StructuralMask:
     """Describes a mask by arrays of the size of the sequence instead of one entry per query and key.
 

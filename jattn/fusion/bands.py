@@ -47,7 +47,7 @@ def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
         return None
     if node.name == "iota":
         along = node.params["dimension"]  # of size 1 it may be repeated, and is 0 everywhere
-        return Affine.of({axes[along]: 1} if value.shape[along] > 1 else {}, 0)
+        return Affine.of({axes[along]: 1} if value.shape[along] != 1 else {}, 0)
     if (inner := _rearranged(value, axes)) is not None:
         return _affine(*inner)
     if node.name in ("add", "sub"):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.dropout import MAX_RATE
 from jattn.fusion.axes import Miss, Named, compact_of, extents_of
 from jattn.fusion.graph import Node, Value
 
@@ -55,11 +56,13 @@ def dropout_of(
         raise Miss("the mask on the probabilities is not jax.random.bernoulli of a number")
     if abs(factor * probability - 1) > rounding + _ROUNDED:
         raise Miss("kept probabilities are not divided by the probability of keeping them")
+    if 1 - probability > MAX_RATE:
+        raise Miss(f"a dropout rate above {MAX_RATE}")
     key = bits.inputs[0]
     if key.shape or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise Miss("dropout has several keys")
-    present = {name for name, n in extents_of(small).items() if n > 1}
-    full = {name for name, n in extents.items() if n > 1}
+    present = {name for name, n in extents_of(small).items() if n != 1}
+    full = {name for name, n in extents.items() if n != 1}
     if present == full:
         return Dropout(1 - probability, bits, broadcast=False)
     if present == full & {row, "column"}:

@@ -147,11 +147,14 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
+def _is_real(value: Value) -> bool:
+    kinds = jax.dtypes.extended, np.complexfloating
+    return not any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
 def _held_number(value: Value) -> float | None:
     known = value.known
-    if known is None or np.size(known) != 1:
-        return None
-    if any(jnp.issubdtype(value.dtype, kind) for kind in (jax.dtypes.extended, np.complexfloating)):
+    if known is None or np.size(known) != 1 or not _is_real(value):
         return None
     return float(np.asarray(known).reshape(()))
 
@@ -160,6 +163,8 @@ def _made_number(node: Node) -> float | None:
     """The number that a node makes of numbers, in the type of its result."""
     inputs = [x.number for x in node.inputs if x.number is not None]
     if len(node.outputs) != 1 or not inputs or len(inputs) != len(node.inputs):
+        return None
+    if not _is_real(node.outputs[0]):
         return None
     dtype = node.outputs[0].dtype
     with np.errstate(all="ignore"):

@@ -282,7 +282,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
             (match.batch, leading[: len(match.batch)]),
             (heads, leading[len(match.batch) :]),
         ):
-            whole = math.prod(sizes) > 1
+            whole = math.prod(sizes) != 1
             folded.append(tuple(extents[n] for n in names) if whole else sizes)
         array = jnp.broadcast_to(array, (*folded[0], *folded[1], *rest))
         return _reshaped(array, (math.prod(folded[0]), math.prod(folded[1]), *rest))

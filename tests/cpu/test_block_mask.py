@@ -1,5 +1,6 @@
 """Block masks: what they take, and what they say of what they do not."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import jattn
+import jattn.flax
 
 
 def _sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -158,6 +160,15 @@ def test_errors_where_block_masks_are_used(name: str) -> None:
             use()
     assert "BlockMask(" in repr(mask)
     assert jax.tree.structure(jax.tree.map(lambda _: object(), mask)) == jax.tree.structure(mask)
+
+
+def test_masks_are_equal_to_themselves_alone() -> None:
+    """They hold arrays, of which == makes an array; so they can be keys."""
+    block = jattn.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+    structural = jattn.flax.StructuralMask(segment_ids=jnp.zeros((2, 8), jnp.int32))
+    for mask in (block, structural):
+        assert mask != copy.copy(mask)
+        assert {mask: 1}[mask] == 1
 
 
 def test_what_block_masks_take() -> None:

@@ -64,6 +64,28 @@ def test_a_visible_nan_reaches_every_reader_and_nobody_else(
     compare.assert_close(case, operands, outcome.results, solution=solution)
 
 
+@pytest.mark.parametrize("sinks", [None, jnp.zeros(2)], ids=["plain", "sinks"])
+def test_a_visible_nan_reaches_gradients_and_tangents(sinks: Any, backend: str) -> None:
+    """XLA's maximum over a row of NaN is -inf where there are many rows."""
+    q, k, v, dout = (normal(seed, 1, 80, 2, 16) for seed in range(4))
+    q = q.at[0, 1].set(jnp.nan)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, sinks=sinks, return_lse=True, implementation=backend
+        )
+
+    (out, lse), pull = jax.vjp(run, q, k, v)
+    dq, dk, dv = pull((dout, jnp.ones_like(lse)))
+    _, (out_tangent, lse_tangent) = jax.jvp(run, (q, k, v), (dout, dout, dout))
+    for of_queries in (out, lse, dq, out_tangent, lse_tangent):
+        is_nan = np.isnan(of_queries)
+        assert is_nan[0, 1].all()
+        assert is_nan.sum() == is_nan[0, 1].sum()
+    assert np.isnan(dk).all()
+    assert np.isnan(dv).all()
+
+
 def test_a_visible_nan_in_a_value_reaches_its_channel(backend: str) -> None:
     case = Case(
         name="nan-v", q_len=20, kv_len=70, num_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=16
@@ -228,6 +250,8 @@ def test_arrays_that_are_none() -> None:
     x = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"key is None, must be an array"):
         jattn.dot_product_attention(x, None, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"(?s)key is array.*JAX has no arrays of '>f4', cast it"):
+        jattn.dot_product_attention(x, np.ones((1, 4, 2, 8), ">f4"), x)
     with pytest.raises(ValueError, match=r"query is ShapeDtypeStruct.*jattn\.explain"):
         jattn.dot_product_attention(jax.ShapeDtypeStruct(x.shape, x.dtype), x, x)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"logits_soft_cap is JitTracer.*known while tracing"):

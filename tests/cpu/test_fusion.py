@@ -130,6 +130,8 @@ NO_DROPOUT: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
         lambda p, key: jnp.where(jax.random.bernoulli(key, 0.995, p.shape), p, 0), "are not divided"),
     "divided by almost the same": (
         lambda p, key: jnp.where(jax.random.bernoulli(key, 0.5, p.shape), p / 0.502, 0), "are not divided"),
+    "hardly any": (
+        lambda p, key: jnp.where(jax.random.bernoulli(key, 0.003, p.shape), p / 0.003, 0), "a dropout rate above"),
     "two masks": (lambda p, key: dropped(dropped(p, key), jax.random.fold_in(key, 1)), "there are two masks"),
 }  # fmt: skip
 
@@ -231,6 +233,45 @@ def test_complex_numbers_are_left_as_they_are() -> None:
     close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
     assert found() == ["plain"]
     np.testing.assert_array_equal(jattn.fuse_attention(rotated)(q), rotated(q))
+
+    def spectrum(x: Array) -> Array:  # JAX makes a complex number of what it divides by
+        return (jnp.fft.fft(x) / jnp.sqrt(jnp.float32(x.shape[-1]))).real
+
+    np.testing.assert_array_equal(jattn.fuse_attention(spectrum)(q), spectrum(q))
+
+
+@pytest.mark.parametrize("symbolic", ["batch", "lengths"])
+def test_exported_with_symbolic_extents(symbolic: str) -> None:
+    """A mask and a bias of the batch, a causal mask, and dropout."""
+
+    def masked(q: Array, k: Array, v: Array, m: Array) -> Array:
+        s = jnp.where(m, q @ transposed(k) / 4.0, -jnp.inf)
+        return jax.nn.softmax(s + 0.1 * m) @ v
+
+    def causal(q: Array, k: Array, v: Array, m: Array) -> Array:
+        visible = jnp.tril(jnp.ones((q.shape[-2], k.shape[-2]), bool))
+        return jax.nn.softmax(jnp.where(visible, q @ transposed(k) / 4.0, -jnp.inf)) @ v
+
+    def dropping(q: Array, k: Array, v: Array, m: Array) -> Array:
+        return dropped(jax.nn.softmax(q @ transposed(k) / 4.0), jax.random.key(3)) @ v
+
+    arrays = (*operands("heads first"), jnp.ones((B, 1, 1, S), bool).at[0, 0, 0, 3].set(False))
+    sizes = "b, {}, {}" if symbolic == "batch" else "b, t, s"
+    b, t, s = jax.export.symbolic_shape(sizes.format(T, S))
+    names = {"batch": {B: b}, "lengths": {B: b, T: t, S: s}}[symbolic]
+    assert len({B, N, T, S, D, DV}) == 6
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(names.get(n, n) for n in x.shape), x.dtype) for x in arrays
+    ]
+    disabled = jattn.export_disabled_checks()
+    for function, pattern in ((masked, "mask+bias"), (causal, "causal"), (dropping, "dropout")):
+        jattn.clear_fusion_log()
+        backend = None if symbolic == "batch" else "reference"
+        fused = jax.jit(jattn.fuse_attention(function, implementation=backend))
+        exported = jax.export.export(fused, disabled_checks=disabled)(*shapes)
+        assert (found(), missed()) == ([pattern], [])
+        if pattern != "dropout":
+            close(exported.call(*arrays), function(*arrays), "float32")
 
 
 def test_a_number_known_at_run_time_is_a_bias() -> None:

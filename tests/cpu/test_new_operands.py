@@ -188,6 +188,22 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend: str) -> None:
     close(run(sinks=jnp.full(N, -jnp.inf)), run(), 1e-6)
 
 
+def test_a_sink_of_infinity_takes_all_weight(backend: str) -> None:
+    q, k, v, *_ = drawn()
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> Any:
+        return jattn.dot_product_attention(
+            q, k, v, sinks=sinks, return_lse=True, implementation=backend
+        )
+
+    (out, lse), pull = jax.vjp(run, q, k, v, jnp.full(N, jnp.inf))
+    *of_keys, dsinks = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    assert (lse == jnp.inf).all()
+    for x in (out, *of_keys):
+        assert (x == 0).all()
+    assert (dsinks == B * T).all()
+
+
 # ---- Transformations -------------------------------------------------------------------------------------------------
 
 

@@ -550,6 +550,22 @@ def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
             attend(x, x, x, **keywords)  # R015, R025
 
 
+@pytest.mark.parametrize(("rows", "edges"), [("n", "4"), ("7", "n")])
+def test_symbolic_extents_are_refused(rows: str, edges: str) -> None:
+    total, count = jax.export.symbolic_shape(f"{rows}, {edges}")
+    shapes = [
+        jax.ShapeDtypeStruct((total, 2, 8), jnp.float32),
+        jax.ShapeDtypeStruct((count,), jnp.int32),
+    ]
+
+    def run(values: jax.Array, offsets: jax.Array) -> jax.Array:
+        x = RaggedArray(values, offsets, max_length=5)
+        return attend(x, x, x).values
+
+    with pytest.raises(ValueError, match=r"shape\[0\] is n, must be a known number: export with"):
+        jax.export.export(jax.jit(run))(*shapes)
+
+
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [

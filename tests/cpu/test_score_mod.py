@@ -351,6 +351,42 @@ def test_F112_vmap_of_vmap_and_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reads", ["captures", "indices"])
+def test_F112_vmap_over_residuals(reads: str, backend: str) -> None:
+    """Of a branch that some elements choose, zeros in those of the others; and of functions that jax.vjp gave."""
+    q, k, v = qkv()
+    table, _ = captured()
+    chosen, queries = jnp.array([False, True, True]), jnp.stack([q, 2 * q, q - 1])
+
+    def with_indices(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return s * (1 + 0.1 * b + 0.3 * h)
+
+    def with_captures(s: Array, b: Array, h: Array, q: Array, k: Array, table: Array) -> Array:
+        return s * (1 + table[h, k])
+
+    def attention(plain: bool, q: Array, table: Array) -> Array:
+        captures = (table,) if reads == "captures" else ()
+        score_mod = with_captures if captures else with_indices
+        if plain:
+            return dense(q, k, v, score_mod, captures)[0]
+        return attend(q, k, v, score_mod, captures, implementation=backend)
+
+    def branches(plain: bool, flag: Array, q: Array, table: Array) -> Array:
+        attended = lambda *x: (attention(plain, *x) ** 2).sum()  # noqa: E731
+        return jax.lax.cond(flag, attended, lambda q, table: (q**2).sum() + table.sum(), q, table)
+
+    def both(plain: bool) -> list[Array]:
+        of_branches = jax.vmap(jax.grad(functools.partial(branches, plain), (1, 2)), (0, None, 0))
+        results = [of_branches(chosen, q, jnp.stack([table, -table, 2 * table]))]
+        out, pull = jax.vmap(lambda q: jax.vjp(lambda *x: attention(plain, *x), q, table))(queries)
+        results += [out, jax.vmap(lambda pull, x: pull(x))(pull, out)]
+        return jax.tree.leaves(results)
+
+    for got, want in zip(both(plain=False), both(plain=True), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-4 * max(1.0, float(jnp.abs(want).max())))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_F112_vmap_over_no_element(backend: str, axes: tuple[int | None, int | None]) -> None:
     q, table = (
@@ -420,6 +456,30 @@ def test_exported_with_mapped_captures_and_symbolic_extents(symbolic: tuple[str,
     got, want = exported.call(q, k, v, table), run(q, k, v, table)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_exported_with_captures_of_a_symbolic_batch() -> None:
+    """Kernels need to know how large arrays are, and say so; the others run them."""
+    q, k, v = qkv()
+    table = normal(3, 2, 2)
+    [batch] = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v, table)]
+
+    def grads(backend: str, *arrays: Array) -> Array:
+        def loss(q: Array, k: Array, v: Array, table: Array) -> Array:
+            score_mod = lambda s, b, h, q, k: s * table[b, h]  # noqa: E731
+            return (attend(q, k, v, score_mod, implementation=backend) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(*arrays)
+
+    for backend in ("xla", "reference"):
+        run = jax.jit(functools.partial(grads, backend))
+        got, want = jax.export.export(run)(*shapes).call(q, k, v, table), run(q, k, v, table)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    says = r"SYMBOLIC: score_mod is float32\[b, 2\]"
+    with pytest.warns(UserWarning, match=says), pytest.raises(jattn.NoBackendError, match=says):
+        jax.export.export(jax.jit(functools.partial(grads, "cpu")))(*shapes)
 
 
 @pytest.mark.parametrize(

@@ -417,7 +417,8 @@ def tile_backward(
     of_tile, p, ds = _score_gradients(spec, tile, pair, rows, dout, delta)
     ds = of_tile.gradient_before(ds)
     slope = of_tile.cap_slope
-    dqk = ds if slope is None else jnp.where(visible, ds * slope, 0)
+    # What hides a pair may have met a product that is infinite or NaN.
+    dqk = ds if slope is None else jnp.where(visible & (of_tile.s != -jnp.inf), ds * slope, 0)
     return Gradients(
         q=spec.scale * sum_over_keys(spec, dqk, visible, tile.k),
         k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),
@@ -438,7 +439,8 @@ def _score_gradients(
     of_tile = scores(spec, tile, pair)
     p = probabilities(of_tile.s, pair.visible, rows)
     dp = pair.drop(_pair_products(spec, dout, tile.v))
-    return of_tile, p, jnp.where(pair.visible, p * (dp - delta[..., None]), 0)
+    visible = pair.visible & (of_tile.s != -jnp.inf)
+    return of_tile, p, jnp.where(visible, p * (dp - delta[..., None]), 0)
 
 
 def tile_tangent(

@@ -66,6 +66,13 @@ FEATURES = {
 }
 # Slopes and dropout keep heads of a group apart.
 FEATURES_OF_FEW = FEATURES | {"alibi": 1, "dropout": 1}
+FEATURES_OF_SUMS: Mapping[str, float] = {
+    **{name: tenths / 3 for name, tenths in FEATURES.items()},
+    "bias": 6,
+    "alibi": 6,
+    "score_mod": 6,
+    "q_lengths": 5,
+}
 FEATURES_OF_CUDNN = {
     name: FEATURES[name] + 1
     for name in ("is_causal", "window", "q_lengths", "kv_lengths", "scale", "dlse")
@@ -152,6 +159,14 @@ def listed_larger(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
     return [
         _drawn(i, dtypes[i % len(dtypes)], FEATURES if i % 4 else few, LARGER, WIDER)
         for i in range(count)
+    ]
+
+
+@functools.cache
+def listed_sums(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
+    """The same with what has a gradient that is summed over queries, beside queries that lengths hide."""
+    return [
+        _drawn(i, dtypes[i % len(dtypes)], FEATURES_OF_SUMS, LARGER, WIDER) for i in range(count)
     ]
 
 

@@ -5,8 +5,10 @@ Shared by the tiers of CPU and GPU. Their products overflow, and 0 * infinity is
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from drawn import normal
 from numpy.typing import NDArray
 
 import jattn
@@ -104,3 +106,43 @@ def check_close(backend: str, case: Case) -> None:
     """Where dq may be added up in any order, results are as close to the oracle's as they have to be."""
     clean, garbage = with_garbage(case)
     compare.assert_close(case, clean, run(case, garbage, backend, poisoned=False).results)
+
+
+def check_next_document(backend: str, dtype: str, head_dim: int) -> None:
+    """Large values of the next document, in a tile with the last keys of one, whose queries fill their own tile."""
+    end = 192
+    ids = (jnp.arange(512) >= end).astype(jnp.int32)[None]
+    q, k, v, dout = (normal(seed, 1, 512, 2, head_dim, dtype=dtype) for seed in range(4))
+    dout = jnp.where(ids[..., None, None] == 0, 1e9 * dout, 0).astype(dtype)
+
+    def dq(v: jax.Array) -> NDArray[np.float32]:
+        def attend(q: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(q, k, v, segment_ids=ids, implementation=backend)
+
+        return np.asarray(jax.vjp(attend, q)[1](dout)[0], np.float32)
+
+    got, want = dq(v.at[:, end : end + 64].set(1e30)), dq(v)
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+def check_hidden_by_a_function(backend: str, dtype: str) -> None:
+    """Products of a key that a score function hides are infinity less infinity; beside a softcap."""
+    q, k, v = (normal(seed, 1, 150, 2, 64, dtype=dtype) for seed in range(3))
+    huge = jnp.where(jnp.arange(64) % 2 == 0, 1, -1) * float(jnp.finfo(dtype).max)
+
+    def run(k: jax.Array) -> list[NDArray[np.float32]]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jattn.dot_product_attention(
+                q,
+                k,
+                v,
+                logits_soft_cap=5.0,
+                score_mod=lambda s, b, h, q, k: jnp.where(k == 7, -jnp.inf, s),
+                implementation=backend,
+            )
+
+        out, pull = jax.vjp(attend, 8 * jnp.abs(q), k, v)
+        return [np.asarray(x, np.float32) for x in (out, *pull(out))]
+
+    for got, want in zip(run(k.at[:, 7].set(huge.astype(dtype))), run(k), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.01 * np.abs(want).max())

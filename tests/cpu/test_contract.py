@@ -42,6 +42,12 @@ def test_the_largest_numbers_are_harmless_where_they_are_hidden(backend: str, ca
     hidden_garbage.check_bits(backend, case)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_numbers_of_the_next_document_and_behind_a_function(dtype: str, backend: str) -> None:
+    hidden_garbage.check_next_document(backend, dtype, 64)
+    hidden_garbage.check_hidden_by_a_function(backend, dtype)
+
+
 @pytest.mark.parametrize("tensor", ["q", "k"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_visible_nan_reaches_every_reader_and_nobody_else(

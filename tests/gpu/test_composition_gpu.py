@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from composition import listed, listed_few_queries, listed_larger
+from composition import listed, listed_few_queries, listed_larger, listed_sums
 
 import jattn
 from jattn.testing.cases import Case
@@ -43,5 +43,15 @@ def test_larger_problems_compose(backend: str, case: Case) -> None:
     """As above, with several tiles, items for blocks that take more than one, and every width of tiles."""
     if case.dtype == "float32" and backend == "flash":
         case = listed_larger(300, ("bfloat16", "float16"))[int(case.name.split("-")[1])]
+    assert serves(case, backend, SM90)
+    verify(case, backend)
+
+
+@pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
+@pytest.mark.parametrize("case", shortened(listed_sums(300), 30))
+def test_gradients_summed_over_queries_compose(backend: str, case: Case) -> None:
+    """Of a bias, of slopes and of what a score function reads: rows beyond the queries, NaN among them, add nothing."""
+    if case.dtype == "float32" and backend == "flash":
+        case = listed_sums(300, ("bfloat16", "float16"))[int(case.name.split("-")[1])]
     assert serves(case, backend, SM90)
     verify(case, backend)

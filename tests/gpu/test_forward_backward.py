@@ -3,7 +3,13 @@
 The same comparison, poison and proof of the backend as tests/cpu/test_backends_sweep.py.
 """
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from drawn import normal
 
 import jattn
 from jattn.testing import cases
@@ -66,3 +72,28 @@ def test_gradient_of_a_bias_that_ends_within_a_tile(
         kv_lengths=(190, 130),
     )
     verify(case, backend)
+
+
+@pytest.mark.parametrize("backend", ["mem_efficient", "flash"])
+def test_float16_weights_of_scores_near_ten_million(backend: str) -> None:
+    """A float32 lse is half a unit off there, which makes weights of up to 3: wrong, as said, but finite."""
+    rng = np.random.default_rng(0)
+    shape = (1, 64, 4, 192)
+    magnitude = 780 * (1 + 0.1 * rng.standard_normal(shape))
+    q = jnp.asarray(
+        magnitude * rng.choice([-1, 1], shape), "float16"
+    )  # so each row sees its own key alone
+    v, dout = (normal(seed, *shape, dtype="float16") for seed in (1, 2))
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return jattn.dot_product_attention(q, k, v, return_lse=True, implementation=backend)
+
+    (out, lse), pull = jax.vjp(run, q, q, v)
+    assert 7e6 < lse.min() < lse.max() < 1e7
+    np.testing.assert_array_equal(out, v)
+    dq, dk, dv = pull((dout, jnp.zeros_like(lse)))
+    for x in (dq, dk, dv):
+        assert jnp.isfinite(x).all()
+    weights = np.asarray(dv, np.float32) / np.asarray(dout, np.float32)
+    assert (weights > 1 / 3.5).all()
+    assert (weights < 3.5).all()

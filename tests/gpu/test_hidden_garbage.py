@@ -31,3 +31,14 @@ def test_no_bit_changes(backend: str, case: Case) -> None:
 @pytest.mark.parametrize(("backend", "case"), PROBLEMS, ids=str)
 def test_close_to_the_oracle(backend: str, case: Case) -> None:
     hidden_garbage.check_close(backend, case)
+
+
+@pytest.mark.backends("flash", "mem_efficient")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_next_document(head_dim: int, backend: str) -> None:
+    hidden_garbage.check_next_document(backend, "bfloat16", head_dim)
+
+
+@pytest.mark.backends("flash", "mem_efficient")
+def test_hidden_by_a_function(backend: str) -> None:
+    hidden_garbage.check_hidden_by_a_function(backend, "bfloat16")

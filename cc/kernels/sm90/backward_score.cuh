@@ -247,14 +247,14 @@ __device__ __forceinline__ float score_gradient(float weight, float dp, float de
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
-// The flags of tiles with hidden pairs whose dout . v may be infinite: lengths hide rows of zeros, and products of float16, at
-// most 2^32 each, add up to finite numbers.
+// The flags of tiles with hidden pairs whose dout . v may be infinite: lengths hide rows of zeros (behind the keys of a document
+// are those of the next), and products of float16, at most 2^32 each, add up to finite numbers.
 template <Config C>
 inline constexpr int kHidingFlags =
-    C.element == Element::kF16
-        ? 0
-        : (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) | (C.segments ? kComparesSegments : 0) |
-              (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
+    C.element == Element::kF16 ? 0
+                               : (has_index_band(C) ? kLimitsAbove | kLimitsBelow : 0) |
+                                     (C.documents ? kLimitsAbove : 0) | (C.segments ? kComparesSegments : 0) |
+                                     (has_position_band(C) ? kComparesPositions : 0) | (C.mask ? kComparesMask : 0);
 
 // A program may hide any pair.
 template <Config C>
@@ -285,9 +285,10 @@ __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsig
 }
 
 // What weights are multiplied by where they pass from thread to thread in 16 bits: float16 has few bits for probabilities below
-// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight is 1 at most, without slopes of a program.
+// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight, without slopes of a program, is 1 at most, and 2.83
+// where the lse of scores near 10^7 is rounded.
 template <Config C>
-inline constexpr float kWeightUnit = C.element == Element::kF16 ? 32768.0f : 1.0f;
+inline constexpr float kWeightUnit = C.element == Element::kF16 ? 16384.0f : 1.0f;
 
 // Weights in units of 1 / kWeightUnit, rounded to the element type, with their marks.
 template <Config C, int kCount>

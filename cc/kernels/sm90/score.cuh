@@ -57,7 +57,7 @@ struct ScoreStage {
   __device__ __forceinline__ static void apply(float (&s)[kCount], const ForwardParams& params, bool all_visible) {
     if constexpr (C.softcap) {
       const float cap = kAddsTerms ? params.problem.softcap_log2 * kLn2 : params.problem.softcap_log2;
-      if (all_visible && !C.large_cap) {
+      if (all_visible && !C.large_cap && !C.program) {  // which may hide any pair
         cap_by_fours(s, params.problem.softcap_in, cap);
         return;
       }

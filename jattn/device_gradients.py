@@ -63,12 +63,12 @@ def can_sum(program: ScoreProgram, wanted: tuple[bool, ...], dtype: str = "float
         return False
     if num_elements(program, wanted) > _LARGEST_EXTENT:
         return False
-    if refused_operations(program.jvp_jaxpr):
+    if refused_operations(program.kept_jvp_jaxpr):
         return False
     # With indices in a narrow range fewer elements may be read.
     indices = index_range(by_position=True, largest_index=LARGEST_INDEX)
     try:
-        return 0 < len(_derivatives(Code(), program, wanted, indices, dtype)) <= MAX_READS
+        return 0 < len(reads(Code(), program, wanted, indices, dtype)) <= MAX_READS
     except (TooLongError, RecursionError):
         return False
 
@@ -190,7 +190,7 @@ def _derivatives(
 
         of_score = Array.scalar(code.nil(program.dtype))
         of_captures = [array(i, c) for i, c in enumerate(program.captures) if c.is_float]
-        results = evaluated(code, program.jvp_jaxpr, [*arguments, of_score, *of_captures])
+        results = evaluated(code, program.kept_jvp_jaxpr, [*arguments, of_score, *of_captures])
         return results[1].at(())
 
     def note(read: _Read, dtype: str) -> Scalar:

@@ -137,6 +137,9 @@ def select(code: Code, which: Scalar, cases: Sequence[Scalar]) -> Scalar:
         return cases[min(max(int(which.constant), 0), len(cases) - 1)]
     if all(x is cases[0] for x in cases):
         return cases[0]
+    nil = next((x for x in cases if x.is_nil), None)
+    if nil is not None and all(x.is_nil or x.is_number(0.0) for x in cases):
+        return nil
     cases = [code.constant(x.dtype, 0) if x.is_nil else x for x in cases]
     within = (min(x.range[0] for x in cases), max(x.range[1] for x in cases))
     name = "select" if which.dtype == "bool" else "choose"

@@ -24,6 +24,7 @@ from jattn.jax_interface import (
     Jaxpr,
     Literal,
     axes_named_by,
+    bind,
     equations,
     evaluate_jaxpr,
     nested_call,
@@ -78,6 +79,13 @@ class ScoreProgram:
         """Evaluates it for one pair."""
         result: jax.Array = self._function(score, batch, head, query, key, *captures)
         return result
+
+    @functools.cached_property
+    def kept_jvp_jaxpr(self) -> ClosedJaxpr:
+        """``jvp_jaxpr`` ``with_kept_zeros``."""
+        first = 1 + NUM_INDICES + len(self.captures)
+        tangents = range(first, len(self.jvp_jaxpr.jaxpr.invars))
+        return with_kept_zeros(self.jvp_jaxpr, tangents) or self.jvp_jaxpr
 
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
@@ -311,11 +319,11 @@ def _program(
     examples = _examples(captures, dtype)
     floating = _floating(captures)
 
-    def slope(*arguments: Any) -> Any:
+    def along(tangent: Any, *arguments: Any) -> Any:
         def of_score(score: Any) -> Any:
             return function(score, *arguments[1:])
 
-        return jax.jvp(of_score, arguments[:1], (jnp.ones((), dtype),))
+        return jax.jvp(of_score, arguments[:1], (tangent,))
 
     def jvp(*arguments: Any) -> Any:
         primals, tangents = arguments[: len(examples)], arguments[len(examples) :]
@@ -330,6 +338,12 @@ def _program(
 
     with jax.sharding.use_abstract_mesh(NO_MESH):
         value = jax.make_jaxpr(function)(*examples)
+        kept = with_kept_zeros(jax.make_jaxpr(along)(examples[0], *examples), [0])
+
+        def slope(*arguments: Any) -> Any:
+            one = jnp.ones((), dtype)
+            return along(one, *arguments) if kept is None else _evaluate(kept, one, *arguments)
+
         derivatives = (
             jax.make_jaxpr(slope)(*examples),
             jax.make_jaxpr(jvp)(*examples, *(examples[i] for i in floating)),
@@ -342,6 +356,62 @@ def _program(
     # Two functions of the same operations may have derivatives of their own.
     text = "\n".join(map(_words, (value, *derivatives)))
     return ScoreProgram(text, captures, batch_extent, dtype, value, *derivatives)
+
+
+def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr | None:
+    """The same function with its tangents, of which one that a choice made 0 stays 0, whatever it is multiplied by.
+
+    So the derivative of sqrt(where(c, x, 0)) by x is 0 where c is False, as in reverse mode, and not 0 * infinity.
+
+    Args:
+      closed: a function that returns tangents, too.
+      moving: the places of the arguments that are tangents.
+
+    Returns:
+      None: there is no such product.
+    """
+    all_equations, results = flat_equations(closed)
+    tangents = {closed.jaxpr.invars[i] for i in moving}
+    chosen: set[Any] = set()  # of these, what a choice may have made 0
+    guarded: dict[int, Any] = {}  # the number of a product -> the factor that may be 0
+    for number, (equation, inputs, outputs) in enumerate(all_equations):
+        moved = [x for x in inputs if not isinstance(x, Literal) and x in tangents]
+        if not moved:
+            continue
+        name = equation.primitive.name
+        tangents.update(outputs)
+        numbers = len(inputs) - len(moved) - (name == "select_n")  # beside the tangents
+        makes_zeros = name in _CHOICES and numbers > 0
+        if name == "gather":
+            makes_zeros = equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+        if makes_zeros or not chosen.isdisjoint(moved):
+            chosen.update(outputs)
+        if name in ("mul", "div") and len(moved) == 1 and moved[0] in chosen:
+            guarded[number] = moved[0]
+    if not guarded:
+        return None
+
+    def function(*arguments: Any) -> Any:
+        values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+
+        def value_of(x: Any) -> Any:
+            return x.val if isinstance(x, Literal) else values[x]
+
+        for number, (equation, inputs, outputs) in enumerate(all_equations):
+            made = bind(equation, [value_of(x) for x in inputs])
+            if number in guarded:
+                factor = value_of(guarded[number])
+                made = [jnp.where(factor == 0, jnp.zeros_like(x), x) for x in made]
+            values |= dict(zip(outputs, made, strict=True))
+        return [value_of(x) for x in results]
+
+    types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in closed.jaxpr.invars]
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return jax.make_jaxpr(function)(*types)
+
+
+# Operations whose result is 0 where numbers stand in the place of tangents.
+_CHOICES = ("select_n", "pad", "concatenate", "dynamic_update_slice", "scatter")
 
 
 def _floating(captures: Sequence[Capture]) -> list[int]:

@@ -76,6 +76,19 @@ SCORE_MODS: dict[str, tuple[ScoreMod, tuple[Array, ...]]] = {
         lambda s, b, h, q, k, x: s * (1 + x[h] * (jnp.sqrt(T - 1 - q) + jnp.sqrt(S - 1 - k)) / 16),
         (_table(N),),
     ),
+    # Zeros that are chosen, where the slope of the root is infinite.
+    "root of what is chosen": (
+        lambda s, b, h, q, k, x, y: s + s * x[h] + jnp.sqrt(jnp.where(k < 50, y[k], 0.0)),
+        (_table(N), np.abs(_table(S))),
+    ),
+    "root of what is there": (
+        lambda s, b, h, q, k, x: s + jnp.sqrt(x.at[k].get(mode="fill", fill_value=0.0)),
+        (np.abs(_table(60)),),
+    ),
+    "root of chosen scores": (
+        lambda s, b, h, q, k: s + jnp.sqrt(jnp.where(k < 50, s * s + 1, 0.0)),
+        (),
+    ),
     "mask and infinite bias": (
         lambda s, b, h, q, k, x: jnp.where(k < 50, s, -jnp.inf) + x[k],
         (np.where(np.arange(S) % 7 == 0, -np.inf, 0.5).astype(np.float32),),

@@ -217,6 +217,37 @@ def test_F113_rows_without_keys(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+@pytest.mark.parametrize("kind", ["plain", "slopes", "dropout"])
+def test_rows_that_a_function_hides_whole(kind: str, backend: str) -> None:
+    """Kernels clear such queries, and meet scores of 0 then, of which the function makes NaN."""
+    q, k, v = (normal(seed, 1, 150, 2, 64, dtype="bfloat16") for seed in range(3))
+    q, k = (
+        jnp.abs(q).at[:, 3].multiply(-1),
+        jnp.abs(k),
+    )  # scores are positive, those of query 3 negative
+    table = jnp.ones(150)
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array, table: Array) -> Array:
+        return jnp.where(s < 0, -jnp.inf, s * jnp.log(s) * table[k])
+
+    options: dict[str, Any] = {"slopes": {"alibi_slopes": jnp.zeros(2)}}.get(kind, {})
+    if kind == "dropout":
+        options = {"dropout_rate": 0.2, "dropout_seed": 1}
+
+    def run(*arrays: Array) -> Array:
+        return jattn.dot_product_attention(
+            *arrays[:3], score_mod=score_mod, captures=arrays[3:], implementation=backend, **options
+        )
+
+    out, pull = jax.vjp(run, q, k, v, table)
+    gradients = pull(jnp.ones_like(out))
+    assert (out[:, 3] == 0).all()
+    assert (gradients[0][:, 3] == 0).all()
+    for x in (out, *gradients):
+        assert jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
 @pytest.mark.parametrize("name", ["relative table", "cap", "documents", "gain and bias", "bias"])
 def test_F117_the_same_bits_every_time(name: str, backend: str) -> None:
     """Gradients of captures among them, which are those that are added up in any order but for rounding."""

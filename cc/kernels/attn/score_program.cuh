@@ -38,6 +38,14 @@ JATTN_HOST_DEVICE constexpr bool has_program_slopes() {
   return kConfig.program && !ScoreProgram::kUnitSlope;
 }
 
+// The weight of a pair by its score and the lse (base 2) of its query, which is +inf if it sees no key. The program has met other
+// scores there than those that it hid, since such queries are cleared, and may have made NaN of them.
+template <Config kConfig>
+__device__ __forceinline__ float weight_of(float score, float factor, float lse_log2) {
+  const float weight = exp2_fast(fmaf(score, factor, -lse_log2));
+  return kConfig.program && lse_log2 == infinity() ? 0.0f : weight;
+}
+
 // Calls use(m, n, e, query, key) for all elements of a fragment; query and key as the program gets them.
 template <Config kConfig, bool kTransposed, int kM, int kN, typename Use>
 __device__ __forceinline__ void each_program_pair(const ProblemParams& problem, int batch, int row0, int column0,

@@ -300,8 +300,8 @@ __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          s[m][n][2 * h] = exp2_fast(fmaf(s[m][n][2 * h], factor, -lse.x));
-          s[m][n][2 * h + 1] = exp2_fast(fmaf(s[m][n][2 * h + 1], factor, -lse.y));
+          s[m][n][2 * h] = weight_of<kConfig>(s[m][n][2 * h], factor, lse.x);
+          s[m][n][2 * h + 1] = weight_of<kConfig>(s[m][n][2 * h + 1], factor, lse.y);
         }
       }
     }

@@ -125,7 +125,9 @@ __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], Program& p
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = exp2_fast(fmaf(s[m][n][e], factor, -rows.lse_log2[m][e / 2]));
+      for (int e = 0; e < 4; ++e) {
+        s[m][n][e] = weight_of<kConfig>(s[m][n][e], factor, rows.lse_log2[m][e / 2]);
+      }
     }
   }
   float dp[kM][kN][4];

@@ -90,7 +90,7 @@ def test_float16_weights_of_scores_near_ten_million(backend: str) -> None:
 
     (out, lse), pull = jax.vjp(run, q, q, v)
     assert 7e6 < lse.min() < lse.max() < 1e7
-    np.testing.assert_array_equal(out, v)
+    np.testing.assert_allclose(out, v, rtol=2e-3)
     dq, dk, dv = pull((dout, jnp.zeros_like(lse)))
     for x in (dq, dk, dv):
         assert jnp.isfinite(x).all()

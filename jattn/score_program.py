@@ -25,6 +25,7 @@ from jattn.jax_interface import (
     Literal,
     axes_named_by,
     bind,
+    depends,
     equations,
     evaluate_jaxpr,
     nested_call,
@@ -375,17 +376,20 @@ def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr |
     chosen: set[Any] = set()  # of these, what a choice may have made 0
     guarded: dict[int, Any] = {}  # the number of a product -> the factor that may be 0
     for number, (equation, inputs, outputs) in enumerate(all_equations):
-        moved = [x for x in inputs if not isinstance(x, Literal) and x in tangents]
-        if not moved:
+        places = [i for i, x in enumerate(inputs) if not isinstance(x, Literal) and x in tangents]
+        if not places:
             continue
+        moved = [inputs[i] for i in places]
+        # Of loops some results may not move.
+        made = [x for x, needs in zip(outputs, depends(equation), strict=True) if needs & {*places}]
+        tangents.update(made)
         name = equation.primitive.name
-        tangents.update(outputs)
         numbers = len(inputs) - len(moved) - (name == "select_n")  # beside the tangents
         makes_zeros = name in _CHOICES and numbers > 0
         if name == "gather":
             makes_zeros = equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
         if makes_zeros or not chosen.isdisjoint(moved):
-            chosen.update(outputs)
+            chosen.update(made)
         if name in ("mul", "div") and len(moved) == 1 and moved[0] in chosen:
             guarded[number] = moved[0]
     if not guarded:

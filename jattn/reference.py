@@ -418,7 +418,7 @@ def tile_backward(
     ds = of_tile.gradient_before(ds)
     slope = of_tile.cap_slope
     # What hides a pair may have met a product that is infinite or NaN.
-    dqk = ds if slope is None else jnp.where(visible & (of_tile.s != -jnp.inf), ds * slope, 0)
+    dqk = ds if slope is None else times(ds, slope)
     return Gradients(
         q=spec.scale * sum_over_keys(spec, dqk, visible, tile.k),
         k=spec.scale * sum_over_queries(spec, dqk, visible, tile.q),

@@ -85,8 +85,7 @@ class ScoreProgram:
     def kept_jvp_jaxpr(self) -> ClosedJaxpr:
         """``jvp_jaxpr`` ``with_kept_zeros``."""
         first = 1 + NUM_INDICES + len(self.captures)
-        tangents = range(first, len(self.jvp_jaxpr.jaxpr.invars))
-        return with_kept_zeros(self.jvp_jaxpr, tangents) or self.jvp_jaxpr
+        return with_kept_zeros(self.jvp_jaxpr, range(first, len(self.jvp_jaxpr.jaxpr.invars)))
 
     @functools.cached_property
     def _function(self) -> Callable[..., Any]:
@@ -342,8 +341,7 @@ def _program(
         kept = with_kept_zeros(jax.make_jaxpr(along)(examples[0], *examples), [0])
 
         def slope(*arguments: Any) -> Any:
-            one = jnp.ones((), dtype)
-            return along(one, *arguments) if kept is None else _evaluate(kept, one, *arguments)
+            return _evaluate(kept, jnp.ones((), dtype), *arguments)
 
         derivatives = (
             jax.make_jaxpr(slope)(*examples),
@@ -359,7 +357,7 @@ def _program(
     return ScoreProgram(text, captures, batch_extent, dtype, value, *derivatives)
 
 
-def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr | None:
+def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr:
     """The same function with its tangents, of which one that a choice made 0 stays 0, whatever it is multiplied by.
 
     So the derivative of sqrt(where(c, x, 0)) by x is 0 where c is False, as in reverse mode, and not 0 * infinity.
@@ -367,9 +365,6 @@ def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr |
     Args:
       closed: a function that returns tangents, too.
       moving: the places of the arguments that are tangents.
-
-    Returns:
-      None: there is no such product.
     """
     all_equations, results = flat_equations(closed)
     tangents = {closed.jaxpr.invars[i] for i in moving}
@@ -393,7 +388,7 @@ def with_kept_zeros(closed: ClosedJaxpr, moving: Sequence[int]) -> ClosedJaxpr |
         if name in ("mul", "div") and len(moved) == 1 and moved[0] in chosen:
             guarded[number] = moved[0]
     if not guarded:
-        return None
+        return closed
 
     def function(*arguments: Any) -> Any:
         values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, arguments, strict=True))

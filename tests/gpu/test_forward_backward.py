@@ -80,9 +80,8 @@ def test_float16_weights_of_scores_near_ten_million(backend: str) -> None:
     rng = np.random.default_rng(0)
     shape = (1, 64, 4, 192)
     magnitude = 780 * (1 + 0.1 * rng.standard_normal(shape))
-    q = jnp.asarray(
-        magnitude * rng.choice([-1, 1], shape), "float16"
-    )  # so each row sees its own key alone
+    # Signs at random, so that each row sees its own key alone.
+    q = jnp.asarray(magnitude * rng.choice([-1, 1], shape), "float16")
     v, dout = (normal(seed, *shape, dtype="float16") for seed in (1, 2))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -90,7 +89,8 @@ def test_float16_weights_of_scores_near_ten_million(backend: str) -> None:
 
     (out, lse), pull = jax.vjp(run, q, q, v)
     assert 7e6 < lse.min() < lse.max() < 1e7
-    np.testing.assert_allclose(out, v, rtol=2e-3)
+    # The weight is rounded before it is multiplied, and out after.
+    np.testing.assert_allclose(out, v, rtol=2 * 2.0**-11)
     dq, dk, dv = pull((dout, jnp.zeros_like(lse)))
     for x in (dq, dk, dv):
         assert jnp.isfinite(x).all()

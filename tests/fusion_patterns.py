@@ -1,6 +1,6 @@
 """What the tests of ``fuse_attention`` share: attention written in many ways, operands, and how results are compared.
 
-The patterns P001 to P019 are those that other compilers look for.
+The numbered patterns are those that other compilers look for.
 """
 
 from __future__ import annotations
@@ -51,6 +51,22 @@ def softmax(x: Array) -> Array:
     """As it is written by hand."""
     e = jnp.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
+
+
+def scores_of(q: Array, k: Array) -> Array:
+    """In float32, of operands with heads behind the length."""
+    return (q.swapaxes(1, 2) @ k.transpose(0, 2, 3, 1)).astype(jnp.float32) / 4.0
+
+
+def by_logarithm(s: Array) -> Array:
+    return jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True))
+
+
+def divided_later(s: Array, v: Array, key: Array | None) -> Array:
+    """Values with heads behind the length; the result has them in front of it."""
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    out = dropped(e, key).astype(v.dtype) @ v.swapaxes(1, 2)
+    return (out / e.sum(-1, keepdims=True)).astype(v.dtype)
 
 
 def dropped(p: Array, key: Array | None) -> Array:
@@ -179,6 +195,27 @@ PATTERNS: dict[str, tuple[str, str, Pattern]] = {
             )
             @ v
         ),
+    ),
+    "softcap": (
+        "heads last",
+        "softcap+bias",
+        lambda q, k, v, m, c, key: (
+            dropped(jax.nn.softmax(2 * jnp.tanh(scores_of(q, k) / 2) + m), key).astype(q.dtype)
+            @ v.swapaxes(1, 2)
+        ),
+    ),
+    "logsumexp": (
+        "heads last",
+        "mask",
+        lambda q, k, v, m, c, key: (
+            dropped(by_logarithm(jnp.where(c == 0, -jnp.inf, scores_of(q, k))), key).astype(q.dtype)
+            @ v.swapaxes(1, 2)
+        ),
+    ),
+    "divided later": (
+        "heads last",
+        "bias",
+        lambda q, k, v, m, c, key: divided_later(scores_of(q, k) + m, v, key),
     ),
 }
 

@@ -91,6 +91,25 @@ def axes_before(node: Node, axes: Axes, name_of_one: Callable[[], str]) -> Axes 
     return tuple(name_of_one() if i in gone else next(kept) for i in range(len(before)))
 
 
+def axes_after(node: Node, axes: Axes) -> Axes | None:
+    """Axes of what a node makes by moving axes, and adding and taking away some of size 1, which are called "". None if
+    it does something else.
+    """
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if node.name in CASTS:
+        return axes
+    if node.name == "transpose":
+        return tuple(axes[i] for i in node.params["permutation"])
+    if node.name == "broadcast_in_dim":
+        names = dict(zip(node.params["broadcast_dimensions"], axes, strict=True))
+        is_same = math.prod(before) == math.prod(after)
+        return tuple(names.get(i, "") for i in range(len(after))) if is_same else None
+    if node.name in ONES and long_of(before, before) == long_of(after, after):
+        kept = iter(long_of(axes, before))
+        return tuple("" if n == 1 else next(kept) for n in after)
+    return None
+
+
 def long_of(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     """The names of axes that are longer than 1."""
     return [name for name, n in zip(names, shape, strict=True) if n != 1]
@@ -167,14 +186,14 @@ def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
     return tuple(shared[:-1]), shared[-1], group, row
 
 
-def result_axes(node: Node, place: int, q_axes: Axes, v_axes: Axes) -> Axes:
-    """Names of the axes of the product with the values."""
+def result_axes(node: Node, place: int) -> Axes:
+    """Names of the axes of the product with the values, of which the operand at ``place`` are the probabilities."""
     (contracted, batch) = node.params["dimension_numbers"]
-    p_axes = axes_of_products(node, place)
-    assert p_axes is not None
-    names = [p_axes[0][i] for i in batch[place]]
+    of_products = axes_of_products(node, place)
+    assert of_products is not None
+    names = [of_products[0][i] for i in batch[place]]
     free = [
         [axes[i] for i in range(len(axes)) if i not in (*contracted[side], *batch[side])]
-        for side, axes in ((place, p_axes[0]), (1 - place, v_axes))
+        for side, axes in zip((place, 1 - place), of_products, strict=True)
     ]
     return tuple(names + (free[0] + free[1] if place == 0 else free[1] + free[0]))

@@ -36,6 +36,8 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 # Those that leave a number of any shape what it is.
 _SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast")
 _WITH_NUMBERS = {*_SAME, *_FOLDED, "convert_element_type", "integer_pow"}
+# Those that programs write out twice: exp(s) / exp(s).sum().
+_MERGED = {*_WITH_NUMBERS, "reduce_max", "reduce_sum", "transpose", "select_n", "is_finite", "abs"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +50,7 @@ class Value:
       held: its value, where it is a literal or a constant; it may be one of a trace around this one.
       known: the same, where it is there while tracing.
       number: what every element is, if that is known while tracing; inf and bools (0 or 1) included.
-      users: the nodes that read it.
+      users: the nodes that read it, and are needed.
       is_result: whether the program returns it.
     """
 
@@ -111,16 +113,20 @@ class Graph:
         nodes: list[Node] = []
         given = [Value(v.aval, held=c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
         given += [Value(v.aval) for v in jaxpr.invars]
-        results = _read(jaxpr, given, nodes)
-        for node in nodes:
-            for value in node.inputs:
-                value.users.append(node)
+        results = _read(jaxpr, given, nodes, {})
         for value in results:
             value.is_result = True
+        for node in reversed(nodes):  # users first: a node that nobody needs is no user
+            if node.equation.effects or any(x.users or x.is_result for x in node.outputs):
+                for value in node.inputs:
+                    value.users.append(node)
         return Graph(nodes, given, results)
 
 
-def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
+def _read(
+    jaxpr: Any, given: Sequence[Value], nodes: list[Node], made: dict[Any, Node]
+) -> list[Value]:
+    """Appends the nodes of a jaxpr; what is ``made`` of the same by the same operation is made once."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
 
     def value_of(atom: Any) -> Value:
@@ -134,17 +140,42 @@ def _read(jaxpr: Any, given: Sequence[Value], nodes: list[Node]) -> list[Value]:
                 Value(v.aval, held=c)
                 for v, c in zip(inner.jaxpr.constvars, inner.consts, strict=True)
             ]
-            outputs = _read(inner.jaxpr, [*constants, *inputs], nodes)
+            outputs = _read(inner.jaxpr, [*constants, *inputs], nodes, made)
         else:
-            node = Node(equation, inputs, [Value(v.aval) for v in equation.outvars])
-            for output in node.outputs:
-                output.node = node
-            if node.name in _WITH_NUMBERS:
-                node.outputs[0].number = _made_number(node)
+            key = _recipe(equation, inputs)
+            node = None if key is None else made.get(key)
+            if node is None:
+                node = Node(equation, inputs, [Value(v.aval) for v in equation.outvars])
+                for output in node.outputs:
+                    output.node = node
+                if node.name in _WITH_NUMBERS:
+                    node.outputs[0].number = _made_number(node)
+                nodes.append(node)
+                if key is not None:
+                    made[key] = node
             outputs = node.outputs
-            nodes.append(node)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _recipe(equation: Any, inputs: Sequence[Value]) -> Any:
+    """What two equations have in common that make the same; None where they are not merged."""
+    if equation.primitive.name not in _MERGED or equation.effects:
+        return None
+    read = [
+        (np.asarray(x.known).tobytes(), str(x.aval), x.aval.weak_type)
+        if x.number is not None and x.known is not None
+        else x
+        for x in inputs
+    ]
+    made = [str(v.aval) for v in equation.outvars]
+    params = sorted(equation.params.items(), key=lambda item: item[0])
+    key = equation.primitive, equation.ctx, *read, *made, *params
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_real(value: Value) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +21,12 @@ from jattn.fusion.axes import (
     ONES,
     Miss,
     Named,
+    axes_after,
     axes_before,
     axes_of_products,
     before_casts,
     compact_of,
     extents_of,
-    long_of,
     query_and_key,
     result_axes,
     roles,
@@ -41,6 +41,7 @@ from jattn.fusion.graph import (
     known_array,
     through,
 )
+from jattn.fusion.rows import Reduced, is_same_row, log_of_sum, reduction
 from jattn.spec import FLOAT_DTYPES
 
 _FILL = -1e9  # a mask writes this or less: no score is near
@@ -52,13 +53,14 @@ class Match:
     """Attention that was found.
 
     Attributes:
-      node: the product with the values, whose result is replaced.
+      node: what is replaced: the product with the values, or its division by the sum of weights.
       q, k, v: with the axes ``batch``, ``row`` or "column", and "depth" or "width".
       batch: names of the leading axes, in the order of q.
       head, group: names of the axes of key/value heads and of query heads that share one; None without.
       row: name of the axis of queries; keys are "column".
       result: axes of the result.
       scale: multiplier of q.k.
+      softcap: scores are softcap * tanh(scores / softcap) before masks and biases; None without.
       masks: bool, and whether true means visible; biases: added.
       band: what masks were that are not among ``masks``.
       dropout: of the probabilities.
@@ -74,6 +76,7 @@ class Match:
     row: str
     result: Axes
     scale: float
+    softcap: float | None
     masks: tuple[tuple[Named, bool], ...]
     biases: tuple[Named, ...]
     band: Band
@@ -85,6 +88,7 @@ class Match:
         words = [
             "causal" if self.band.right is not None and self.band.left is None else "",
             "window" if self.band.left is not None else "",
+            "softcap" if self.softcap is not None else "",
             "mask" if self.masks else "",
             "bias" if self.biases else "",
             "dropout" if self.dropout is not None else "",
@@ -106,22 +110,59 @@ class Match:
 
 
 def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
-    """The attention whose last product a node is, or None.
+    """The attention whose last operation a node is, or None.
+
+    That is the product with the values, or what divides it by the sum of the weights.
 
     Raises:
       Miss: it looks like attention, but is not, or not such as can be replaced.
     """
-    if node.name != "dot_general":
-        return None
-    for place in (0, 1):
-        axes = axes_of_products(node, place)
-        if axes is None:
-            continue
-        search = _Search(fuses_finite_fill)
-        scores = search.probabilities(Named(node.inputs[place], axes[0]))
-        if scores is not None:
-            return search.finish(node, place, axes[1], scores)
+    for product, moves, divisor in _last_products(node):
+        for place in (0, 1):
+            axes = axes_of_products(product, place)
+            result = None if axes is None else _moved(result_axes(product, place), moves)
+            if axes is None or result is None:
+                continue
+            search = _Search(fuses_finite_fill)
+            weights = Named(product.inputs[place], axes[0])
+            if divisor is None:
+                scores = search.probabilities(weights)
+            else:
+                scores = search.normalised_later(weights, Named(divisor, result), node)
+                search.nodes += [product, *moves]
+            if scores is not None:
+                return search.finish(node, product, place, result, scores)
     return None
+
+
+def _last_products(node: Node) -> Iterator[tuple[Node, list[Node], Value | None]]:
+    """Products that a node may turn into attention: itself, or one that it divides by, or multiplies with, an array.
+
+    With them come the operations between, from the product on, and that array.
+    """
+    if node.name == "dot_general":
+        yield node, [], None
+    for place in {"div": (0,), "mul": (0, 1)}.get(node.name, ()):
+        value = node.inputs[place]
+        moves: list[Node] = []
+        if value.shape != node.outputs[0].shape:
+            continue
+        while (move := value.made_by("transpose", *CASTS, *ONES)) is not None:
+            if str(move.inputs[0].dtype) not in FLOAT_DTYPES:
+                break
+            moves.insert(0, move)
+            value = move.inputs[0]
+        product = value.made_by("dot_general")
+        if product is not None:
+            yield product, moves, node.inputs[1 - place]
+
+
+def _moved(axes: Axes, moves: Sequence[Node]) -> Axes | None:
+    """The axes of what operations make of an array; None if they do more than move them."""
+    names: Axes | None = axes
+    for move in moves:
+        names = None if names is None else axes_after(move, names)
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +191,8 @@ class _Search:
     nodes: list[Node] = dataclasses.field(default_factory=list)
     masks: list[tuple[Named, bool]] = dataclasses.field(default_factory=list)
     biases: list[Named] = dataclasses.field(default_factory=list)
-    scale: float = 1.0
+    scale: float = 1.0  # of the product, or of what tanh is taken of
+    softcap: float | None = None  # with the sign of what tanh is multiplied by
     kept: list[_Kept] = dataclasses.field(default_factory=list)  # of the probabilities
     kept_in_sum: list[_Kept] = dataclasses.field(default_factory=list)
     factor: float = 1.0  # of the probabilities
@@ -168,11 +210,23 @@ class _Search:
             elif node.name == "stop_gradient":
                 self.nodes.append(node)
                 found = Named(node.inputs[0], found.axes)
-            elif node.name == "div":
+            elif node.name in ("div", "mul"):
                 return self._softmax(found)
+            elif node.name == "exp":
+                return self._of_logarithms(found)
             else:
                 return None
         return None
+
+    def normalised_later(self, weights: Named, divisor: Named, quotient: Node) -> Named | None:
+        """Scores whose exponentials are the weights in a product that is divided by their sum."""
+        while weights.value.node is not None:
+            inner = self._rearranged(weights) or self._dropped(weights)
+            if inner is None:
+                break
+            weights = inner
+        total = _sum_of(quotient, divisor, weights.axes)
+        return None if total is None else self._normalised(weights, total)
 
     def _rearranged(self, found: Named) -> Named | None:
         node = found.value.made_by("transpose", *CASTS, *ONES)
@@ -260,36 +314,84 @@ class _Search:
 
     def _softmax(self, found: Named) -> Named | None:
         """Of a quotient of an exponential and of its sum over "column", both with zeros where a mask has them."""
-        quotient = found.value.made_by("div")
+        quotient = found.value.node
         assert quotient is not None
-        top, bottom = quotient.inputs
-        total = _reduction(bottom, found.axes, "reduce_sum")
-        if total is None or top.shape != found.value.shape:
-            return None
-        exponential, kept = self._exponential(Named(top, found.axes))
-        summed, kept_in_sum = self._exponential(Named(total.inputs[0], found.axes))
+        for place in (0, 1) if quotient.name == "mul" else (0,):
+            top, bottom = quotient.inputs[place], quotient.inputs[1 - place]
+            total = _sum_of(quotient, Named(bottom, found.axes), found.axes)
+            if total is not None and top.shape == found.value.shape:
+                self.nodes.append(quotient)
+                return self._normalised(Named(top, found.axes), total)
+        return None
+
+    def _normalised(self, top: Named, total: Reduced) -> Named | None:
+        exponential, kept = self._exponential(top)
+        summed, kept_in_sum = self._exponential(Named(total.operand, top.axes))
         if exponential is None or summed is not exponential:
             return None
-        self._take(bottom, total)
-        if kept_in_sum is not None:
-            self.kept_in_sum.append(kept_in_sum)
-            if kept is not None and kept.is_same(kept_in_sum.mask, kept_in_sum.if_true):
-                # As -inf on the scores would do.
-                self.masks.append((compact_of(kept.mask), kept.if_true))
-                kept = None
         if kept is not None:
             self.kept.append(kept)
-        self.nodes += [quotient, exponential, total]
+        if kept_in_sum is not None:
+            self.kept_in_sum.append(kept_in_sum)
+            same = [x for x in self.kept if x.is_same(kept_in_sum.mask, kept_in_sum.if_true)]
+            if same:  # as -inf on the scores would do
+                self.masks.append((compact_of(same[0].mask), same[0].if_true))
+                self.kept = [x for x in self.kept if x not in same]
+        self.nodes += [exponential, total.node, *total.nodes]
+        return self._before_maximum(Named(exponential.inputs[0], top.axes))
+
+    def _of_logarithms(self, found: Named) -> Named | None:
+        """Of the exponential of scores less the logarithm of the sum of their exponentials."""
+        outer = found.value.made_by("exp")
+        assert outer is not None
+        difference = before_casts(outer.inputs[0]).made_by("sub")
+        if difference is None or difference.inputs[0].shape != found.value.shape:
+            return None
+        scores, subtracted = difference.inputs
+        log = log_of_sum(Named(subtracted, found.axes), found.axes)
+        if log is None:
+            return None
+        exponential, kept = self._exponential(Named(log.total.operand, found.axes))
+        if exponential is None:
+            return None
+        inner = exponential.inputs[0]
+        shifted = None
+        if log.shift is not None:
+            shifted = before_casts(inner).made_by("sub")
+            if shifted is None or not is_same_row(Named(shifted.inputs[1], found.axes), log.shift):
+                return None
+            self._take(inner, shifted)
+            inner = shifted.inputs[0]
+        if before_casts(inner) is not before_casts(scores):
+            return None
+        for value in (inner, scores):
+            self._take_casts(value, before_casts(value))
+        self._take(outer.inputs[0], difference)
+        self.nodes += [outer, difference, exponential, log.total.node, *log.nodes]
+        if kept is not None:
+            self.kept_in_sum.append(kept)
+        if shifted is None:
+            return self._before_maximum(Named(scores, found.axes))
+        self._check_gradients()
+        if not self._takes_maximum(shifted, found.axes):
+            raise Miss("logsumexp of other scores")
+        self.nodes.append(shifted)
+        return Named(scores, found.axes)
+
+    def _before_maximum(self, shifted: Named) -> Named:
+        """Scores, before their maximum was taken off where it was."""
+        self._check_gradients()
+        difference = before_casts(shifted.value).made_by("sub")
+        if difference is None or not self._takes_maximum(difference, shifted.axes):
+            return shifted
+        self._take(shifted.value, difference)
+        self.nodes.append(difference)
+        return Named(difference.inputs[0], shifted.axes)
+
+    def _check_gradients(self) -> None:
         # On the maximum, which follows, it changes no gradient: a softmax is the same for any shift.
         if any(node.name == "stop_gradient" for node in self.nodes):
             raise Miss("stop_gradient on probabilities, their exponentials or the sum of those")
-        scores = exponential.inputs[0]
-        shifted = before_casts(scores).made_by("sub")
-        if shifted is not None and self._takes_maximum(shifted, found.axes):
-            self._take(scores, shifted)
-            self.nodes.append(shifted)
-            scores = shifted.inputs[0]
-        return Named(scores, found.axes)
 
     def _exponential(self, found: Named) -> tuple[Node | None, _Kept | None]:
         """The exponential that a value is, if it is one, and the mask that wrote zeros into it, if one did."""
@@ -307,11 +409,15 @@ class _Search:
 
     def _takes_maximum(self, shifted: Node, axes: Axes) -> bool:
         """Whether it takes off the maximum over "column", or that and -inf, of what it takes it off."""
-        largest = _reduction(shifted.inputs[1], axes, "reduce_max")
-        if largest is None or shifted.inputs[0].shape != shifted.outputs[0].shape:
+        largest = reduction(Named(shifted.inputs[1], axes), "reduce_max", axes)
+        if (
+            largest is None
+            or largest.is_inverse
+            or shifted.inputs[0].shape != shifted.outputs[0].shape
+        ):
             return False
         own = before_casts(shifted.inputs[0])
-        compared = largest.inputs[0]
+        compared = largest.operand
         origin = next(
             (x for x in (before_casts(compared), _before_stops(compared)) if x is own), None
         )
@@ -321,10 +427,9 @@ class _Search:
                 return False
             assert origin.node is not None
             self.nodes.append(origin.node)
-        self._take(shifted.inputs[1], largest)
         if compared is not shifted.inputs[0]:
             self._take_casts(compared, origin)
-        self.nodes.append(largest)
+        self.nodes += [largest.node, *largest.nodes]
         return True
 
     def _take(self, value: Value, until: Node) -> None:
@@ -352,6 +457,8 @@ class _Search:
                 found = self._biased(node, found.axes, scaled)
             elif node.name in ("mul", "div", "neg"):
                 found, scaled = self._scaled(node, found.axes), True
+            elif node.name == "tanh":
+                found, scaled = self._capped(node, found.axes), True
             else:
                 raise Miss(f"{node.name} between the product of query and key and the softmax")
             self.nodes.append(node)
@@ -371,6 +478,8 @@ class _Search:
             raise Miss(f"a mask that writes {fill:g}, which scores may reach")
         if fill != -math.inf and not self.fuses_finite_fill:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
+        if self.softcap is not None:
+            raise Miss("a mask in front of tanh")
         if scaled and not (fill == -math.inf and self.scale > 0):
             raise Miss("a mask in front of the scale")
         self.masks.append(
@@ -385,6 +494,8 @@ class _Search:
         bias = node.inputs[1 - places[0]]
         if bias.number is not None:
             raise Miss("a number is added to the scores")
+        if self.softcap is not None:
+            raise Miss("a bias in front of tanh")
         if scaled:
             raise Miss("a bias in front of the scale")
         compact = compact_of(Named(bias, axes if bias.shape else ()))
@@ -406,22 +517,30 @@ class _Search:
                 return Named(node.inputs[1 - place], axes)
         raise Miss("a scale that is an array")
 
+    def _capped(self, node: Node, axes: Axes) -> Named:
+        if self.softcap is not None:
+            raise Miss("two tanh between the product of query and key and the softmax")
+        self.softcap, self.scale = self.scale, 1.0
+        return Named(node.inputs[0], axes)
+
     # ---- All together
 
-    def finish(self, node: Node, place: int, v_axes: Axes, probabilities: Named) -> Match:
-        """What was found, checked."""
+    def finish(
+        self, node: Node, last: Node, place: int, result: Axes, probabilities: Named
+    ) -> Match:
+        """What was found, checked: a node that ends it, its product with the values, and where the weights are."""
         product_of = self.scores(probabilities)
         product = product_of.value.node
         assert product is not None
         q, k = query_and_key(product, product_of.axes)
-        v = Named(node.inputs[1 - place], v_axes)
+        axes = axes_of_products(last, place)
+        assert axes is not None
+        p, v = Named(last.inputs[place], axes[0]), Named(last.inputs[1 - place], axes[1])
         inside = {*self.nodes, product}
         if _is_used_elsewhere(inside, {*inside, node}):
             raise Miss("scores or probabilities are used elsewhere too: returned, or by a gradient")
         known = extents_of(k) | extents_of(q)
-        p_axes = axes_of_products(node, place)
-        assert p_axes is not None
-        for name, n in zip(p_axes[0], node.inputs[place].shape, strict=True):
+        for name, n in extents_of(p).items():
             if known.get(name, 1) != n:
                 raise Miss("there are more scores than products of query and key")
         dtypes = {str(x.value.dtype) for x in (q, k, v)}
@@ -439,12 +558,13 @@ class _Search:
             head=head,
             group=group,
             row=row,
-            result=result_axes(node, place, q.axes, v_axes),
-            scale=self.scale,
+            result=result,
+            scale=self.scale if self.softcap is None else self.scale * self.softcap,
+            softcap=None if self.softcap is None else abs(self.softcap),
             masks=masks,
             biases=tuple(self.biases),
             band=band,
-            dropout=self._dropout(row, extents_of(Named(node.inputs[place], p_axes[0]))),
+            dropout=self._dropout(row, extents_of(p)),
         )
 
     def _hides_the_same(self, kept: _Kept) -> bool:
@@ -468,6 +588,12 @@ class _Search:
         if _is_used_elsewhere(drawn, {*drawn, *self.nodes}):
             raise Miss("the random numbers of dropout are used elsewhere too")
         return found
+
+
+def _sum_of(quotient: Node, divisor: Named, axes: Axes) -> Reduced | None:
+    """The sum over "column" that a node divides by, or multiplies with the inverse of."""
+    total = reduction(divisor, "reduce_sum", axes)
+    return total if total is not None and total.is_inverse == (quotient.name == "mul") else None
 
 
 def _between(start: Node, value: Value) -> list[Node]:
@@ -536,34 +662,6 @@ def _before_stops(value: Value) -> Value:
     return value
 
 
-def _reduction(value: Value, axes: Axes, name: str) -> Node | None:
-    """The sum or the maximum over "column" that a value is, one for each row: it must stand where the rows are."""
-    names = axes
-    while (node := value.node) is not None and node.name != name:
-        rest = [x for x in node.inputs if x.number is None]
-        if len(rest) != 1:
-            return None
-        (inner,) = rest
-        if node.name == "broadcast_in_dim":
-            names = tuple(names[i] for i in node.params["broadcast_dimensions"])
-        elif node.name in ("reshape", "squeeze"):
-            if long_of(inner.shape, inner.shape) != long_of(value.shape, value.shape):
-                return None
-            long = iter(long_of(names, value.shape))
-            names = tuple("" if n == 1 else next(long) for n in inner.shape)
-        elif node.name == "max":
-            if -math.inf not in [x.number for x in node.inputs]:
-                return None
-        elif node.name not in (*CASTS, "stop_gradient"):
-            return None
-        value = inner
-    if node is None or tuple(node.params["axes"]) != (axes.index("column"),):
-        return None
-    whole = node.inputs[0].shape
-    rows = [x for x in long_of(axes, whole) if x != "column"]
-    return node if long_of(names, value.shape) == rows else None
-
-
 def _leads_to_product(value: Value, depth: int = 16) -> bool:
     """Whether a value is a product of two arrays with scores' operations on it."""
     node = value.node
@@ -571,7 +669,8 @@ def _leads_to_product(value: Value, depth: int = 16) -> bool:
         return False
     if node.name == "dot_general":
         return True
-    if node.name in ("transpose", "neg", "select_n", "add", "mul", "div", *CASTS, *ONES):
+    operations = ("transpose", "neg", "select_n", "add", "mul", "div", "tanh", *CASTS, *ONES)
+    if node.name in operations:
         return any(_leads_to_product(x, depth - 1) for x in node.inputs)
     return False
 

@@ -31,8 +31,8 @@ class FusionRecord:
     """What ``fuse_attention`` did with one attention of a program that it traced.
 
     Attributes:
-      pattern: what acts on the scores: "plain", or "causal", "window", "mask", "bias", "dropout", joined by "+"; empty
-        if it was not recognised.
+      pattern: what acts on the scores: "plain", or "causal", "window", "softcap", "mask", "bias", "dropout", joined by
+        "+"; empty if it was not recognised.
       miss: why it was left as it is; empty if it was replaced.
       shapes: of query, key and value as the program has them; empty if they are not known.
       where: the line of the program, or an empty string.
@@ -79,12 +79,12 @@ def fuse_attention(
     """Returns a function that computes the hand-written attention in ``function`` by ``dot_product_attention``.
 
     A softmax between two products is found in whatever layout and spelling it has: ``einsum`` or ``matmul``, heads
-    before or behind the length, grouped heads, a scale on the scores, masks by ``where``, biases, causal masks and
-    windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of ``jit``, ``scan``,
-    ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the program is left
-    as it is; of a program without attention, all. Fuse before you differentiate, ``jax.grad(fuse_attention(loss))``:
-    in the other order probabilities have a second use, and stay. ``fusion_log`` tells what was found, and what was
-    not taken and why.
+    before or behind the length, grouped heads, a scale on the scores, a softcap by ``tanh``, masks by ``where``,
+    biases, causal masks and windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of ``jit``,
+    ``scan``, ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the program
+    is left as it is; of a program without attention, all. Fuse before you differentiate,
+    ``jax.grad(fuse_attention(loss))``: in the other order probabilities have a second use, and stay. ``fusion_log``
+    tells what was found, and what was not taken and why.
 
     Args:
       function: any function that JAX can trace. Arguments that are no arrays (numbers of Python among them) are
@@ -101,7 +101,7 @@ def fuse_attention(
       ValueError: an unknown pattern in ``disable``.
     """
     words = frozenset([disable] if isinstance(disable, str) else disable)
-    known = {"plain", "causal", "window", "mask", "bias", "dropout"}
+    known = {"plain", "causal", "window", "softcap", "mask", "bias", "dropout"}
     for word in words:
         if not set(word.split("+")) <= known:
             raise ValueError(
@@ -313,6 +313,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
         bias,
         mask,
         scale=match.scale,
+        logits_soft_cap=match.softcap,
         implementation=options.implementation,
         **match.band_options(),
         **dropout,

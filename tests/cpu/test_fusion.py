@@ -313,7 +313,7 @@ def not_attention(name: str) -> tuple[Callable[..., Array], str]:
         "number": (of_scores(lambda s: s + 2.0), "a number is added to the scores"),
         "small fill": (of_scores(lambda s: jnp.where(mask, s, -5.0)), "which scores may reach"),
         "scaled bias": (of_scores(lambda s: (s + bias * 1.5) * 2.0), "a bias in front of the scale"),
-        "tanh": (of_scores(jnp.tanh), "tanh between"),
+        "sine": (of_scores(jnp.sin), "sin between"),
         "other types": (
             lambda q, k, v: jax.nn.softmax(
                 (q.astype(jnp.bfloat16) @ transposed(k).astype(jnp.bfloat16)).astype(jnp.float32)
@@ -337,7 +337,7 @@ def not_attention(name: str) -> tuple[Callable[..., Array], str]:
         "number",
         "small fill",
         "scaled bias",
-        "tanh",
+        "sine",
         "other types",
         "factor",
         "over queries",

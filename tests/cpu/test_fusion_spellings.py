@@ -1,0 +1,312 @@
+"""``fuse_attention`` finds a softmax that is spelt without one: by logarithms, by inverses, behind the product with the
+values; and scores that tanh caps. What looks alike and is none of these stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fusion_patterns import (
+    DV,
+    Array,
+    B,
+    D,
+    N,
+    S,
+    close,
+    dropped,
+    found,
+    missed,
+    normal,
+    operands,
+    transposed,
+)
+
+import jattn
+
+stop = jax.lax.stop_gradient
+CAP = 1.5
+
+
+@pytest.fixture(autouse=True)
+def clean_log() -> Iterator[None]:
+    jattn.clear_fusion_log()
+    yield
+    jattn.clear_fusion_log()
+
+
+def largest(s: Array) -> Array:
+    return s.max(-1, keepdims=True)
+
+
+def summed(e: Array) -> Array:
+    return e.sum(-1, keepdims=True)
+
+
+def by_parts(s: Array, shift: Array) -> Array:
+    """softmax, whatever the shift."""
+    return jnp.exp(s - (shift + jnp.log(summed(jnp.exp(s - shift)))))
+
+
+def guarded(s: Array) -> Array:
+    shift = jnp.where(jnp.isfinite(largest(s)), largest(s), 0)
+    e = jnp.exp(s - shift)
+    return e / summed(e)
+
+
+# Scores -> probabilities.
+SOFTMAX: dict[str, Callable[[Array], Array]] = {
+    "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True)),
+    "logsumexp of fewer axes": lambda s: jnp.exp(s - jax.nn.logsumexp(s, axis=-1)[..., None]),
+    "logsumexp in float32": lambda s: jnp.exp(
+        s.astype(jnp.float32) - jax.nn.logsumexp(s.astype(jnp.float32), axis=-1, keepdims=True)
+    ).astype(s.dtype),
+    "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
+    "log of a sum": lambda s: jnp.exp(s - jnp.log(summed(jnp.exp(s)))),
+    "log of a sum, and a maximum": lambda s: by_parts(s, largest(s)),
+    "and one that has no gradient": lambda s: by_parts(s, stop(largest(s))),
+    "a maximum that is finite": guarded,
+    "an inverse": lambda s: jnp.exp(s) * (1 / summed(jnp.exp(s))),
+    "a power": lambda s: jnp.exp(s - largest(s)) * summed(jnp.exp(s - largest(s))) ** -1,
+    "written twice": lambda s: jnp.exp(s - largest(s)) / summed(jnp.exp(s - largest(s))),
+}
+
+
+def exponentials(s: Array) -> Array:
+    return jnp.exp(s - largest(s))
+
+
+def behind(e: Array, v: Array) -> Array:
+    return (e @ v) / summed(e)
+
+
+# Exponentials and values (heads first) -> the result.
+BEHIND: dict[str, Callable[[Array, Array], Array]] = {
+    "quotient": behind,
+    "inverse": lambda e, v: (e @ v) * (1 / e.sum(-1))[..., None],
+    "inverse first": lambda e, v: jnp.reciprocal(summed(e)) * (e @ v),
+    "in float32": lambda e, v: ((e @ v).astype(jnp.float32) / summed(e.astype(jnp.float32))).astype(
+        v.dtype
+    ),
+    "heads behind": lambda e, v: (
+        (e @ v).swapaxes(1, 2) / e.sum(-1).swapaxes(1, 2)[..., None]
+    ).swapaxes(1, 2),
+    "einsum": lambda e, v: (
+        jnp.einsum("bnts,bnsd->btnd", e, v) / jnp.einsum("bnts->btn", e)[..., None]
+    ).swapaxes(1, 2),
+}
+
+
+def check(attend: Callable[..., Array], pattern: str, dtype: str = "float32") -> None:
+    """It is replaced, nothing is left of it, and it computes the same, with its gradients.
+
+    What it must be close to is computed in float32: programs round to 16 bits more often than kernels do.
+    """
+    x = operands("heads first", dtype)
+    fused = jattn.fuse_attention(attend)
+    assert "dot_general" not in str(jax.make_jaxpr(fused)(*x))
+    assert found() == [pattern]
+    assert missed() == []
+
+    def gradients(function: Callable[..., Array], x: Sequence[Array]) -> Any:
+        return jax.grad(lambda *x: (function(*x).astype(jnp.float32) ** 2).sum(), (0, 1, 2))(*x)
+
+    exact = [operand.astype(jnp.float32) for operand in x]
+    want = attend(*exact), *gradients(attend, exact)
+    close((fused(*x), *gradients(fused, x)), [w.astype(dtype) for w in want], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax(name: str, dtype: str) -> None:
+    check(lambda q, k, v: SOFTMAX[name](q @ transposed(k) / 4.0) @ v, "plain", dtype)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_of_masked_scores(name: str) -> None:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        s = q @ transposed(k) / 4.0
+        return SOFTMAX[name](jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)) @ v
+
+    check(attend, "causal")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BEHIND)
+def test_divided_behind_the_values(name: str, dtype: str) -> None:
+    check(lambda q, k, v: BEHIND[name](exponentials(q @ transposed(k) / 4.0), v), "plain", dtype)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_masks_on_exponentials_that_are_divided_later(name: str) -> None:
+    shown = np.random.default_rng(5).random((S + 4, S)) < 0.6
+    shown[:, 3] = True
+    mask = jnp.asarray(shown)
+    check(
+        lambda q, k, v: BEHIND[name](
+            jnp.where(mask, jnp.exp(q @ transposed(k) / 4.0), 0),
+            v,
+        ),
+        "mask",
+    )
+
+
+def test_dropout_of_exponentials_that_are_divided_later() -> None:
+    """Those that are summed are all of them, so that it is the dropout of probabilities."""
+    x = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array, key: Array) -> Array:
+        e = exponentials(q @ transposed(k) / 4.0)
+        return (dropped(e, key) @ v) / summed(e)
+
+    fused = jax.jit(jattn.fuse_attention(attend))
+    mean = sum(fused(*x, jax.random.key(i)) for i in range(200)) / 200
+    assert found() == ["dropout"]
+    plain = behind(exponentials(x[0] @ transposed(x[1]) / 4.0), x[2])
+    np.testing.assert_allclose(mean, plain, atol=0.2)
+
+
+# Scores -> capped ones.
+CAPPED: dict[str, Callable[[Array], Array]] = {
+    "quotient": lambda s: CAP * jnp.tanh(s / CAP),
+    "factor": lambda s: jnp.tanh(s * (1 / CAP)) * CAP,
+    "negative": lambda s: -CAP * jnp.tanh(s / -CAP),
+    "another slope": lambda s: CAP * jnp.tanh(3 * s),
+    "no factor": jnp.tanh,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CAPPED)
+def test_softcap(name: str, dtype: str) -> None:
+    check(
+        lambda q, k, v: jax.nn.softmax(CAPPED[name](q @ transposed(k) / 4.0)) @ v, "softcap", dtype
+    )
+
+
+@pytest.mark.parametrize("fill", [-jnp.inf, -2.3819763e38])
+def test_softcap_under_masks_and_a_bias(fill: float) -> None:
+    """As models with it are written, with a mask of a large negative number."""
+    bias = normal(1, N, S + 4, S, seed=5)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        s = CAP * jnp.tanh(q @ transposed(k) / 4.0 / CAP) + bias
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, fill)) @ v
+
+    check(attend, "causal+softcap+bias")
+    disabled = jattn.fuse_attention(attend, disable="softcap")
+    x = operands("heads first")
+    np.testing.assert_array_equal(disabled(*x), attend(*x))
+    assert missed() == ["disabled"]
+
+
+# Scores (as many queries as keys), values and an array as large as the scores -> not attention, or not one to replace.
+NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "logsumexp of other scores": lambda s, v, b: (
+        jnp.exp(s - jax.nn.logsumexp(s + b, axis=-1, keepdims=True)) @ v
+    ),
+    "logsumexp of other rows": lambda s, v, b: (
+        jnp.exp(s - jax.nn.logsumexp(s, axis=-1)[..., None, :]) @ v
+    ),
+    "logsumexp over queries": lambda s, v, b: (
+        jnp.exp(s - jax.nn.logsumexp(s, axis=-2, keepdims=True)) @ v
+    ),
+    "logsumexp without a gradient": lambda s, v, b: (
+        jnp.exp(s - stop(jax.nn.logsumexp(s, axis=-1, keepdims=True))) @ v
+    ),
+    "two shifts": lambda s, v, b: (
+        jnp.exp(s - (largest(s) + jnp.log(summed(jnp.exp(s - largest(s + b)))))) @ v
+    ),
+    "a shift that has a gradient once": lambda s, v, b: (
+        jnp.exp(s - (largest(s) + jnp.log(summed(jnp.exp(s - stop(largest(s))))))) @ v
+    ),
+    "twice the logarithm": lambda s, v, b: jnp.exp(s - 2 * jnp.log(summed(jnp.exp(s)))) @ v,
+    "no logarithm": lambda s, v, b: jnp.exp(s - summed(jnp.exp(s))) @ v,
+    "logarithms alone": lambda s, v, b: jax.nn.log_softmax(s) @ v,
+    "a product with the sum": lambda s, v, b: (jnp.exp(s) * summed(jnp.exp(s))) @ v,
+    "a quotient by the inverse": lambda s, v, b: (jnp.exp(s) / (1 / summed(jnp.exp(s)))) @ v,
+    "the inverse of the inverse": lambda s, v, b: (
+        (jnp.exp(s) * jnp.reciprocal(jnp.reciprocal(summed(jnp.exp(s))))) @ v
+    ),
+    "the inverse maximum": lambda s, v, b: guarded(s - 1 / largest(s)) @ v,
+    "sums of other rows, later": lambda s, v, b: (
+        (jnp.exp(s) @ v[..., :S]) / jnp.exp(s).sum(-1)[..., None, :]
+    ),
+    "sums of other heads, later": lambda s, v, b: (
+        (jnp.exp(s) @ v) / summed(jnp.exp(s)).reshape(N, B, S, 1).swapaxes(0, 1)
+    ),
+    "sums of other exponentials, later": lambda s, v, b: (jnp.exp(s) @ v) / summed(jnp.exp(s + b)),
+    "a product with the sum, later": lambda s, v, b: (jnp.exp(s) @ v) * summed(jnp.exp(s)),
+    "sums over queries, later": lambda s, v, b: (jnp.exp(s) @ v) / jnp.exp(s).sum(-2)[..., None],
+    "the sum without a gradient, later": lambda s, v, b: (
+        (jnp.exp(s) @ v) / stop(summed(jnp.exp(s)))
+    ),
+    "a product of integers, later": lambda s, v, b: (
+        (jnp.exp(s) @ v).astype(jnp.int32).astype(s.dtype) / summed(jnp.exp(s))
+    ),
+    "a sum of integers": lambda s, v, b: (
+        (jnp.exp(s) / summed(jnp.exp(s)).astype(jnp.int32).astype(s.dtype)) @ v
+    ),
+    "the product has another use": lambda s, v, b: behind(jnp.exp(s), v) + jnp.exp(s) @ v,
+    "a mask on the sum alone, later": lambda s, v, b: (
+        (jnp.exp(s) @ v) / summed(jnp.where(b > 0, jnp.exp(s), 0))
+    ),
+    "a mask on the weights alone, later": lambda s, v, b: (
+        (jnp.where(b > 0, jnp.exp(s), 0) @ v) / summed(jnp.exp(s))
+    ),
+    "a mask in front of tanh": lambda s, v, b: (
+        jax.nn.softmax(jnp.tanh(jnp.where(b > 0, s, -jnp.inf))) @ v
+    ),
+    "a bias in front of tanh": lambda s, v, b: jax.nn.softmax(jnp.tanh(s + b)) @ v,
+    "tanh of tanh": lambda s, v, b: jax.nn.softmax(jnp.tanh(jnp.tanh(s))) @ v,
+    "tanh of an array": lambda s, v, b: jax.nn.softmax(b * jnp.tanh(s / b)) @ v,
+    "tanh behind the softmax": lambda s, v, b: jnp.tanh(jax.nn.softmax(s)) @ v,
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_nearly_attention(name: str) -> None:
+    q, k, v = normal(B, N, S, D), normal(B, N, S, D, seed=1), normal(B, N, S, DV, seed=2)
+    if name == "sums of other rows, later":
+        v = normal(B, N, S, S, seed=2)
+    b = normal(B, N, S, S, seed=3).at[..., 0].set(1.0)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return NEARLY[name](q @ transposed(k) / 4.0, v, b)
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert found() == []
+
+
+def test_what_nobody_needs_is_no_use() -> None:
+    """Probabilities that are computed and forgotten, which XLA removes too."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        p = jax.nn.softmax(q @ transposed(k) / 4.0)
+        jnp.sign(p).sum()
+        return p @ v
+
+    check(attend, "plain")
+
+
+def test_zeros_of_both_signs_are_not_merged() -> None:
+    """Equal numbers, but not the same."""
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        hidden = v > 100
+        return (
+            jax.nn.softmax(q @ transposed(k)) @ v,
+            jnp.where(hidden, v, 0.0),
+            jnp.where(hidden, v, -0.0),
+        )
+
+    x = operands("heads first")
+    _, plus, minus = jattn.fuse_attention(attend)(*x)
+    assert found() == ["plain"]
+    assert not np.signbit(plus).any()
+    assert np.signbit(minus).all()

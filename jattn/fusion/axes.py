@@ -2,11 +2,12 @@
 
 "batch0", "batch1", ... are shared by all arrays, "row0" (and "row1", of groups of heads) belong to queries, "column" to
 keys, "depth" is summed over in scores, and "width" is that of values. "one1", ... have size 1 and belong to some of the
-arrays alone.
+arrays alone. Axes that a reshape joins have all their names, and sizes, in one: "batch1=4*row1=2".
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -78,22 +79,21 @@ def axes_before(node: Node, axes: Axes, name_of_one: Callable[[], str]) -> Axes 
         )
         is_known = all(name.startswith((ONE, "batch")) for name in lost)
         return tuple(axes[i] for i in places) if is_same and is_known else None
-    kept = iter(axes)
     if node.name == "reshape":
-        # Which axes of size 1 are which is not known: those that are nobody's may come and go.
-        if any(n == 1 and not x.startswith(ONE) for x, n in zip(axes, after, strict=True)):
-            return axes if before == after else None
-        if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        if before == after:
+            return axes
+        names = _regrouped(axes, after, before)
+        if names is None or ("column" in axes and "column" not in names):
             return None
-        kept = iter([name for name, n in zip(axes, after, strict=True) if n != 1])
-        return tuple(name_of_one() if n == 1 else next(kept) for n in before)
+        return tuple(name or name_of_one() for name in names)
+    kept = iter(axes)
     gone = {i % len(before) for i in node.params["dimensions"]}
     return tuple(name_of_one() if i in gone else next(kept) for i in range(len(before)))
 
 
 def axes_after(node: Node, axes: Axes) -> Axes | None:
-    """Axes of what a node makes by moving axes, and adding and taking away some of size 1, which are called "". None if
-    it does something else.
+    """Axes of what a node makes by moving, joining and parting axes; some of size 1 come, called "", and go. None if it
+    does something else.
     """
     before, after = node.inputs[0].shape, node.outputs[0].shape
     if node.name in CASTS:
@@ -104,10 +104,78 @@ def axes_after(node: Node, axes: Axes) -> Axes | None:
         names = dict(zip(node.params["broadcast_dimensions"], axes, strict=True))
         is_same = math.prod(before) == math.prod(after)
         return tuple(names.get(i, "") for i in range(len(after))) if is_same else None
-    if node.name in ONES and long_of(before, before) == long_of(after, after):
-        kept = iter(long_of(axes, before))
-        return tuple("" if n == 1 else next(kept) for n in after)
-    return None
+    return _regrouped(axes, before, after) if node.name in ONES else None
+
+
+def reshaped_axes(axes: Axes, shape: Sequence[int], other: Sequence[int]) -> Axes | None:
+    """Axes of an array in another shape, where those of size 1 are nobody's; None if they are cut elsewhere."""
+    names = tuple("" if n == 1 else name for name, n in zip(axes, shape, strict=True))
+    return _regrouped(names, shape, other)
+
+
+def _regrouped(axes: Axes, shape: Sequence[int], other: Sequence[int]) -> Axes | None:
+    """Axes of an array in another shape; those of size 1 that are nobody's are called ""."""
+    if not all(isinstance(n, int) and n > 0 for n in (*shape, *other)):
+        short = [name for name, n in zip(axes, shape, strict=True) if n == 1]
+        is_known = all(not name or name.startswith(ONE) for name in short)
+        if not is_known or long_of(shape, shape) != long_of(other, other):
+            return None
+        kept = iter(long_of(axes, shape))
+        return tuple("" if n == 1 else next(kept) for n in other)
+    parts = [part for name, n in zip(axes, shape, strict=True) for part in parts_of(name, n)]
+    queue = collections.deque(part for part in parts if part[0] and not part[0].startswith(ONE))
+    found: list[list[tuple[str, int]]] = []
+    for n in other:
+        taken: list[tuple[str, int]] = []
+        while queue and math.prod(m for _, m in taken) < n:
+            taken.append(queue.popleft())
+        if n == 1 and queue and queue[0][1] == 1:
+            taken.append(queue.popleft())
+        if math.prod(m for _, m in taken) != n:
+            return None
+        others = [part for part in taken if part != ("column", n)]
+        if others and len(others) < len(taken):  # of size 1: keys stay alone
+            taken = [("column", n)]
+            if found and found[-1]:
+                found[-1] += others
+        found.append(taken)
+    if queue and found and found[-1] and found[-1] != [("column", other[-1])]:
+        found[-1] += queue
+    return tuple(_joint(taken) for taken in found)
+
+
+def _joint(parts: Sequence[tuple[str, int]]) -> str:
+    if len(parts) < 2:
+        return parts[0][0] if parts else ""
+    return "*".join(f"{name}={n}" for name, n in parts)
+
+
+def parts_of(name: str, size: int) -> list[tuple[str, int]]:
+    """The axes that were joined to one of this name and size, and their sizes; one of size 1 stands for all of them."""
+    if "*" not in name:
+        return [(name, size)]
+    parts = [part.split("=") for part in name.split("*")] if size != 1 else []
+    return [(part, int(n)) for part, n in parts]
+
+
+def long_parts(named: Named) -> list[str]:
+    """The names of axes that are longer than 1, each by itself, in order."""
+    axes = zip(named.axes, named.value.shape, strict=True)
+    return [part for name, n in axes for part, m in parts_of(name, n) if m != 1]
+
+
+def _parted(name: str) -> str:
+    """The only axis that is longer than 1 of those that were joined.
+
+    Raises:
+      Miss: there are several.
+    """
+    if "*" not in name:
+        return name
+    parts = [part for part in (x.split("=") for x in name.split("*")) if part[1] != "1"]
+    if len(parts) > 1:
+        raise Miss("scores join axes that query and key do not have")
+    return parts[0][0] if parts else name.split("=", maxsplit=1)[0]
 
 
 def long_of(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
@@ -139,6 +207,7 @@ def query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
     (contracted, batch) = product.params["dimension_numbers"]
     if len(contracted[0]) != 1:
         raise Miss("query and key are summed over several axes")
+    axes = tuple(_parted(name) for name in axes)
     count = len(batch[0])
     free = [len(product.inputs[i].shape) - count - 1 for i in (0, 1)]
     names = axes[count : count + free[0]], axes[count + free[0] :]
@@ -173,6 +242,8 @@ def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
     """Which axes are batch, key/value heads, query heads of a group, and queries."""
     shared = [name for name in q.axes if name.startswith("batch")]
     rows = [name for name in q.axes if name.startswith("row")]
+    if not rows:
+        raise Miss("queries have no axis of their own")
     if len(rows) == 1:
         head = shared[-1] if len(shared) > 1 else None
         return tuple(shared[: len(shared) - (head is not None)]), head, None, rows[0]

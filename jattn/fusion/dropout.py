@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.dropout import MAX_RATE
-from jattn.fusion.axes import Miss, Named, compact_of, extents_of
+from jattn.fusion.axes import Miss, Named, compact_of, long_parts
 from jattn.fusion.graph import Node, Value
 
 # Keep probabilities are written twice, as a threshold in float32 and as a divisor in the type of what it divides.
@@ -61,7 +61,7 @@ def dropout_of(
     key = bits.inputs[0]
     if key.shape or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise Miss("dropout has several keys")
-    present = {name for name, n in extents_of(small).items() if n != 1}
+    present = set(long_parts(small))
     full = {name for name, n in extents.items() if n != 1}
     if present == full:
         return Dropout(1 - probability, bits, broadcast=False)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.api import dot_product_attention
-from jattn.fusion.axes import Miss, Named, extents_of
+from jattn.fusion.axes import Miss, Named, extents_of, parts_of
 from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
 from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
@@ -255,6 +255,12 @@ def _arranged(array: Any, axes: Axes, order: Sequence[str]) -> Any:
     return _reshaped(array, [sizes.get(name, 1) for name in order])
 
 
+def _parted(array: Any, axes: Axes) -> tuple[Any, Axes]:
+    """An array with its axes that were joined apart again."""
+    parts = [part for name, n in zip(axes, array.shape, strict=True) for part in parts_of(name, n)]
+    return _reshaped(array, [n for _, n in parts]), tuple(name for name, _ in parts)
+
+
 def _reshaped(array: Any, shape: Sequence[int]) -> Any:
     return array if tuple(array.shape) == tuple(shape) else array.reshape(shape)
 
@@ -275,7 +281,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
 
     def scores(named: Named) -> Any:
         order = (*match.batch, *heads, match.row, "column")
-        array = _arranged(read(named.value), named.axes, order)
+        array = _arranged(*_parted(read(named.value), named.axes), order)
         leading, rest = array.shape[: len(order) - 2], array.shape[len(order) - 2 :]
         folded = []
         for names, sizes in (
@@ -321,7 +327,12 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
     order = (*match.batch, match.row, *heads, "width")
     out = _reshaped(out, [extents[name] for name in order])
     result = match.node.outputs[0]
-    out = _arranged(out, order, match.result).astype(result.dtype)
+    parts = [
+        part
+        for name, n in zip(match.result, result.shape, strict=True)
+        for part, _ in parts_of(name, n)
+    ]
+    out = _reshaped(_arranged(out, order, parts), result.shape).astype(result.dtype)
     return partition.sharded_as(out, result.aval)
 
 

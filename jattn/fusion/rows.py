@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jattn.fusion.axes import CASTS, Named, long_of
+from jattn.fusion.axes import CASTS, Named, long_parts, reshaped_axes
 from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose
 from jattn.spec import FLOAT_DTYPES
 
@@ -65,10 +65,12 @@ def reduction(found: Named, name: str, whole: Axes) -> Reduced | None:
                 return None
             found = step
         nodes.append(node)
-    if node is None or tuple(node.params["axes"]) != (whole.index("column"),):
+    if node is None or len(whole) != len(node.inputs[0].shape):
         return None
-    rows = [x for x in long_of(whole, node.inputs[0].shape) if x != "column"]
-    if long_of(found.axes, found.value.shape) != rows:
+    if tuple(node.params["axes"]) != (whole.index("column"),):
+        return None
+    rows = [x for x in long_parts(Named(node.inputs[0], whole)) if x != "column"]
+    if long_parts(found) != rows:
         return None
     return Reduced(node, nodes, is_inverse)
 
@@ -104,7 +106,7 @@ def log_of_sum(found: Named, whole: Axes) -> LogOfSum | None:
 def is_same_row(one: Named, other: Named) -> bool:
     """Whether two values repeat the same number along each row; not if the gradient of one alone is stopped."""
     (a, _), (b, _) = _moved_back(one), _moved_back(other)
-    return a.value is b.value and long_of(a.axes, a.value.shape) == long_of(b.axes, b.value.shape)
+    return a.value is b.value and long_parts(a) == long_parts(b)
 
 
 def _moved_back(found: Named) -> tuple[Named, list[Node]]:
@@ -130,11 +132,8 @@ def _step(node: Node, names: Axes) -> Named | None:
     if node.name == "broadcast_in_dim":
         return Named(inner, tuple(names[i] for i in node.params["broadcast_dimensions"]))
     if node.name in ("reshape", "squeeze"):
-        shape = node.outputs[0].shape
-        if long_of(inner.shape, inner.shape) != long_of(shape, shape):
-            return None
-        long = iter(long_of(names, shape))
-        return Named(inner, tuple("" if n == 1 else next(long) for n in inner.shape))
+        axes = reshaped_axes(names, node.outputs[0].shape, inner.shape)
+        return None if axes is None else Named(inner, axes)
     if node.name == "transpose":
         return Named(inner, axes_before_transpose(node, names))
     is_plain = node.name in (*CASTS, "stop_gradient")

@@ -65,7 +65,7 @@ def reduction(found: Named, name: str, whole: Axes) -> Reduced | None:
                 return None
             found = step
         nodes.append(node)
-    if node is None or len(whole) != len(node.inputs[0].shape):
+    if node is None or not (_is_whole(found) and _is_whole(Named(node.inputs[0], whole))):
         return None
     if tuple(node.params["axes"]) != (whole.index("column"),):
         return None
@@ -106,7 +106,8 @@ def log_of_sum(found: Named, whole: Axes) -> LogOfSum | None:
 def is_same_row(one: Named, other: Named) -> bool:
     """Whether two values repeat the same number along each row; not if the gradient of one alone is stopped."""
     (a, _), (b, _) = _moved_back(one), _moved_back(other)
-    return a.value is b.value and long_parts(a) == long_parts(b)
+    is_row = a.value is b.value and _is_whole(a) and _is_whole(b)
+    return is_row and long_parts(a) == long_parts(b)
 
 
 def _moved_back(found: Named) -> tuple[Named, list[Node]]:
@@ -124,7 +125,7 @@ def _moved_back(found: Named) -> tuple[Named, list[Node]]:
 def _step(node: Node, names: Axes) -> Named | None:
     """The only array that a node reads, if it is the same number for each row: moved, converted, at least -inf."""
     rest = [x for x in node.inputs if x.number is None]
-    if len(rest) != 1:
+    if len(rest) != 1 or not _is_whole(Named(node.outputs[0], names)):
         return None
     (inner,) = rest
     if str(inner.dtype) not in FLOAT_DTYPES:
@@ -139,6 +140,11 @@ def _step(node: Node, names: Axes) -> Named | None:
     is_plain = node.name in (*CASTS, "stop_gradient")
     is_maximum = node.name == "max" and -math.inf in [x.number for x in node.inputs]
     return Named(inner, names) if is_plain or is_maximum else None
+
+
+def _is_whole(found: Named) -> bool:
+    """Whether all axes have names: not those of a scalar, which is one number for all rows, or of another array."""
+    return len(found.axes) == len(found.value.shape)
 
 
 def _reciprocal(node: Node) -> Value | None:

@@ -252,6 +252,14 @@ NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
     "a sum of integers": lambda s, v, b: (
         (jnp.exp(s) / summed(jnp.exp(s)).astype(jnp.int32).astype(s.dtype)) @ v
     ),
+    "the sum of everything": lambda s, v, b: (jnp.exp(s) / jnp.exp(s).sum()) @ v,
+    "the sum of everything, later": lambda s, v, b: (jnp.exp(s) @ v) / jnp.exp(s).sum(),
+    "logsumexp of everything": lambda s, v, b: jnp.exp(s - jax.nn.logsumexp(s)) @ v,
+    "the maximum of everything": lambda s, v, b: (
+        (jnp.exp(s - s.max()) / summed(jnp.exp(s - s.max()))) @ v
+    ),
+    "a shift that is one number": lambda s, v, b: by_parts(s, b.max()) @ v,
+    "a number, later": lambda s, v, b: (jnp.exp(s) @ v) * (1 / b.max()),
     "the product has another use": lambda s, v, b: behind(jnp.exp(s), v) + jnp.exp(s) @ v,
     "a mask on the sum alone, later": lambda s, v, b: (
         (jnp.exp(s) @ v) / summed(jnp.where(b > 0, jnp.exp(s), 0))

@@ -142,8 +142,8 @@ class Call:
         )
         spec = Spec.of(
             operands,
-            scale=_scale(scale, q.shape[3], q.dtype),
-            softcap=_softcap(logits_soft_cap, q.dtype),
+            scale=scale_of(scale, q.shape[3], q.dtype),
+            softcap=softcap_of(logits_soft_cap, q.dtype),
             band=_canonical(band, operands),
             dropout_rows=dropout_table is not None,
             score_mod=program,
@@ -667,7 +667,12 @@ def _window(window: Window) -> tuple[int, int]:
     return left, right
 
 
-def _scale(scale: Any, head_dim: int, dtype: Any) -> float:
+def scale_of(scale: Any, head_dim: int, dtype: Any) -> float:
+    """The scale of a call whose query has this head dim and type.
+
+    Raises:
+      ValueError: it is not known, or is not finite in the type of the scores.
+    """
     if scale is None and not isinstance(head_dim, int):
         raise ValueError(
             f"{_NAME}: scale is None, which is 1 / sqrt(head dim), but the head dim is {head_dim}, not a known number:"
@@ -685,7 +690,12 @@ def _scale(scale: Any, head_dim: int, dtype: Any) -> float:
     return value if abs(value) >= np.finfo(_score_dtype(dtype)).tiny else 0.0
 
 
-def _softcap(softcap: Any, dtype: Any) -> float:
+def softcap_of(softcap: Any, dtype: Any) -> float:
+    """The softcap of a call whose query has this type; 0 is none.
+
+    Raises:
+      ValueError: it is not positive, or too small or too large for the type of the scores.
+    """
     if softcap is None:
         return 0.0
     value = _number("logits_soft_cap", softcap, "make it a static argument")

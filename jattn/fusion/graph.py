@@ -101,11 +101,15 @@ class Node:
 
 @dataclasses.dataclass
 class Graph:
-    """The nodes in the order of the program, its arguments (constants of the jaxpr first), and its results."""
+    """The nodes in the order of the program, its arguments (constants of the jaxpr first), and its results.
+
+    Results of the program that were made twice, and here once, are ``copies``: their places.
+    """
 
     nodes: list[Node]
     arguments: list[Value]
     results: list[Value]
+    copies: frozenset[int]
 
     @staticmethod
     def of(jaxpr: Any, constants: Sequence[Any]) -> Graph:
@@ -120,7 +124,13 @@ class Graph:
             if node.equation.effects or any(x.users or x.is_result for x in node.outputs):
                 for value in node.inputs:
                     value.users.append(node)
-        return Graph(nodes, given, results)
+        first = {value: jaxpr.outvars[i] for i, value in reversed(list(enumerate(results)))}
+        copies = frozenset(
+            i
+            for i, value in enumerate(results)
+            if value.node is not None and jaxpr.outvars[i] is not first[value]
+        )
+        return Graph(nodes, given, results, copies)
 
 
 def _read(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.arguments import scale_of, softcap_of
 from jattn.fusion.axes import (
     CASTS,
     ONE,
@@ -488,7 +489,11 @@ class _Search:
         return Named(if_true if visible_if_true else if_false, axes)
 
     def _biased(self, node: Node, axes: Axes, scaled: bool) -> Named:
-        places = [i for i in (0, 1) if _leads_to_product(node.inputs[i])]
+        # A bias may be tanh of a product, so scores are looked for without one first.
+        places: list[int] = []
+        for operations in (_OF_SCORES, (*_OF_SCORES, "tanh")):
+            if len(places) != 1:
+                places = [i for i in (0, 1) if _leads_to_product(node.inputs[i], operations)]
         if len(places) != 1:
             raise Miss("a sum of which both parts are products, or none")
         bias = node.inputs[1 - places[0]]
@@ -546,6 +551,16 @@ class _Search:
         dtypes = {str(x.value.dtype) for x in (q, k, v)}
         if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):
             raise Miss(f"query, key and value of {', '.join(sorted(dtypes))}")
+        scale = self.scale if self.softcap is None else self.scale * self.softcap
+        softcap = None if self.softcap is None else abs(self.softcap)
+        depth, width = q.value.shape[q.axes.index("depth")], v.value.shape[v.axes.index("width")]
+        if 0 in (depth, width):
+            raise Miss("a head dim of 0")
+        try:
+            scale_of(scale, depth, q.value.dtype)
+            softcap_of(softcap, q.value.dtype)
+        except ValueError as error:
+            raise Miss(str(error)) from error
         batch, head, group, row = roles(q)
         rows, columns = (x.value.shape[x.axes.index(name)] for x, name in ((q, row), (k, "column")))
         band, masks = _split_bands(self.masks, row, rows, columns)
@@ -559,8 +574,8 @@ class _Search:
             group=group,
             row=row,
             result=result,
-            scale=self.scale if self.softcap is None else self.scale * self.softcap,
-            softcap=None if self.softcap is None else abs(self.softcap),
+            scale=scale,
+            softcap=softcap,
             masks=masks,
             biases=tuple(self.biases),
             band=band,
@@ -662,16 +677,18 @@ def _before_stops(value: Value) -> Value:
     return value
 
 
-def _leads_to_product(value: Value, depth: int = 16) -> bool:
+_OF_SCORES = ("transpose", "neg", "select_n", "add", "mul", "div", *CASTS, *ONES)
+
+
+def _leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) -> bool:
     """Whether a value is a product of two arrays with scores' operations on it."""
     node = value.node
     if node is None or depth == 0 or value.number is not None:
         return False
     if node.name == "dot_general":
         return True
-    operations = ("transpose", "neg", "select_n", "add", "mul", "div", "tanh", *CASTS, *ONES)
     if node.name in operations:
-        return any(_leads_to_product(x, depth - 1) for x in node.inputs)
+        return any(_leads_to_product(x, operations, depth - 1) for x in node.inputs)
     return False
 
 

@@ -138,9 +138,15 @@ def _fused(function: Any, *, options: _Options) -> Any:
             _log.extend(plan.records)
         run = plan.run if plan.changes else jaxpr_as_fun(closed)
         constants = closed.consts if plan.changes else ()
-        return jax.tree.unflatten(result_tree, run(*constants, *arrays))
+        results = run(*constants, *arrays)
+        return jax.tree.unflatten(result_tree, [_as_array(x) for x in results])
 
     return fused
+
+
+def _as_array(result: Any) -> jax.Array:
+    """A result; of those that are literals of the trace, an array."""
+    return result if isinstance(result, jax.Array) else jnp.asarray(result, result.dtype)
 
 
 @dataclasses.dataclass
@@ -202,7 +208,8 @@ class _Plan:
                 parameters = self.parameters.get(node, node.params)
                 results = evaluate(node.equation, parameters, [read(x) for x in node.inputs])
             arrays.update(zip(node.outputs, results, strict=True))
-        return [read(value) for value in self.graph.results]
+        results = [read(value) for value in self.graph.results]
+        return [jnp.copy(x) if i in self.graph.copies else x for i, x in enumerate(results)]
 
     def _needed(self) -> set[Node]:
         """Nodes that are still needed: scores and probabilities are not."""

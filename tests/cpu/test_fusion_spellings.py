@@ -318,3 +318,72 @@ def test_zeros_of_both_signs_are_not_merged() -> None:
     assert found() == ["plain"]
     assert not np.signbit(plus).any()
     assert np.signbit(minus).all()
+
+
+def test_results_that_are_made_alike_are_arrays_of_their_own() -> None:
+    """So each can be donated; and those that are known while tracing are arrays as all others."""
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        p = jax.nn.softmax(q @ transposed(k))
+        key = jax.random.key(0)
+        return (
+            p @ v,
+            q * 2,
+            q * 2,
+            jnp.zeros(3),
+            jnp.zeros(3),
+            jnp.asarray(1.0),
+            key[None],
+            key[None],
+        )
+
+    _, *others = jattn.fuse_attention(attend)(*operands("heads first"))
+    assert found() == ["plain"]
+    assert all(isinstance(x, jax.Array) for x in others)
+    for one, other in (others[:2], others[2:4]):
+        one.delete()
+        assert not other.is_deleted()
+
+
+def test_a_bias_that_is_tanh_of_a_product() -> None:
+    """It is not taken for scores with a softcap."""
+    x = operands("heads first")
+    a, b = normal(S + 4, 3, seed=6), normal(3, S, seed=7)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(q @ transposed(k) / 4.0 + 5.0 * jnp.tanh(a @ b)) @ v
+
+    close(jattn.fuse_attention(attend)(*x), attend(*x), "float32")
+    assert found() == ["bias"]
+
+
+@pytest.mark.parametrize(
+    ("capped", "reason"),
+    [
+        (lambda s: 1e-40 * jnp.tanh(s / 1e-40), "logits_soft_cap is"),
+        (lambda s: 3e38 * jnp.tanh(s / 3e38), "logits_soft_cap is"),
+        (lambda s: 1e20 * jnp.tanh(1e20 * s), "scale is"),
+        (lambda s: 3e38 * s, "scale is"),
+    ],
+)
+def test_numbers_that_attention_does_not_take(
+    capped: Callable[[Array], Array], reason: str
+) -> None:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(capped(q @ transposed(k))) @ v
+
+    x = operands("heads first")
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(*x), attend(*x))
+    assert found() == []
+    assert [reason in text for text in missed()] == [True]
+
+
+@pytest.mark.parametrize("widths", [(0, DV), (D, 0)], ids=str)
+def test_head_dims_of_0(widths: tuple[int, int]) -> None:
+    q, k, v = normal(B, 3, widths[0]), normal(B, 4, widths[0]), normal(B, 4, widths[1])
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(q @ transposed(k)) @ v
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert missed() == ["a head dim of 0"]

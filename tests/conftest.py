@@ -5,12 +5,14 @@ A test that takes the argument `backend` runs once for every backend of its tier
 
 import collections
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 
+import jattn
 from jattn import _core
 
 CPU_BACKENDS = ("reference", "xla", "cpu")
@@ -46,6 +48,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if name and not _core.cpu_force_instruction_set(name):
         sets = ", ".join(_core.cpu_instruction_sets())
         raise pytest.UsageError(f"--instruction-set {name}: this machine can run {sets}")
+
+
+@pytest.fixture
+def clean_fusion_log() -> Iterator[None]:
+    """The records of a test are its own."""
+    jattn.clear_fusion_log()
+    yield
+    jattn.clear_fusion_log()
 
 
 def pytest_runtest_teardown() -> None:

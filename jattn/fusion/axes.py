@@ -154,7 +154,11 @@ def parts_of(name: str, size: int) -> list[tuple[str, int]]:
     """The axes that were joined to one of this name and size, and their sizes; one of size 1 stands for all of them."""
     if "*" not in name:
         return [(name, size)]
-    parts = [part.split("=") for part in name.split("*")] if size != 1 else []
+    return _joined_parts(name) if size != 1 else []
+
+
+def _joined_parts(name: str) -> list[tuple[str, int]]:
+    parts = (part.split("=") for part in name.split("*"))
     return [(part, int(n)) for part, n in parts]
 
 
@@ -164,18 +168,19 @@ def long_parts(named: Named) -> list[str]:
     return [part for name, n in axes for part, m in parts_of(name, n) if m != 1]
 
 
-def _parted(name: str) -> str:
-    """The only axis that is longer than 1 of those that were joined.
+def _only_long(name: str) -> str:
+    """The only axis that is longer than 1 of those that were joined, or the first.
 
     Raises:
       Miss: there are several.
     """
     if "*" not in name:
         return name
-    parts = [part for part in (x.split("=") for x in name.split("*")) if part[1] != "1"]
-    if len(parts) > 1:
+    parts = _joined_parts(name)
+    long = [part for part, n in parts if n != 1]
+    if len(long) > 1:
         raise Miss("scores join axes that query and key do not have")
-    return parts[0][0] if parts else name.split("=", maxsplit=1)[0]
+    return long[0] if long else parts[0][0]
 
 
 def long_of(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
@@ -207,7 +212,7 @@ def query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
     (contracted, batch) = product.params["dimension_numbers"]
     if len(contracted[0]) != 1:
         raise Miss("query and key are summed over several axes")
-    axes = tuple(_parted(name) for name in axes)
+    axes = tuple(_only_long(name) for name in axes)
     count = len(batch[0])
     free = [len(product.inputs[i].shape) - count - 1 for i in (0, 1)]
     names = axes[count : count + free[0]], axes[count + free[0] :]

@@ -4,7 +4,7 @@ key/value heads and of groups, as models with fewer key/value heads are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +18,7 @@ import jattn
 LOWEST = -2.3819763e38
 
 
-@pytest.fixture(autouse=True)
-def clean_log() -> Iterator[None]:
-    jattn.clear_fusion_log()
-    yield
-    jattn.clear_fusion_log()
+pytestmark = pytest.mark.usefixtures("clean_fusion_log")
 
 
 def grouped(q: Array, k: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -34,12 +34,7 @@ from fusion_patterns import (
 
 import jattn
 
-
-@pytest.fixture(autouse=True)
-def clean_log() -> Iterator[None]:
-    jattn.clear_fusion_log()
-    yield
-    jattn.clear_fusion_log()
+pytestmark = pytest.mark.usefixtures("clean_fusion_log")
 
 
 def self_attend(x: Array) -> Array:

@@ -4,7 +4,7 @@ values; and scores that tanh caps. What looks alike and is none of these stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +33,7 @@ stop = jax.lax.stop_gradient
 CAP = 1.5
 
 
-@pytest.fixture(autouse=True)
-def clean_log() -> Iterator[None]:
-    jattn.clear_fusion_log()
-    yield
-    jattn.clear_fusion_log()
+pytestmark = pytest.mark.usefixtures("clean_fusion_log")
 
 
 def largest(s: Array) -> Array:

@@ -1,6 +1,6 @@
 """Attention written by hand and replaced by ``fuse_attention``: on a GPU as close to float64 as what was written."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fusion_patterns
@@ -12,20 +12,16 @@ from fusion_patterns import PATTERNS, found, missed, normal
 
 import jattn
 
-pytestmark = pytest.mark.backends("flash", "mem_efficient")
+pytestmark = [
+    pytest.mark.backends("flash", "mem_efficient"),
+    pytest.mark.usefixtures("clean_fusion_log"),
+]
 
 Array = Any
 B, N, T, S, D = 2, 4, 320, 257, 64
 # Least absolute and relative tolerances of a dtype, and the factor of both.
 FLOORS = {"float16": (1e-3, 1e-3), "bfloat16": (1e-3, 1.6e-2), "float32": (1e-5, 1.3e-6)}
 FACTOR = 2
-
-
-@pytest.fixture(autouse=True)
-def clean_log() -> Iterator[None]:
-    jattn.clear_fusion_log()
-    yield
-    jattn.clear_fusion_log()
 
 
 def operands(layout: str) -> list[np.ndarray[Any, Any]]:

@@ -20,11 +20,11 @@ import numpy as np
 from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
 from jattn.arguments import Call, result_flags
-from jattn.backends import BY_NAME_ONLY, Wants
+from jattn.backends import BY_NAME_ONLY, Backend, Wants
 from jattn.block_mask import BlockMask
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
-from jattn.config import Options
+from jattn.config import Determinism, Options
 from jattn.device import Device, checked
 from jattn.errors import Reason
 from jattn.jax_interface import equations, source_line
@@ -354,26 +354,32 @@ def _explain_call(
 ) -> Explanation:
     where = _device_of(options, named)
     decision = dispatch.choose(spec, where, options, needs_grad)
-
-    def plan() -> tuple[Pass, ...]:
-        if decision.backend is None:
-            return ()
-        names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
-        determinism = options.determinism
-        return tuple(
-            plan_pass(name, decision.backend, spec, where, _WANTS_QKV, determinism)
-            for name in names
-        )
-
+    names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
     found = Explanation(
         chosen=decision.backend.name if decision.backend else None,
         reasons=dict(decision.refusals),
         spec=spec,
         device=where,
         needs_grad=needs_grad,
-        planner=plan,
+        planner=functools.partial(_plan, names, decision.backend, spec, where, options.determinism),
     )
     return _with_timings(found, options, _WANTS_QKV, has_dlse=False) if timed else found
+
+
+def _plan(
+    names: tuple[PassName, ...],
+    backend: Backend | None,
+    spec: Spec,
+    where: Device,
+    determinism: Determinism,
+) -> tuple[Pass, ...]:
+    if backend is None:
+        return ()
+    return tuple(plan_pass(name, backend, spec, where, _WANTS_QKV, determinism) for name in names)
+
+
+def _as_planned(planned: Pass) -> tuple[Pass, ...]:
+    return (planned,)
 
 
 def _with_timings(
@@ -474,6 +480,6 @@ def _explain_equation(equation: Any, timed: bool) -> Explanation:
         spec=spec,
         device=where,
         needs_grad=needs_grad,
-        planner=lambda: (planned,),
+        planner=functools.partial(_as_planned, planned),
     )
     return _with_timings(found, options, wants, has_dlse=has_dlse) if timed else found

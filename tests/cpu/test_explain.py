@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import jax
@@ -303,6 +304,15 @@ def test_the_command_line(
     status, said = run("info")
     assert status == 0
     assert "backends" in said
+
+
+def test_explanations_travel_to_other_processes() -> None:
+    asked = jattn.explain(HALF, HALF, HALF, is_causal=True, device=SM90)
+    site = jattn.explain(jax.grad(loss), HALF, HALF, HALF, device=SM90)
+    for found in (asked, site, jattn.explain(Q, Q, Q)):
+        there = pickle.loads(pickle.dumps(found))
+        assert there == found
+        assert str(there) == str(found)
 
 
 def test_explaining_counts_no_call() -> None:

@@ -248,6 +248,26 @@ def test_rows_that_a_function_hides_whole(kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
+@pytest.mark.parametrize("number", [1e38, 2.35e38, 3e38, -1e38, -3e38])
+def test_rows_of_one_large_score(number: float, backend: str) -> None:
+    """From 2.36e38 on such a score is infinite in base 2. All keys count alike, and no gradient overflows."""
+    q, k, v = (normal(seed, 1, 150, 2, 64, dtype="bfloat16") for seed in range(3))
+
+    def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return jnp.where(q == 5, number, s)
+
+    def run(q: Array, k: Array, v: Array) -> Array:
+        return jattn.dot_product_attention(q, k, v, score_mod=score_mod, implementation=backend)
+
+    out, pull = jax.vjp(run, q, k, v)
+    gradients = pull(jnp.ones_like(out))
+    assert jnp.abs(out[:, 5] - v.astype(jnp.float32).mean(1)).max() <= 2e-3
+    assert (gradients[0][:, 5] == 0).all()
+    for x in (out, *gradients):
+        assert jnp.isfinite(x.astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("backend", ["flash", "mem_efficient"])
 @pytest.mark.parametrize("name", ["relative table", "cap", "documents", "gain and bias", "bias"])
 def test_F117_the_same_bits_every_time(name: str, backend: str) -> None:
     """Gradients of captures among them, which are those that are added up in any order but for rounding."""

@@ -123,6 +123,15 @@ __device__ __forceinline__ float natural_maximum(float row_max, float factor) {
   return kNatural ? fminf(fmaxf(row_max, -kLargestNatural), kLargestNatural) : row_max * factor * kLn2;
 }
 
+// The lse of a row that sees keys, in base 2, as the backward kernels subtract it from scores. Far from 0 (a large bias) an lse is
+// too coarse to give probabilities back: moved up by more than its error it gives numbers from 0 to 1 and not infinity. One
+// that was held at the largest may lie below the scores: its row gets zeros.
+__device__ __forceinline__ float shifted_lse_log2(float lse) {
+  if (lse >= kLargestNatural) return infinity();
+  const float lse_log2 = lse * kLog2E;
+  return fabsf(lse_log2) > kFarLog2 ? fmaf(fabsf(lse_log2), 0x1p-22f, lse_log2) : lse_log2;
+}
+
 // Gives 1 / row_sum (0 for an empty row) and the natural logarithm of the sum of exponentials of one row.
 struct RowResult {
   float inverse_sum, lse;

@@ -5,6 +5,7 @@
 // the part of a warp that shares a row) and narrow_rows.
 #pragma once
 
+#include "attn/softmax.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "params.cuh"
@@ -55,11 +56,7 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (sees_keys && params.dlse) sum -= params.dlse[flat_head * params.q_len + row];
     if (lane == 0) {
-      // Far from 0 the lse is too coarse to give probabilities back. Moved up by more than its error it gives numbers
-      // from 0 to 1 and not infinity.
-      float lse_log2 = sees_keys ? lse * kLog2E : infinity();
-      if (fabsf(lse_log2) > 16777216.0f && sees_keys) lse_log2 += fabsf(lse_log2) * 0x1p-22f;
-      params.lse_log2[flat_head * params.rows_padded + row] = lse_log2;
+      params.lse_log2[flat_head * params.rows_padded + row] = sees_keys ? shifted_lse_log2(lse) : infinity();
       params.delta[flat_head * params.rows_padded + row] = sum;
     }
   }

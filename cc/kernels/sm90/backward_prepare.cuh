@@ -8,19 +8,12 @@
 #pragma once
 
 #include "attn/dropout.cuh"
+#include "attn/softmax.cuh"
 #include "base/numeric.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/backward_shape.cuh"
 
 namespace jattn::sm90 {
-
-// Far from 0 (a large bias) the lse is too coarse to give probabilities back. Moved up by more than its error it gives
-// numbers from 0 to 1 and not infinity. One that was held at the largest may lie below the scores: its row gets zeros.
-__device__ __forceinline__ float shifted_lse_log2(float lse) {
-  if (lse >= kLargestNatural) return infinity();
-  const float lse_log2 = lse * kLog2E;
-  return fabsf(lse_log2) > 16777216.0f ? fmaf(fabsf(lse_log2), 0x1p-22f, lse_log2) : lse_log2;
-}
 
 template <Config C>
 __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {

@@ -562,6 +562,21 @@ case(
     ulps=0,
 )
 case(
+    "shifts of unsigned integers",
+    lambda s, b, h, q, k, words, halves, bytes_: (
+        s
+        + lax.shift_right_arithmetic(words[q], (9 * k).astype(jnp.uint32)) % jnp.uint32(997)
+        + lax.shift_right_logical(words[q], (9 * k).astype(jnp.uint32)) % jnp.uint32(991)
+        + lax.shift_right_arithmetic(halves[q], (4 * k).astype(jnp.uint16))
+        + lax.shift_left(halves[q], (4 * k).astype(jnp.uint16))
+        + lax.shift_right_arithmetic(bytes_[k], (3 * q).astype(jnp.uint8))
+    ),
+    np.array([0x80000000, 0xFFFFFFFF, 0x7FFFFFFF, 1, 0x87654321], np.uint32),
+    np.array([0x8000, 0xFFFF, 0x7FFF, 1, 0x8765], np.uint16),
+    np.array([0x80, 0xFF, 0x7F, 1, 0x87, 0x40, 0], np.uint8),
+    ulps=0,
+)
+case(
     "select of three",
     lambda s, b, h, q, k: (
         lax.select_n(h, s, 2 * s, -s) + lax.select_n(jnp.clip(k - q, 0, 1), 1.0, 2.0)

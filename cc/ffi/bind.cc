@@ -180,7 +180,9 @@ void decode_dropout(Operands& operands, const Attributes& a, Problem& p, Checker
   Dims dims = keys->dimensions();
   // The table of packed sequences has a row for each of them.
   const int64_t rows = a.dropout_rows && dims.size() > 0 ? dims[0] : p.batch;
-  check.require(!a.dropout_rows || (p.q_segments && p.q_positions), "dropout by rows needs segments and positions");
+  // Asked of the call and not of the arrays: those without elements may have no address.
+  check.require(!a.dropout_rows || (a.operands & kSegments && a.operands & kPositions),
+                "dropout by rows needs segments and positions");
   check.require(rows > 0 || p.batch == 0, "dropout_keys has no rows");
   operands.step_back();
   p.dropout_keys = decode_per_head<uint32_t>(operands, "dropout_keys", ffi::DataType::U32, rows, p.num_heads, 2, check);

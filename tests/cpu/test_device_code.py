@@ -135,6 +135,27 @@ def test_accuracy(programs: Programs, number: int) -> None:
     assert error.max() <= item.ulps
 
 
+ORDINARY = np.float32([0, 1.2e-38, 0.5, 1 - 2**-24, 1, 1 + 2**-23, 2, 88, 89, 104, 127, 128, 150])
+FAR = np.float32([5000, 1e5, 2**20, 2**24, 1e9, 1e10, 1e18, 1e19, 1e20, 1e30, 3.4e38, np.inf])
+
+
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)), ids=[x.name for x in FUNCTIONS])
+def test_far_and_special_scores(programs: Programs, number: int) -> None:
+    """Infinities and NaN are those of float64; 8 units in the last place, for numbers below 2^-126 too."""
+    item = FUNCTIONS[number]
+    scores = np.concatenate([ORDINARY, FAR, -ORDINARY, -FAR, np.float32([np.nan])])
+    indices = np.zeros((len(scores), 4), np.int32)
+    got = programs.run(len(CASES) + number, scores, indices, []).values.astype(np.float64)
+    with np.errstate(all="ignore"):
+        want = item.exact(scores.astype(np.float64)).astype(np.float32)
+        error = np.abs(got - want)
+        right = error <= np.maximum(2.0**-126, 8 * np.spacing(np.abs(want)))
+    right |= (got == want) | (np.isnan(got) & np.isnan(want))
+    if item.function in (jnp.sin, jnp.cos, jnp.tan):
+        right |= (np.abs(scores) > 2**20) & (np.abs(got) <= 2)
+    assert right.all(), (scores[~right], got[~right], want[~right])
+
+
 def test_equal_programs_have_equal_code() -> None:
     for case in CASES:
         first, second = traced(case)[0], traced(case)[0]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import zero_sizes
 from drawn import bernoulli, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +172,11 @@ def test_R050_R102_empty_sequences_in_plain_jax() -> None:
     verify(
         RaggedCase("R102-plain", (5, 0, 2, 0), (0, 3, 7, 0), is_causal=True, tail=1), "reference"
     )
+
+
+@pytest.mark.parametrize("rows", zero_sizes.RAGGED, ids=str)
+def test_arrays_without_rows(rows: tuple[int, int], backend: str) -> None:
+    zero_sizes.check_ragged(backend, "float32", rows)
 
 
 @pytest.mark.parametrize("count", [0, 3])

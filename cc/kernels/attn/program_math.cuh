@@ -5,7 +5,7 @@
 // smaller ones, on the host. Results below 2^-126 may be 0.
 //   correctly rounded, but for rare cases: divide, sqrt, cbrt
 //   1.5: expm1, log, log1p, rsqrt, erf, atan; sin and cos for |x| < 2^20 (beyond that some number within [-1, 1])
-//   2.5: exp2, tanh, tan, asin, acos, asinh, acosh, atanh
+//   2.5: exp2, tanh, asin, acos, asinh, acosh, atanh; tan for |x| < 2^20 (beyond that some number within [-2, 2])
 //   4: exp, logistic, sinh, cosh
 //   6: pow, erfc
 //   remainder of floats: exact for |x / y| < 2^23
@@ -196,42 +196,33 @@ JATTN_PROGRAM_FUNCTION float read_bfloat16(const void* data, int64_t index) {
 
 template <class T>
 struct IntTraits;
-template <>
-struct IntTraits<int8_t> {
-  using Unsigned = uint8_t;
-  static constexpr bool kIsSigned = true;
+template <class SignedType, class UnsignedType, bool kSigned>
+struct IntTraitsOf {
+  using Signed = SignedType;
+  using Unsigned = UnsignedType;
+  static constexpr bool kIsSigned = kSigned;
 };
 template <>
-struct IntTraits<int16_t> {
-  using Unsigned = uint16_t;
-  static constexpr bool kIsSigned = true;
-};
+struct IntTraits<int8_t> : IntTraitsOf<int8_t, uint8_t, true> {};
 template <>
-struct IntTraits<int32_t> {
-  using Unsigned = uint32_t;
-  static constexpr bool kIsSigned = true;
-};
+struct IntTraits<int16_t> : IntTraitsOf<int16_t, uint16_t, true> {};
 template <>
-struct IntTraits<int64_t> {
-  using Unsigned = uint64_t;
-  static constexpr bool kIsSigned = true;
-};
-template <class T>
-struct UnsignedTraits {
-  using Unsigned = T;
-  static constexpr bool kIsSigned = false;
-};
+struct IntTraits<int32_t> : IntTraitsOf<int32_t, uint32_t, true> {};
 template <>
-struct IntTraits<uint8_t> : UnsignedTraits<uint8_t> {};
+struct IntTraits<int64_t> : IntTraitsOf<int64_t, uint64_t, true> {};
 template <>
-struct IntTraits<uint16_t> : UnsignedTraits<uint16_t> {};
+struct IntTraits<uint8_t> : IntTraitsOf<int8_t, uint8_t, false> {};
 template <>
-struct IntTraits<uint32_t> : UnsignedTraits<uint32_t> {};
+struct IntTraits<uint16_t> : IntTraitsOf<int16_t, uint16_t, false> {};
 template <>
-struct IntTraits<uint64_t> : UnsignedTraits<uint64_t> {};
+struct IntTraits<uint32_t> : IntTraitsOf<int32_t, uint32_t, false> {};
+template <>
+struct IntTraits<uint64_t> : IntTraitsOf<int64_t, uint64_t, false> {};
 
 template <class T>
 inline constexpr int kBits = int(8 * sizeof(T));
+template <class T>
+using Signed = typename IntTraits<T>::Signed;
 template <class T>
 using Unsigned = typename IntTraits<T>::Unsigned;
 // At least 32 bits wide: the language multiplies narrower types as ints, which may overflow.
@@ -315,10 +306,11 @@ JATTN_PROGRAM_FUNCTION T shift_right_logical(T x, T by) {
   const bool fits = Unsigned<T>(by) < Unsigned<T>(kBits<T>);
   return fits ? T(Wide<T>(Unsigned<T>(x)) >> (Unsigned<T>(by) & (kBits<T> - 1))) : T(0);
 }
+// Of unsigned numbers, too, the first bit is the sign.
 template <class T>
 JATTN_PROGRAM_FUNCTION T shift_right_arithmetic(T x, T by) {
   const bool fits = Unsigned<T>(by) < Unsigned<T>(kBits<T>);
-  return T(x >> (fits ? int(by) : kBits<T> - 1));
+  return T(Signed<T>(x) >> (fits ? int(by) : kBits<T> - 1));
 }
 
 template <class T>
@@ -616,8 +608,8 @@ JATTN_PROGRAM_FUNCTION Turn turn_of(float x) {
   float rest = fused(quarters, -kHalfPi, x);
   rest = fused(quarters, 4.371139e-8f, rest);
   rest = fused(quarters, 1.7151245e-15f, rest);
-  // Beyond, the rest is of no use, but its sine should be one.
-  const float held = abs(rest) > 1.0f ? 0.0f : rest;
+  // Beyond, the rest is of no use, but its sine should be one, and its tangent finite.
+  const float held = abs(rest) > 1.0f ? 0.5f : rest;
   return {held, to_integer<int>(quarters)};
 }
 JATTN_PROGRAM_FUNCTION float sine_of_turn(Turn turn, int quarters) {
@@ -685,7 +677,8 @@ JATTN_PROGRAM_FUNCTION float asinh(float x) {
 JATTN_PROGRAM_FUNCTION float acosh(float x) {
   const float above = x - 1.0f;
   const float small = log1p(above + sqrt(fused(above, above, 2.0f * above)));
-  return select(x < 1e9f, small, log(x) + kNaturalLog2);
+  const float size = select(x < 1e9f, small, log(x) + kNaturalLog2);
+  return select(x < 1.0f, float_of_bits(0x7fc00000u), size);
 }
 JATTN_PROGRAM_FUNCTION float atanh(float x) {
   const float size = abs(x);

@@ -63,8 +63,10 @@ def attention(
     Raises:
       NoBackendError: no enabled backend can run the problem where it is expected to run.
     """
-    dispatch.choose_or_raise(spec, device.expected(options.device), options, needs_grad=False)
-    out, lse = forward_p.bind(*operands.flat(), spec=spec, options=options, needs_grad=False)
+    arrays = operands.flat()
+    where = dispatch.expected_device(spec, options, arrays, needs_grad=False)
+    dispatch.choose_or_raise(spec, where, options, needs_grad=False)
+    out, lse = forward_p.bind(*arrays, spec=spec, options=options, needs_grad=False)
     return out, lse
 
 
@@ -255,7 +257,7 @@ def _forward_jvp(
     needs_grad: bool,
 ) -> tuple[Any, Any]:
     _warn_if_not_deterministic(spec, options)
-    where = device.expected(options.device)
+    where = dispatch.expected_device(spec, options, primals, needs_grad=True)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     out, lse = forward_p.bind(*primals, spec=spec, options=options, needs_grad=True)
     # Named inside the rule, because what a checkpointed block lacks later are the residuals of this rule.

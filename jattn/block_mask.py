@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jattn.arrays import as_array, shown
+from jattn.jax_interface import traced_anew
 
 _CLASS = "jattn.BlockMask"
 
@@ -190,17 +191,18 @@ def create_block_mask(
             _check_count(name, argument, extent, " or None")
     _check_result(name, mask_mod)
     of_pairs = _of_pairs(mask_mod)
+    rows, columns = _block_counts(q_len, kv_len, sizes)
     # Blocks at the ends repeat the last pair.
-    keys = jnp.minimum(jnp.arange(-(-kv_len // sizes[1]) * sizes[1], dtype=jnp.int32), kv_len - 1)
+    keys = jnp.minimum(jnp.arange(columns * sizes[1], dtype=jnp.int32), kv_len - 1)
     batches = jnp.arange(1 if batch is None else batch, dtype=jnp.int32)
     heads = jnp.arange(1 if num_heads is None else num_heads, dtype=jnp.int32)
 
-    def row(first: jax.Array) -> jax.Array:
-        queries = jnp.minimum(first + jnp.arange(sizes[0], dtype=jnp.int32), q_len - 1)
+    def row(number: jax.Array) -> jax.Array:
+        queries = jnp.minimum(number * sizes[0] + jnp.arange(sizes[0], dtype=jnp.int32), q_len - 1)
         visible = of_pairs(batches, heads, queries, keys)
-        return visible.reshape(*visible.shape[:3], -1, sizes[1]).any((2, 4))
+        return visible.reshape(*visible.shape[:3], columns, sizes[1]).any((2, 4))
 
-    blocks = lax.map(row, jnp.arange(0, q_len, sizes[0], dtype=jnp.int32))
+    blocks = lax.map(row, jnp.arange(rows, dtype=jnp.int32))
     return BlockMask(jnp.moveaxis(blocks, 0, 2), q_len, kv_len, sizes, mask_mod)
 
 
@@ -249,7 +251,7 @@ def _check_callable(function: str, mask_mod: Any) -> None:
 
 
 def _check_result(function: str, mask_mod: MaskMod) -> None:
-    result = jax.eval_shape(mask_mod, *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
+    result = jax.eval_shape(traced_anew(mask_mod), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
     if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
         raise TypeError(
             f"{function}: mask_mod returns {result}, must return one bool: {_SIGNATURE}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -48,19 +50,32 @@ class Device:
 ASSUMED_CUDA = Device("cuda", arch=(9, 0))
 
 
-def expected(named: Device | None) -> Device:
+def expected(named: Device | None, arrays: Iterable[Any] = ()) -> Device:
     """Guesses, while tracing, the device that a call will be lowered for.
 
     The lowering asks again with certainty; this guess only decides whether a refusal is raised at the caller's line.
+
+    Args:
+      named: the device, if the caller has said so.
+      arrays: what the call reads; one that has been put on a device shows where it runs, traced ones do not.
     """
     if named is not None:
         return named
+    for x in arrays:
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            return describe(_lowering_platform(next(iter(x.devices())).platform))
     default = jax.config.values["jax_default_device"]
     if isinstance(default, jax.Device):
         return describe(_lowering_platform(default.platform))
     if isinstance(default, str):
         return describe(_lowering_platform(default))
     return describe(_lowering_platform(jax.default_backend()))
+
+
+def others(guess: Device) -> list[Device]:
+    """Further devices of this process that traced arrays may lie on: of CPUs, and of the default platform."""
+    found = (describe("cpu"), describe(_lowering_platform(jax.default_backend())))
+    return [device for device in found if device.platform != guess.platform]
 
 
 @functools.lru_cache(maxsize=16)

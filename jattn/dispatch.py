@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from jattn import backends
 from jattn.backends.base import Backend, missing_features
 from jattn.config import Options
-from jattn.device import Device
+from jattn.device import Device, expected, others
 from jattn.errors import (
     FallbackWarning,
     NoBackendError,
@@ -134,6 +135,23 @@ def _backends_for(platform: str) -> dict[str, Backend]:
 def choose(spec: Spec, device: Device, options: Options, needs_grad: bool) -> Decision:
     """Returns the first backend that can run the problem, with the reasons of all others. Raises nothing."""
     return _choose(spec, device, options, needs_grad, registrations())
+
+
+def expected_device(
+    spec: Spec, options: Options, arrays: Iterable[Any], *, needs_grad: bool
+) -> Device:
+    """Guesses, while tracing, where a call will run: see ``jattn.device.expected``.
+
+    Where nobody could run it there, but on another platform of this process, it is taken to be meant for that: arrays
+    on CPUs beside a GPU, under ``jit``.
+    """
+    guess = expected(options.device, arrays)
+    if options.device is not None or choose(spec, guess, options, needs_grad).backend is not None:
+        return guess
+    for other in others(guess):
+        if choose(spec, other, options, needs_grad).backend is not None:
+            return other
+    return guess
 
 
 @functools.lru_cache(maxsize=4096)
@@ -278,10 +296,12 @@ def _check_fallback(
     if options.strict_fallback:
         every = tuple(reason for reasons in turned_down.values() for reason in reasons)
         raise NoBackendError(text, every)
+    if (backend.name, spec) in _warned:
+        return
+    warn_caller(
+        text, FallbackWarning
+    )  # raises where warnings are errors, and then at the next call, too
     with _lock:
-        known = (backend.name, spec) in _warned
         _warned[backend.name, spec] = None
         if len(_warned) > _MOST_WARNED:
             del _warned[next(iter(_warned))]
-    if not known:
-        warn_caller(text, FallbackWarning)

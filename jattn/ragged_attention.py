@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jattn import api, backends, device, dispatch, packed_rows
+from jattn import api, backends, dispatch, packed_rows
 from jattn.arguments import (
     LARGEST_POSITION,
     Call,
@@ -598,9 +598,10 @@ class _Problem:
         if form is not None:
             return form == "padded"
         call = self.packed_call
-        chosen = dispatch.choose(
-            call.spec, device.expected(call.options.device), call.options, needs_grad=False
-        ).backend
+        where = dispatch.expected_device(
+            call.spec, call.options, call.operands.flat(), needs_grad=False
+        )
+        chosen = dispatch.choose(call.spec, where, call.options, needs_grad=False).backend
         if chosen is None:
             # The packed form has a capture of its own, which may be one too many for the kernels that are named.
             return self.options["score_mod"] is not None

@@ -32,6 +32,7 @@ from jattn.jax_interface import (
     other_effects,
     reads_input,
     result_aval,
+    traced_anew,
 )
 from jattn.score_rewriting import NO_MESH, NUM_INDICES, rewritten
 
@@ -203,7 +204,7 @@ def trace(
             own = [result_aval(jax.typeof(like), (), str(x.dtype)) for x in examples[:num_scalars]]
             examples[:num_scalars] = own
         with jax.sharding.use_abstract_mesh(mesh if is_manual else NO_MESH):
-            closed, shape = jax.make_jaxpr(score_mod, return_shape=True)(*examples)
+            closed, shape = jax.make_jaxpr(traced_anew(score_mod), return_shape=True)(*examples)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
             "score_mod is traced: its score and indices have no values yet. Write jnp.where(condition, a, b) in place"
@@ -477,6 +478,11 @@ def _words(closed: ClosedJaxpr) -> str:
 
     def name(x: Any) -> str:
         if isinstance(x, Literal):
+            if isinstance(x.val, jax.core.Tracer):
+                raise TypeError(
+                    f"{_NAME}: score_mod calls a function whose jax.custom_jvp rule closes over a traced array of type"
+                    f" {x.aval}, must read it as an argument: pass it as captures=(x,), and to that function"
+                )
             value = np.asarray(x.val)
             return f"{value.dtype}{list(value.shape)}:{value.tobytes().hex()}"
         return names.setdefault(x, f"v{len(names)}:{x.aval.dtype}{list(x.aval.shape)}")

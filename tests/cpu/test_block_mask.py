@@ -181,3 +181,18 @@ def test_what_block_masks_take() -> None:
     counts, indices = np.array([[[2, 2]]]), np.array([[[[0, -1], [1, 0]]]])
     lists = jattn.BlockMask.from_kv_blocks(counts, indices, 24, 24, 12)
     np.testing.assert_array_equal(lists.materialize()[0, 0], want)
+
+
+@pytest.mark.parametrize("length", ["t", "4*t"])
+def test_masks_of_symbolic_lengths(length: str) -> None:
+    def run(x: jax.Array) -> jax.Array:
+        mask = jattn.create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, x.shape[1], x.shape[1], block_size=4
+        )
+        return jattn.dot_product_attention(x, x, x, block_mask=mask, implementation="reference")
+
+    shape = jax.export.symbolic_shape(f"b, {length}, 2, 8")
+    exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(shape, "float32"))
+    x = jax.random.normal(jax.random.key(0), (1, 12, 2, 8))
+    want = jattn.dot_product_attention(x, x, x, is_causal=True)
+    np.testing.assert_allclose(exported.call(x), want, atol=2e-6)

@@ -6,6 +6,7 @@ Rewrite the file with `JATTN_WRITE_GOLDEN=1 pytest tests/cpu/test_dispatch.py -k
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,44 @@ def test_the_warnings_given_are_not_kept_without_end(monkeypatch: pytest.MonkeyP
         assert len(dispatch._warned) == 3
         with pytest.warns(jattn.FallbackWarning):
             attend(1.0)  # forgotten
+
+
+def test_warnings_that_are_errors_come_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_warned", {})
+    x = jax.ShapeDtypeStruct((1, 4, 2, 600), "float32")
+    with jattn.target_device(DEVICES["sm90"]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(jattn.FallbackWarning):
+                jax.eval_shape(lambda x: jattn.dot_product_attention(x, x, x), x)
+
+
+def on_a_cpu(*shape: int) -> jax.Array:
+    return jax.device_put(jnp.ones(shape), jax.devices("cpu")[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_on_a_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default backend is a GPU then. Arrays say where a call runs; traced ones are taken to lie where it can."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def run(x: jax.Array) -> jax.Array:
+        return jattn.dot_product_attention(x, x, x, implementation="cpu").sum()
+
+    jattn.reset_call_counters()
+    for transformed in (run, jax.jit(run), jax.grad(run)):
+        transformed(on_a_cpu(1, 4, 2, 8))
+    wide = on_a_cpu(1, 4, 2, 600)  # which no kernel of a GPU takes
+    jattn.dot_product_attention(wide, wide, wide)
+    assert jattn.call_counters() == {"cpu": {"forward": 4, "backward": 1}}
+
+
+def test_a_backend_of_a_gpu_refuses_arrays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = on_a_cpu(1, 4, 2, 8)
+    refused = pytest.raises(jattn.NoBackendError, match="PLATFORM: device is cpu")
+    with refused, pytest.warns(UserWarning, match="PLATFORM"):
+        jattn.dot_product_attention(x, x, x, implementation="flash")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])

@@ -297,6 +297,52 @@ def test_F108_what_a_function_closes_over(how: str) -> None:
     np.testing.assert_allclose(out, want, atol=2e-6)
 
 
+class Module:
+    """Has a score function that reads what the module holds at the moment of the call."""
+
+    table: Array
+
+    def score_mod(self, s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+        return s + self.table[h, q] * self.table[h, k]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_F108_one_function_object_reads_what_it_closes_over_at_each_call(transform: Any) -> None:
+    q, k, v = qkv()
+    table, ids = captured()
+    module = Module()
+    score_mod = module.score_mod  # the same object each time
+
+    def run(table: Array) -> Array:
+        module.table = table
+        return attend(q, k, v, score_mod)
+
+    def plain(table: Array) -> Array:
+        return dense(q, k, v, with_table(table, jnp.zeros_like(ids)))[0]
+
+    exact = jax.grad(lambda t: (plain(t) ** 2).sum())
+    for factor in (1, 2):
+        np.testing.assert_allclose(transform(run)(factor * table), plain(factor * table), atol=2e-6)
+        got = transform(jax.grad(lambda t: (run(t) ** 2).sum()))(factor * table)
+        np.testing.assert_allclose(got, exact(factor * table), atol=1e-3)
+
+
+def test_derivatives_that_close_over_traced_arrays_are_refused() -> None:
+    q, k, v = qkv()
+
+    @jax.jit
+    def run(table: Array) -> Array:
+        @jax.custom_jvp
+        def gain(s: Array) -> Array:
+            return s * table[0, 0]
+
+        gain.defjvp(lambda primals, tangents: (gain(*primals), table[0, 0] * tangents[0]))
+        return attend(q, k, v, lambda s, b, h, q, k: gain(s))
+
+    with pytest.raises(TypeError, match=r"custom_jvp rule closes over a traced array.*captures="):
+        run(captured()[0])
+
+
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
 def test_F112_vmap_over_operands_and_captures(axes: tuple[int | None, int | None]) -> None:
     """Of q and of the table; gradients of what is shared are summed, of what is mapped kept apart."""

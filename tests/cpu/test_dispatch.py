@@ -317,7 +317,7 @@ def test_arrays_on_a_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_of_a_gpu_refuses_arrays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x = on_a_cpu(1, 4, 2, 8)
+    x = on_a_cpu(1, 4, 2, 8).astype("bfloat16")
     refused = pytest.raises(jattn.NoBackendError, match="PLATFORM: device is cpu")
     with refused, pytest.warns(UserWarning, match="PLATFORM"):
         jattn.dot_product_attention(x, x, x, implementation="flash")

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/broadcast.h"
+
 namespace jattn::cpu {
 namespace {
 
@@ -151,22 +153,10 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
 
   plan.chain_distance = groups * plan.num_chunks;
   if (wants_dbias) {
-    const BroadcastTensor& bias = problem.bias;
-    struct Axis {
-      int64_t stride, size;
-    };
-    const Axis axes[] = {{bias.stride_batch, problem.batch},
-                         {bias.stride_head, problem.num_heads},
-                         {bias.stride_query, problem.q_len},
-                         {bias.stride_key, problem.kv_len}};
-    plan.writes_dbias_once = true;
-    plan.dbias_count = 1;
-    for (const Axis& axis : axes) {
-      if (axis.stride != 0) plan.dbias_count *= axis.size;
-      if (axis.stride == 0 && axis.size > 1) plan.writes_dbias_once = false;
-    }
+    plan.dbias_count = shape_of(problem.bias, problem).elements();
+    plan.writes_dbias_once = plan.dbias_count == query_rows * problem.kv_len;
     const DType accumulator = problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-    plan.sums_dbias_in_place = !plan.writes_dbias_once && bias.dtype == accumulator;
+    plan.sums_dbias_in_place = !plan.writes_dbias_once && problem.bias.dtype == accumulator;
     if (!plan.writes_dbias_once) plan.chain_distance = 1;
   }
 

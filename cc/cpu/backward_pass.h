@@ -3,7 +3,7 @@
 // one chunk of the queries of the heads that read it; a step is a tile of kTile queries of one of these heads.
 //
 // The members are defined in the files that the declarations name; backward.inl brings them together. They are `inline`
-// there, as if they stood in the class: the compiler then inlines by the same limits.
+// there, since GCC's limits for what it inlines are higher for such functions, as for those that stand in a class.
 #pragma once
 
 #include "cpu/backward_products.h"

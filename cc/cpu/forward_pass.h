@@ -3,7 +3,7 @@
 // head to a range of keys, kTile keys a step.
 //
 // The members are defined in the files that the declarations name; forward.inl brings them together. They are `inline`
-// there, as if they stood in the class: the compiler then inlines by the same limits.
+// there, since GCC's limits for what it inlines are higher for such functions, as for those that stand in a class.
 #pragma once
 
 #include "cpu/dropout.h"

@@ -1,5 +1,6 @@
 # The native CPU kernel: the same source compiled once per instruction set, each in a file of its own, so that no code of
-# a newer set can be chosen by the linker for a machine that lacks it. targets.cc picks one at run time.
+# a newer set can be chosen by the linker for a machine that lacks it. targets.cc picks one at run time. For the same
+# reason nothing is built for the machine that compiles (-march=native).
 
 set(cpu_sources
     cc/cpu/targets.cc

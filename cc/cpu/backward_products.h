@@ -67,8 +67,8 @@ class BackwardProducts {
     douts_ = douts;
   }
 
-  // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v. With `cells` those without a visible pair are left out:
-  // they stay what they are here, and below p and ds are 0 there.
+  // s[query * kTile + key] = q . k and dp[query * kTile + key] = dout . v. With `cells` those without a visible pair
+  // are left out: they stay what they are here, and below p and ds are 0 there.
   void multiply_queries(int64_t queries, int64_t keys, const BandCells* cells, Acc* s) const {
     multiply_rows(queries, keys, cells, {queries_, row_len_, 1}, head_dim_, k_lanes_, s);
   }
@@ -129,7 +129,8 @@ class BackwardProducts {
     }
   }
 
-  // sums[key] += sum over queries of weights[query][key] * rows[query]. `starts`: nothing has been added to the sums yet.
+  // sums[key] += sum over queries of weights[query][key] * rows[query]. `starts`: nothing has been added to the sums
+  // yet.
   void add_rows(int64_t queries, int64_t keys, const BandCells* cells, const Acc* weights, uint64_t excluded,
                 RightTile<Acc> rows, int64_t row_size, bool& starts, Acc* sums) const {
     if (starts && excluded != 0) {

@@ -1,4 +1,5 @@
-// What a band and lengths leave of a tile of scores, in cells of 16 queries x 16 keys: on a causal diagonal ten of sixteen.
+// What a band and lengths leave of a tile of scores, in cells of 16 queries x 16 keys: on a causal diagonal ten of
+// sixteen.
 #pragma once
 
 #include "cpu/visibility.h"
@@ -9,8 +10,9 @@ namespace {
 constexpr int64_t kCell = 16;
 constexpr int64_t kMostCells = kTile / kCell;  // along a side
 
-// The visible keys of the queries of each row of cells, from the tile's first on; where there are none, an empty range. Both ends
-// rise, or stay, from one row of cells to the next, so the queries that see a column of cells follow each other.
+// The visible keys of the queries of each row of cells, from the tile's first on; where there are none, an empty range.
+// Both ends rise, or stay, from one row of cells to the next, so the queries that see a column of cells follow each
+// other.
 struct BandCells {
   int64_t rows;  // of cells
   IndexRange keys[kMostCells];

@@ -73,8 +73,8 @@ class BiasGradient {
     }
   }
 
-  // column_sums[key] += sum over queries of ds. By eight queries, then by tiles: in one chain, sums of 180 queries had errors a
-  // quarter larger.
+  // column_sums[key] += sum over queries of ds. By eight queries, then by tiles: in one chain, sums of 180 queries had
+  // errors a quarter larger.
   static void add_columns(int64_t queries, int64_t keys, const Acc* ds, Acc* column_sums) {
     constexpr int64_t kChain = 8;
     Acc of_tile[kTile] = {};

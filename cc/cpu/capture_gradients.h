@@ -1,7 +1,7 @@
 // The gradients of what the user's score function reads: ds * d score' / d element, summed over the pairs that read an
-// element. Any pair may read any element, so each tile of keys, against one chunk of the queries, adds to an array of all of
-// them. There are several such parts: every num_parts-th tile adds to the same one, after the tile before has been added, and the
-// parts are added up in their order when all are there.
+// element. Any pair may read any element, so each tile of keys, against one chunk of the queries, adds to an array of
+// all of them. There are several such parts: every num_parts-th tile adds to the same one, after the tile before has
+// been added, and the parts are added up in their order when all are there.
 #pragma once
 
 #include "cpu/convert.h"

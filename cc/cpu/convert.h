@@ -163,8 +163,8 @@ inline Accumulator<Element> dot_product(const Element* left, const Element* righ
   return sum_of<Acc>(sums);
 }
 
-// A task that packs for itself asks for rows so far ahead: those of many heads lie a page or more apart, and nothing else does.
-// Where sequences are shorter, they are rows of the sequence that follows.
+// A task that packs for itself asks for rows so far ahead: those of many heads lie a page or more apart, and nothing
+// else does. Where sequences are shorter, they are rows of the sequence that follows.
 inline constexpr int64_t kRowsAhead = 24;
 
 // Asks for a row that is read soon, or written. It may lie outside its array.
@@ -227,8 +227,8 @@ inline void narrow_row(const Accumulator<Element>* from, int64_t count, Accumula
   memcpy(to + i, tail, static_cast<size_t>(count - i) * sizeof(Element));
 }
 
-// to[i] = from[i] / divisor. 16-bit outputs multiply by 1 / divisor: the extra float32 rounding is negligible beside the final
-// one.
+// to[i] = from[i] / divisor. 16-bit outputs multiply by 1 / divisor: the extra float32 rounding is negligible beside
+// the final one.
 template <typename Element>
 inline void divide_row(const Accumulator<Element>* from, int64_t count, Accumulator<Element> divisor, Element* to) {
   using Acc = Accumulator<Element>;
@@ -237,8 +237,9 @@ inline void divide_row(const Accumulator<Element>* from, int64_t count, Accumula
   } else {
     int64_t i = 0;
 #if defined(__FMA__) || defined(__aarch64__)
-    // Ten products take as long as one division. That with 1 / divisor, corrected once by what a fused multiply-add finds
-    // missing, is the rounded quotient but for one in millions, unless something on the way is not finite or underflows.
+    // Ten products take as long as one division. That with 1 / divisor, corrected once by what a fused multiply-add
+    // finds missing, is the rounded quotient but for one in millions, unless something on the way is not finite or
+    // underflows.
     if (divisor > Acc{0x1p-60f} && divisor < Acc{0x1p60f}) {
       const Acc reciprocal = 1 / divisor;
       Vec<Bits<Acc>> not_finite{};

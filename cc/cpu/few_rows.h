@@ -86,8 +86,8 @@ class FewRows {
  private:
   static constexpr int kMostTogether = 4;  // queries that share a row of keys or values in registers
   static constexpr int kSums = 8;          // as many as hide the latency of a multiply-add
-  // Keys of which all queries take what they need before the next follow: where rows are a multiple of 4 KiB apart, as those
-  // of many heads are, the first-level cache holds no more. Those two chunks further on are asked for.
+  // Keys of which all queries take what they need before the next follow: where rows are a multiple of 4 KiB apart, as
+  // those of many heads are, the first-level cache holds no more. Those two chunks further on are asked for.
   static constexpr int64_t kChunk = 8 > kStep ? 8 : kStep;
   static constexpr int64_t kAhead = 2 * kChunk;
 

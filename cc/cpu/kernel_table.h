@@ -8,9 +8,9 @@
 
 namespace jattn::cpu {
 
-// Runs body(argument, i) for every i in [0, count) on several threads that have `thread_bytes` of thread_memory(). Plain function
-// pointers: a std::function called from an instruction-set file would leave library templates in it that use those
-// instructions.
+// Runs body(argument, i) for every i in [0, count) on several threads that have `thread_bytes` of thread_memory().
+// Plain function pointers: a std::function called from an instruction-set file would leave library templates in it that
+// use those instructions.
 struct TaskRunner {
   int64_t num_threads;
   void* context;

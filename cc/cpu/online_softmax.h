@@ -25,10 +25,10 @@ struct SoftmaxState {
   }
 };
 
-// On the matrix unit (kFused) score * log2_unit - row_max * log2_unit is one instruction, with the second product rounded
-// beforehand. What that rounding adds to every exponent of a row is known: it is part
-// of what the row has accumulated, and total_of_row takes it out. Beyond this limit it could overflow: there the
-// difference is taken first, as without kFused.
+// On the matrix unit (kFused) score * log2_unit - row_max * log2_unit is one instruction, with the second product
+// rounded beforehand. What that rounding adds to every exponent of a row is known: it is part of what the row has
+// accumulated, and total_of_row takes it out. Beyond this limit it could overflow: there the difference is taken first,
+// as without kFused.
 constexpr float kFusedLimit = 0x1p29f;
 
 template <bool kFused, typename V, typename Acc>
@@ -92,8 +92,8 @@ inline bool continue_softmax(int64_t keys, int64_t lanes, float log2_unit, const
 }
 
 // Turns scores[key * kLanes + lane] into probabilities exp2((score - row_max) * log2_unit) and updates the state.
-// Without kFused the difference is taken before the product, so that equal scores give exactly 1 however large they are. A NaN score
-// never becomes the maximum but is a NaN probability, and so reaches row_sum and the output.
+// Without kFused the difference is taken before the product, so that equal scores give exactly 1 however large they
+// are. A NaN score never becomes the maximum but is a NaN probability, and so reaches row_sum and the output.
 // Calls take(key, lane, p of key, p of key + 1) for every second key; beyond the last key p is 0. It may change p
 // after it has entered row_sum and before it is stored, if kStores: products that take p otherwise leave the scores as
 // they are.
@@ -182,8 +182,8 @@ inline bool update_softmax(int64_t keys, int64_t lanes, Acc log2_unit, Acc* scor
 }
 
 // update_softmax for one row with its keys in the lanes: scores[key] for `keys` keys, a multiple of the lanes. Calls
-// drop(key, p) for every vector of probabilities, after it has entered the sum. Returns what everything accumulated so far
-// is to be multiplied by.
+// drop(key, p) for every vector of probabilities, after it has entered the sum. Returns what everything accumulated so
+// far is to be multiplied by.
 template <typename Acc, int64_t kLanes, typename Drop>
 inline Acc update_softmax_of_row(int64_t keys, Acc log2_unit, Acc* scores, int64_t row,
                                  SoftmaxState<Acc, kLanes>& state, const Drop& drop) {

@@ -1,7 +1,7 @@
 // The two products of the forward pass on pairs of bfloat16 in vectors (vdpbf16ps). P is rounded to 8 bits.
 //
-// As in ForwardProducts the queries are the columns of every result, so that the softmax is the same. The pairs of scores
-// follow each other along the elements of a row, so K is read as it lies; those of the values along the keys.
+// As in ForwardProducts the queries are the columns of every result, so that the softmax is the same. The pairs of
+// scores follow each other along the elements of a row, so K is read as it lies; those of the values along the keys.
 #pragma once
 
 #include "cpu/band_cells.h"

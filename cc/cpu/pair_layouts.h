@@ -190,8 +190,8 @@ inline void round_tile_to_pairs(const float* tile, int64_t rows, BFloat16* to) {
 // floats, rounded, make one of 16-bit elements. A product over them takes any order that its two operands share.
 constexpr int64_t kHalvesLen = 32;
 
-// A float tile [kTile][kTile] with columns in the order of halves; rows from `rows` and columns from `columns` on become
-// 0.
+// A float tile [kTile][kTile] with columns in the order of halves; rows from `rows` and columns from `columns` on
+// become 0.
 inline void round_tile_to_halves(const float* tile, int64_t rows, int64_t columns, BFloat16* to) {
   for (int64_t row = 0; row < kTile; ++row) {
     for (int64_t column = 0; column < kTile; column += kHalvesLen) {

@@ -12,8 +12,8 @@ struct VectorUnit {
   struct Session {};
   using Result = ResultTile<float>;
 
-  // The left operand lies row by row, the right one in pairs of rows; strides in elements. An odd last element of either
-  // has a zero beside it.
+  // The left operand lies row by row, the right one in pairs of rows; strides in elements. An odd last element of
+  // either has a zero beside it.
   struct Operand {
     const BFloat16* data;
     int64_t stride;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/broadcast.h"
+
 namespace jattn::cpu {
 namespace {
 
@@ -20,8 +22,8 @@ constexpr int64_t kLeastReadersOfPacked = 3;
 // A chunk of the backward pass reads K and V and writes dk and dv once.
 constexpr int64_t kLeastChunkTiles = 4;
 
-// What the parts of the gradients of captures may take. Each element of a part is cleared once and read once, which shall stay
-// little beside the pairs.
+// What the parts of the gradients of captures may take. Each element of a part is cleared once and read once, which
+// shall stay little beside the pairs.
 constexpr int64_t kMostCaptureBytes = int64_t{128} << 20;
 constexpr int64_t kLeastPairsOfElement = 2;
 
@@ -32,8 +34,8 @@ int64_t round_up(int64_t value, int64_t unit) { return ceil_div(value, unit) * u
 
 int64_t accumulator_bytes(const Problem& problem) { return problem.dtype == DType::kF64 ? 8 : 4; }
 
-// In how many parts tasks add up the gradients of captures. If there can be, some for the tiles of keys of each head and chunk,
-// which then wait for one another alone; at least so many as keep the cores busy.
+// In how many parts tasks add up the gradients of captures. If there can be, some for the tiles of keys of each head
+// and chunk, which then wait for one another alone; at least so many as keep the cores busy.
 int64_t capture_parts(const BackwardPlan& plan, int64_t groups, int64_t pairs) {
   constexpr int64_t kLeastParts = 2;
   const int64_t by_bytes = kMostCaptureBytes / static_cast<int64_t>(sizeof(double)) / plan.capture_elements;
@@ -90,8 +92,9 @@ ForwardPlan plan_panels(const Problem& problem, int64_t panel_rows, bool in_plan
   const int64_t half_units = in_planes && problem.dtype == DType::kF32 ? 3 : 2;
   plan.key_tile_len = kTile * plan.row_len * half_units / 2 + kAlignment / unit_bytes;
   plan.value_tile_len = kTile * plan.row_len_v * half_units / 2;
-  // A head of up to 1 MiB stays in a second-level cache, and packing it so costs more than it spares. Measured on a Xeon with
-  // AVX-512, float32: at 2048 and 4096 keys 4 to 9 % less time (head dim 64 and 128), at 512 and 1024 3 to 12 % more.
+  // A head of up to 1 MiB stays in a second-level cache, and packing it so costs more than it spares. Measured on a
+  // Xeon with AVX-512, float32: at 2048 and 4096 keys 4 to 9 % less time (head dim 64 and 128), at 512 and 1024
+  // 3 to 12 % more.
   constexpr int64_t kSmallHeadBytes = 1 << 20;
   plan.packs_micropanels =
       plan.packs_first && plan.kv_tiles * kTile * (plan.row_len + plan.row_len_v) * unit_bytes > kSmallHeadBytes;
@@ -150,22 +153,10 @@ BackwardPlan plan_backward(const Problem& problem, bool wants_dbias, bool in_pla
 
   plan.chain_distance = groups * plan.num_chunks;
   if (wants_dbias) {
-    const BroadcastTensor& bias = problem.bias;
-    struct Axis {
-      int64_t stride, size;
-    };
-    const Axis axes[] = {{bias.stride_batch, problem.batch},
-                         {bias.stride_head, problem.num_heads},
-                         {bias.stride_query, problem.q_len},
-                         {bias.stride_key, problem.kv_len}};
-    plan.writes_dbias_once = true;
-    plan.dbias_count = 1;
-    for (const Axis& axis : axes) {
-      if (axis.stride != 0) plan.dbias_count *= axis.size;
-      if (axis.stride == 0 && axis.size > 1) plan.writes_dbias_once = false;
-    }
+    plan.dbias_count = shape_of(problem.bias, problem).elements();
+    plan.writes_dbias_once = plan.dbias_count == query_rows * problem.kv_len;
     const DType accumulator = problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-    plan.sums_dbias_in_place = !plan.writes_dbias_once && bias.dtype == accumulator;
+    plan.sums_dbias_in_place = !plan.writes_dbias_once && problem.bias.dtype == accumulator;
     if (!plan.writes_dbias_once) plan.chain_distance = 1;
   }
 

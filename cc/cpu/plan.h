@@ -38,8 +38,8 @@ struct ForwardPlan {
   int64_t row_len, row_len_v;  // head_dim and head_dim_v padded to kRowUnit
 
   // Tiles of keys and values are brought into the layout of the products once, before the tasks that read them, unless
-  // so few tasks do that each may do it for itself. Per tile: kTile rows as the products want them, and a bit per row of
-  // values that is not finite: [B, K, kv_tiles].
+  // so few tasks do that each may do it for itself. Per tile: kTile rows as the products want them, and a bit per row
+  // of values that is not finite: [B, K, kv_tiles].
   bool packs_first;
   bool packs_micropanels;  // instead of rows, on vectors (tile_product.h): where a head exceeds a second-level cache
   int64_t kv_tiles;

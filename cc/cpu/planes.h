@@ -2,16 +2,16 @@
 //
 // A float16 is the sum of two bfloat16, exactly: the upper 8 bits of its significand and the other 3. A float32 is the
 // sum of three. A product is the sum over pairs of planes, still much faster than float32 vectors. Infinity cannot be
-// split so (next to a zero plane it gives NaN), and a partial sum may overflow where the whole does not: tiles with such
-// values are left to the vectors.
+// split so (next to a zero plane it gives NaN), and a partial sum may overflow where the whole does not: tiles with
+// such values are left to the vectors.
 //
 // The unit takes subnormal numbers for 0. Parts of a float32 below 2^-126 are lost: an absolute error, which only sums
 // of values that are all below about 2^-100 see.
 //
-// Operands lie in blocks, in the order in which a product reads them: [extent / 32][inner / 32][planes] blocks of 32 x 32
-// elements, which are two tile registers. `extent` counts the rows of the left operand and the columns of the right one.
-// Streaming keys from the third-level cache, a product takes as long as from the first; with tiles that are 16 pieces of
-// larger rows it took twice as long.
+// Operands lie in blocks, in the order in which a product reads them: [extent / 32][inner / 32][planes] blocks of
+// 32 x 32 elements, which are two tile registers. `extent` counts the rows of the left operand and the columns of the
+// right one. Streaming keys from the third-level cache, a product takes as long as from the first; with tiles that are
+// 16 pieces of larger rows it took twice as long.
 #pragma once
 
 #include "cpu/amx_tiles.h"
@@ -29,9 +29,10 @@ template <>
 constexpr int64_t kPlanesOf<float> = 3;
 
 // The pairs of planes (of the left, of the right operand) that make a product, each sharing a plane with the one before
-// it. The largest comes last: the passes exchange left and right, and what they add up before it differs by nothing that the
-// rounding of the sum lets through, so the probability of a key far above all others is 1 in both. Of float16 all pairs. Of float32 those that reach into the 24 bits of a product: the three others are below 2^-24
-// of it and changed no measured error.
+// it. The largest comes last: the passes exchange left and right, and what they add up before it differs by nothing
+// that the rounding of the sum lets through, so the probability of a key far above all others is 1 in both. Of float16
+// all pairs. Of float32 those that reach into the 24 bits of a product: the three others are below 2^-24 of it and
+// changed no measured error.
 struct PlanePair {
   int64_t left, right;
 };
@@ -192,8 +193,8 @@ inline __attribute__((always_inline)) Planes<kPlanesOf<Element>> planes_of(Vec<f
   return planes;
 }
 
-// P and dS, in the type of the accumulator: the last of two planes is rounded, three hold them exactly. They are cut off
-// otherwise, which is faster: what is left out has no sign as long as the other operand is rounded.
+// P and dS, in the type of the accumulator: the last of two planes is rounded, three hold them exactly. They are cut
+// off otherwise, which is faster: what is left out has no sign as long as the other operand is rounded.
 template <int64_t kPlanes>
 inline __attribute__((always_inline)) Planes<kPlanes> cut_planes(Vec<float> value) {
   Planes<kPlanes> planes;
@@ -221,8 +222,8 @@ inline __mmask16 lanes_before(int64_t rest) {
   return static_cast<__mmask16>(rest >= 16 ? 0xffff : rest <= 0 ? 0 : (1 << rest) - 1);
 }
 
-// Takes what vectors have computed into a tile of results, rows of `stride`, where a bit of the row or of the column says
-// so. The others keep their bits: they must not depend on what another row holds, which they may not even see.
+// Takes what vectors have computed into a tile of results, rows of `stride`, where a bit of the row or of the column
+// says so. The others keep their bits: they must not depend on what another row holds, which they may not even see.
 inline void take_exact(int64_t rows, int64_t columns, uint64_t exact_rows, uint64_t exact_columns, const float* exact,
                        float* result, int64_t stride) {
   for (int64_t row = 0; row < rows; ++row) {

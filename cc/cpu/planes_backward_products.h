@@ -18,8 +18,8 @@ class PlanesBackwardProducts {
   static constexpr int64_t kPlanes = kPlanesOf<Element>;
   static constexpr bool kFusesSoftmax = false;
 
-  // Layout of packed tiles: left operands of products over the elements of a row, then over rows. Returns a bit for each
-  // row where either is not finite, or huge.
+  // Layout of packed tiles: left operands of products over the elements of a row, then over rows. Returns a bit for
+  // each row where either is not finite, or huge.
   template <typename QueryRow, typename DoutRow>
   static uint64_t pack_queries(const BackwardPlan& plan, const Problem& problem, int64_t count,
                                const QueryRow& query_row, const DoutRow& dout_row, float* queries, float* douts,
@@ -117,8 +117,8 @@ class PlanesBackwardProducts {
     multiply_planes<kPlanes, true>(queries, row_len_, keys, {ds_left_, kTile}, {right, kTile}, {dq, row_len_});
   }
 
-  // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P and dS
-  // are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
+  // All five products of a full tile without masks, score rule or excluded rows: s and dp are room for a tile each. P
+  // and dS are formed and cut while the matrix unit multiplies. Returns false where nothing was done.
   static constexpr bool kLeavesOutCells = false;
   static constexpr bool kInterleaves = true;
   static constexpr bool kWholeTiles = true;

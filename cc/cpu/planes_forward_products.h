@@ -1,4 +1,5 @@
-// The two products of the forward pass on the matrix unit, for float16 and float32. P is rounded to 16 bits for float16.
+// The two products of the forward pass on the matrix unit, for float16 and float32. P is rounded to 16 bits for
+// float16.
 //
 // As in ForwardProducts the queries are the columns of every result, so that the softmax is the same.
 #pragma once

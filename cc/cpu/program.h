@@ -13,8 +13,9 @@
 //   table BYTES NUMBER...                an array of constants, as the bits of their lanes
 //   q BYTES TO FROM                      spreads a register of Q over pairs; k: of K
 //   SECTION OPERATION TO FROM... NUMBER...
-//   gradient SECTION PLACE DERIVATIVE    of an element that a pair reads: its place among all elements whose gradients are
-//                                        wanted, an int32 of that section, and the derivative of the score, of a pair
+//   gradient SECTION PLACE DERIVATIVE    of an element that a pair reads: its place among all elements whose gradients
+//                                        are wanted, an int32 of that section, and the derivative of the score, of a
+//                                        pair
 // Registers 0 to 4 are the arguments: score, batch, head, query, key. Bools have lanes of 32 bits, 0 or 1; float16 and
 // bfloat16 those of float, rounded.
 #pragma once
@@ -100,8 +101,8 @@ struct Program {
   List<CaptureRead> reads;
 };
 
-// One tile of scores in natural units, which become the new ones; or, with `sums`, for whose pairs all reads of the program are
-// added up.
+// One tile of scores in natural units, which become the new ones; or, with `sums`, for whose pairs all reads of the
+// program are added up.
 struct ProgramTile {
   const Program* program;
   void* scores;          // [rows][stride], float or double
@@ -114,7 +115,8 @@ struct ProgramTile {
   const int32_t* keys;     // [kTile], likewise
   void* registers;         // Program::registers_bytes, 64-byte aligned
   // Only with kTile keys in the lanes and queries of one head, which is then of section U: ds * derivative is added to
-  // sums[place] for each read of a pair of the first `lanes` lanes whose ds is not 0. Places are held to the ends of the sums.
+  // sums[place] for each read of a pair of the first `lanes` lanes whose ds is not 0. Places are held to the ends of
+  // the sums.
   const void* ds = nullptr;  // [rows][stride], float or double: gradients of the new scores
   int64_t lanes = 0;
   double* sums = nullptr;  // [num_sums], one at least

@@ -55,8 +55,8 @@ class TileProgram {
     }
   }
 
-  // Adds what pairs with weight give to the gradients of the elements that they read to `sums`: scores[row * kTile + key]
-  // before the function, and ds behind it.
+  // Adds what pairs with weight give to the gradients of the elements that they read to `sums`:
+  // scores[row * kTile + key] before the function, and ds behind it.
   template <typename Acc>
   void add_gradients(const Sequence& sequence, const QueryRows& queries, KeyRange keys, Acc* scores, const Acc* ds,
                      double* sums, int64_t num_sums) const {

@@ -1,5 +1,5 @@
-// The gradient of ALiBi slopes: -sum of ds |distance| over the pairs of a head. Each tile of keys, against one chunk of the
-// queries, has a part of it, and the parts are added up in the order of the keys when all are there.
+// The gradient of ALiBi slopes: -sum of ds |distance| over the pairs of a head. Each tile of keys, against one chunk of
+// the queries, has a part of it, and the parts are added up in the order of the keys when all are there.
 #pragma once
 
 #include "cpu/scores.h"

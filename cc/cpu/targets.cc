@@ -1,16 +1,7 @@
 // The public functions: pick the kernels of one instruction set and run them.
 //
-// Source files of the CPU backend and the flags that each needs beside -std=c++20 -O3 -fno-math-errno
-// -fno-trapping-math (x86-64 only where marked; the compiler must not be told -march=native or -ffast-math):
-//
-//   targets.cc, plan.cc, threads.cc, program.cc   none
-//   baseline.cc                       none
-//   avx2.cc                           -mavx2 -mfma -mf16c                                                     [x86-64]
-//   avx512.cc                         -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx2
-//                                     -mprefer-vector-width=512                                               [x86-64]
-//   avx512_bf16.cc                    the flags of avx512.cc, and -mavx512bf16                                [x86-64]
-//   amx.cc                            the flags of avx512.cc, and -mamx-tile -mamx-bf16                       [x86-64]
-//   program_baseline.cc, program_avx2.cc, program_avx512.cc   as the files of those sets
+// Those are compiled from one source, once per instruction set: cmake/cpu_kernel.cmake lists the files and the flags of
+// each. Everything here runs on any machine, so it is compiled without flags of an instruction set.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -22,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "core/broadcast.h"
 #include "cpu/attention.h"
 #include "cpu/kernel_table.h"
 
@@ -95,8 +87,8 @@ std::atomic<const Target*>& active_target() {
   return active;
 }
 
-// Calls try_table(table) for the tables of an instruction set that have a kernel of this type, until one returns true. Returns whether
-// one did.
+// Calls try_table(table) for the tables of an instruction set that have a kernel of this type, until one returns true.
+// Returns whether one did.
 template <typename Kernel, typename Try>
 bool try_tables(const Target& target, Kernel (KernelTable::*kernels)[4], DType dtype, const Try& try_table) {
   for (const KernelTable* table : {target.kernels, target.other_kernels}) {
@@ -121,16 +113,11 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
   const auto clear = [](void* gradient, int64_t elements, DType dtype) {
     if (gradient != nullptr) std::memset(gradient, 0, static_cast<size_t>(elements * size_bytes(dtype)));
   };
-  const auto extent = [](int64_t stride, int64_t full) { return stride == 0 ? int64_t{1} : full; };
   const int64_t key_rows = problem.batch * problem.kv_len * problem.num_kv_heads;
   clear(buffers.dq, problem.batch * problem.q_len * problem.num_heads * problem.head_dim, problem.dtype);
   clear(buffers.dk, key_rows * problem.head_dim, problem.dtype);
   clear(buffers.dv, key_rows * problem.head_dim_v, problem.dtype);
-  const BroadcastTensor& bias = problem.bias;
-  clear(buffers.dbias,
-        extent(bias.stride_batch, problem.batch) * extent(bias.stride_head, problem.num_heads) *
-            extent(bias.stride_query, problem.q_len) * extent(bias.stride_key, problem.kv_len),
-        bias.dtype);
+  clear(buffers.dbias, shape_of(problem.bias, problem).elements(), problem.bias.dtype);
   const DType lse_dtype = problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   clear(buffers.dslopes, problem.batch * problem.num_heads, lse_dtype);
   clear(buffers.dcaptures, buffers.dcaptures_elements, lse_dtype);

@@ -7,9 +7,9 @@
 namespace jattn::cpu {
 namespace {
 
-// While one lives the thread takes subnormal numbers for 0, in operands and results. Probabilities far from the maximum,
-// as slopes make them, would otherwise cost a microcode assist in every product (a backward pass took 1.6 times as
-// long); and threads that differ here, as those of an application do, would give different bits.
+// While one lives the thread takes subnormal numbers for 0, in operands and results. Probabilities far from the
+// maximum, as slopes make them, would otherwise cost a microcode assist in every product (a backward pass took 1.6
+// times as long); and threads that differ here, as those of an application do, would give different bits.
 class FlushSubnormals {
  public:
 #if defined(__x86_64__)
@@ -37,10 +37,10 @@ class FlushSubnormals {
 #endif
 };
 
-// All stages of a pass run as one set of tasks, so that threads meet only once, at the end. A thread draws tickets, each for some
-// tasks in a row: one, or, where tasks are short, as many as make drawing cheap and lie in the same pages of memory. A task
-// may wait for earlier ones (Milestones, Convoy) and never for later ones. Those it waits for are running or done, and
-// the earliest running task waits for nobody: nothing can hang, whatever the number of threads.
+// All stages of a pass run as one set of tasks, so that threads meet only once, at the end. A thread draws tickets,
+// each for some tasks in a row: one, or, where tasks are short, as many as make drawing cheap and lie in the same pages
+// of memory. A task may wait for earlier ones (Milestones, Convoy) and never for later ones. Those it waits for are
+// running or done, and the earliest running task waits for nobody: nothing can hang, whatever the number of threads.
 // `products`: multiply-adds of all tasks, about.
 template <typename Body>
 inline void run_tasks(const TaskRunner& runner, int64_t count, int64_t products, int64_t thread_bytes,
@@ -137,8 +137,8 @@ class Places {
   void give_back(int64_t place) { __atomic_store_n(taken_ + place, 0, __ATOMIC_RELEASE); }
 
   // The place of a head that several tasks work on, to its end: the first of them takes it. Such heads keep
-  // their places, so the next one looks behind the last. What it passes over is held by threads with heads of their own, who
-  // come back to it first: there are still enough.
+  // their places, so the next one looks behind the last. What it passes over is held by threads with heads of their
+  // own, who come back to it first: there are still enough.
   int64_t of_shared_head(int64_t head, bool is_first) {
     if (is_first) {
       const int64_t place = take(__atomic_load_n(&behind_shared_, __ATOMIC_RELAXED));
@@ -156,9 +156,10 @@ class Places {
   int64_t behind_shared_ = 0;
 };
 
-// How many heads are given whole to one thread: packing stays in that core's cache and scratch is reused. Remaining heads
-// are shared to balance the load; heads of at most `kShort` pairs of tiles need no balancing where each thread has
-// `kManyHeads` of them. Where lengths differ a thread may be a head of full length behind: a quarter of the heads are shared.
+// How many heads are given whole to one thread: packing stays in that core's cache and scratch is reused. Remaining
+// heads are shared to balance the load; heads of at most `kShort` pairs of tiles need no balancing where each thread
+// has `kManyHeads` of them. Where lengths differ a thread may be a head of full length behind: a quarter of the heads
+// are shared.
 inline int64_t heads_of_one_thread(int64_t num_heads, int64_t num_threads, int64_t tiles_per_head,
                                    bool lengths_differ) {
   constexpr int64_t kShort = 16 * 16, kManyHeads = 4;

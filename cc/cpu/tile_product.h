@@ -6,8 +6,9 @@
 namespace jattn::cpu {
 namespace {
 
-// Elements of one operand that meet the other's in one step along the inner dimension. bfloat16 goes in pairs (vdpbf16ps):
-// two elements that follow each other along that dimension lie side by side, and an odd last one beside a zero.
+// Elements of one operand that meet the other's in one step along the inner dimension. bfloat16 goes in pairs
+// (vdpbf16ps): two elements that follow each other along that dimension lie side by side, and an odd last one beside a
+// zero.
 template <typename T>
 constexpr int64_t kElementsPerStep = 1;
 template <>
@@ -70,7 +71,8 @@ inline Vec<float> add_product(Vec<float> sum, __m512bh left, __m512bh right) {
 }
 #endif
 
-// The product is summed up by itself before it is added: a chain through all tiles of a long row would lose more to rounding.
+// The product is summed up by itself before it is added: a chain through all tiles of a long row would lose more to
+// rounding.
 template <bool kAccumulate, int kRows, int kVectors, typename T>
 inline __attribute__((always_inline)) void multiply_block(int64_t inner, LeftTile<T> left, RightTile<T> right,
                                                           ResultTile<Accumulator<T>> result) {
@@ -149,9 +151,9 @@ inline void multiply(int64_t rows, int64_t columns, int64_t inner, LeftTile<T> l
   if (column < columns) block(std::integral_constant<int, 1>());
 }
 
-// A left operand in micropanels (BLIS): of every 16 rows the first 6, the next 6 and the last 4, step by step, so that the elements
-// of a step lie side by side and a product reads them from the first to the last, as a cache far away delivers them. A micropanel
-// begins where its first row would in plain rows of `row_len` elements.
+// A left operand in micropanels (BLIS): of every 16 rows the first 6, the next 6 and the last 4, step by step, so that
+// the elements of a step lie side by side and a product reads them from the first to the last, as a cache far away
+// delivers them. A micropanel begins where its first row would in plain rows of `row_len` elements.
 template <typename T>
 struct LeftMicropanels {
   const T* data;
@@ -210,8 +212,8 @@ inline void pack_micropanels(int64_t count, const Row& row, int64_t row_size, Ac
   }
 }
 
-// The transpose of row(i) for i < count, so that the elements of a row belong to one step. Returns a bit for each row that is not
-// finite.
+// The transpose of row(i) for i < count, so that the elements of a row belong to one step. Returns a bit for each row
+// that is not finite.
 template <typename Element, typename Row>
 inline uint64_t pack_transposed_micropanels(int64_t count, const Row& row, int64_t row_size, Accumulator<Element>* to,
                                             int64_t row_len) {

@@ -140,10 +140,11 @@ class Call:
             head_ids=None if program is None else jnp.arange(extents.num_heads, dtype=jnp.int32),
             captures=hoisted,
         )
+        factor = scale_of(scale, q.shape[3], q.dtype)
         spec = Spec.of(
             operands,
-            scale=scale_of(scale, q.shape[3], q.dtype),
-            softcap=softcap_of(logits_soft_cap, q.dtype),
+            scale=factor,
+            softcap=softcap_of(logits_soft_cap, factor, q.dtype),
             band=_canonical(band, operands),
             dropout_rows=dropout_table is not None,
             score_mod=program,
@@ -690,11 +691,11 @@ def scale_of(scale: Any, head_dim: int, dtype: Any) -> float:
     return value if abs(value) >= np.finfo(_score_dtype(dtype)).tiny else 0.0
 
 
-def softcap_of(softcap: Any, dtype: Any) -> float:
-    """The softcap of a call whose query has this type; 0 is none.
+def softcap_of(softcap: Any, scale: float, dtype: Any) -> float:
+    """The softcap of a call with this scale, whose query has this type; 0 is none.
 
     Raises:
-      ValueError: it is not positive, or too small or too large for the type of the scores.
+      ValueError: it is not positive, or too small or too large for the type of the scores or for the scale.
     """
     if softcap is None:
         return 0.0
@@ -705,6 +706,11 @@ def softcap_of(softcap: Any, dtype: Any) -> float:
         raise ValueError(
             f"{_NAME}: logits_soft_cap is {value}, must be a positive finite number from 2^{-exponent} to 2^{exponent}"
             f" for scores in {_score_dtype(dtype)}; None is no cap"
+        )
+    if not math.isfinite(_as_scores_are(scale / value, dtype)):
+        raise ValueError(
+            f"{_NAME}: logits_soft_cap is {value} and scale is {scale}, must have a finite ratio scale /"
+            f" logits_soft_cap in {_score_dtype(dtype)}, by which products are multiplied; None is no cap"
         )
     return value
 

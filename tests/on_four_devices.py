@@ -504,9 +504,13 @@ def fused_attention_is_sharded_as_the_program_says(backend: str) -> None:
     q, k, v, _ = drawn(backend)
     the_mesh = explicit((2, 2), "x", "y")
 
+    einsum = functools.partial(
+        jnp.einsum, precision="highest"
+    )  # GPUs multiply float32 as tf32 else
+
     def attend(where: PartitionSpec, q: Any, k: Any, v: Any) -> Any:
-        weights = jax.nn.softmax(jnp.einsum("btnd,bsnd->bnts", q, k) / 4)
-        return jnp.einsum("bnts,bsnd->btnd", weights, v, out_sharding=where)
+        weights = jax.nn.softmax(einsum("btnd,bsnd->bnts", q, k) / 4)
+        return einsum("bnts,bsnd->btnd", weights, v, out_sharding=where)
 
     with jax.sharding.set_mesh(the_mesh):
         placed = [jax.device_put(x, PartitionSpec("x")) for x in (q, k, v)]

@@ -16,11 +16,15 @@ if [ -n "${SLEEPS:-}" ]; then
   sed 's/= false/= true/' "$kernels"/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
   export includes="-I$folder/include"
 fi
+# What was built for the other purpose is built again.
+mkdir -p "$folder"
+if [ "$(cat "$folder/sleeps" 2>/dev/null)" != "${SLEEPS:-}" ]; then rm -f "$folder"/*.cubin; fi
+echo "${SLEEPS:-}" >"$folder/sleeps"
 python3 tools/bench_sm90_backward.py --folder "$folder" --write-units --variants "${VARIANTS:-}"
 
 compile() {
   local unit=$1 cubin=${1%.cu}.cubin log=${1%.cu}.log
-  [ -f "$cubin" ] && [ -z "$(find "$unit" "$kernels"/{sm90/backward*,sm90/wgmma*,sm90/tma.cuh,base,attn} -newer "$cubin" -print -quit)" ] && return
+  [ -f "$cubin" ] && [ -z "$(find "$unit" "$kernels" -newer "$cubin" -print -quit)" ] && return
   nvcc -cubin -std=c++20 ${includes:-} -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v -I"$kernels" -o "$cubin" "$unit" >"$log" 2>&1 ||
     { cat "$log"; rm -f "$cubin"; return 1; }
   if grep -E "$faults" "$log"; then

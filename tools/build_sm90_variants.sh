@@ -16,11 +16,15 @@ if [ -n "${SLEEPS:-}" ]; then
   sed 's/= false/= true/' "$kernels"/base/sleeps.cuh >"$folder/include/base/sleeps.cuh"
   export includes="-I$folder/include"
 fi
+# What was built for the other purpose is built again.
+mkdir -p "$folder"
+if [ "$(cat "$folder/sleeps" 2>/dev/null)" != "${SLEEPS:-}" ]; then rm -f "$folder"/*.cubin; fi
+echo "${SLEEPS:-}" >"$folder/sleeps"
 python3 tools/bench_sm90.py --folder "$folder" --write-units --variants "${VARIANTS:-}"
 
 compile() {
   local unit=$1 cubin=${1%.cu}.cubin log=${1%.cu}.log
-  [ -f "$cubin" ] && [ -z "$(find "$unit" "$kernels"/{sm90,base,attn,config.cuh,params.cuh} -newer "$cubin" -print -quit)" ] && return
+  [ -f "$cubin" ] && [ -z "$(find "$unit" "$kernels" -newer "$cubin" -print -quit)" ] && return
   if [[ $unit == *_nvrtc.cu ]]; then
     python3 tools/compile_nvrtc.py "$unit" "$cubin" "$kernels" >"$log" 2>&1 || { cat "$log"; return 1; }
     return

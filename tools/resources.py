@@ -4,7 +4,7 @@
     python tools/resources.py LOG...           logs of `nvcc -Xptxas -v`, or of NVRTC
 
 The exit status is 1 if a kernel spills registers, uses a stack frame, or if the compiler could not keep the tensor
-cores' instructions in flight (messages C75xx).
+cores' instructions in flight (messages C75xx, C76xx).
 """
 
 import argparse
@@ -17,7 +17,7 @@ SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 REGISTERS = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 # "Potential Performance Loss: wgmma.mma_async instructions are serialized", and its relatives.
-PIPELINING = re.compile(r"^.*\bC75\d\d\b.*$", re.MULTILINE)
+PIPELINING = re.compile(r"^.*\bC7[56]\d\d\b.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ constexpr Member kMembers[] = {
     {"shared_scores", &Config::shared_scores},
     {"grad_slices", &Config::grad_slices, {1, 8, 1}},
     {"tf32_chain", &Config::tf32_chain, {1, 4, 1}},
-    {"schedule", &Config::schedule, {0, 2, 1}},
+    {"schedule", &Config::schedule, {0, 2, 2}},
     {"in_series", &Config::in_series},
     {"scale_first", &Config::scale_first},
     {"q_in_registers", &Config::q_in_registers},
@@ -163,7 +163,7 @@ const ElementName& element_name(Element element) {
 bool is_architecture(std::string_view text) {
   if (!text.starts_with("sm_")) return false;
   text.remove_prefix(3);
-  if (text.ends_with('a') || text.ends_with('f')) text.remove_suffix(1);
+  if (text.ends_with('a')) text.remove_suffix(1);  // with instructions of this architecture alone
   const std::optional<int> number = parse_int(text);
   return number && *number >= 80 && *number <= 999;
 }

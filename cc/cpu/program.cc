@@ -181,6 +181,7 @@ class Reader {
     } else if (word == "q" || word == "k") {
       const int32_t bytes = read_lane_bytes();
       const int32_t to = read_register(), from = read_register();
+      JATTN_REQUIRE(to != from, "score program: '", word, "' spreads a register to itself");
       (word == "q" ? owned_->query_spreads : owned_->key_spreads).push_back({to, from, bytes});
     } else {
       const int32_t section = read_section(word);

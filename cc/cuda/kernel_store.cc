@@ -70,6 +70,15 @@ Entry& find_entry(std::string_view text) {
   return *entry;
 }
 
+// Entries stay where they are for good, so that nobody who wants another one waits while one of these is looked at.
+std::vector<std::pair<std::string, Entry*>> all_entries() {
+  Store& s = store();
+  std::vector<std::pair<std::string, Entry*>> entries;
+  const std::shared_lock lock(s.mutex);
+  for (const auto& [text, entry] : s.by_canonical_text) entries.emplace_back(text, entry.get());
+  return entries;
+}
+
 std::string version_text(int version) { return concat(version / 1000, '.', version % 1000 / 10); }
 
 // Machine code of a CUDA release runs on drivers of the same major release and later ones (CUDA Compatibility,
@@ -238,11 +247,13 @@ const Kernel& find_kernel(std::string_view key, int device_ordinal) {
 const Kernel& describe_kernel(std::string_view key) { return find_entry(key).kernel; }
 
 std::vector<StoredKernel> stored_kernels() {
-  Store& s = store();
   std::vector<StoredKernel> kernels;
-  const std::shared_lock lock(s.mutex);
-  for (const auto& [text, entry] : s.by_canonical_text) {
-    const std::lock_guard entry_lock(entry->mutex);
+  for (const auto& [text, entry] : all_entries()) {
+    const std::unique_lock lock(entry->mutex, std::try_to_lock);
+    if (!lock.owns_lock()) {  // for as long as a compilation takes
+      kernels.push_back({.key = text, .origin = "on its way", .num_bytes = 0, .loaded = false});
+      continue;
+    }
     kernels.push_back({.key = text,
                        .origin = entry->origin,
                        .num_bytes = static_cast<int64_t>(entry->code_view.size()),
@@ -252,10 +263,8 @@ std::vector<StoredKernel> stored_kernels() {
 }
 
 void forget_unloaded() {
-  Store& s = store();
-  const std::shared_lock lock(s.mutex);
-  for (const auto& [text, entry] : s.by_canonical_text) {
-    const std::lock_guard entry_lock(entry->mutex);
+  for (const auto& [text, entry] : all_entries()) {
+    const std::lock_guard lock(entry->mutex);
     if (entry->kernel.handle != nullptr) continue;
     entry->code_view = {};
     entry->code.clear();

@@ -39,7 +39,7 @@ const Kernel& describe_kernel(std::string_view key);
 // Where the machine code of a key came from, for `python -m jattn info` and the tests.
 struct StoredKernel {
   std::string key;
-  std::string origin;  // "embedded", "disk" or "nvrtc"
+  std::string origin;  // "embedded", "disk" or "nvrtc"; "" before it is there, "on its way" while somebody fetches it
   int64_t num_bytes = 0;
   bool loaded = false;
 };

@@ -90,8 +90,10 @@ std::string path_of(void* symbol) {
   return dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "unknown path";
 }
 
-// Call with the mutex held.
-const Nvrtc& open_nvrtc(State& s) {
+// Stays the same once it is open. Only opening takes the mutex: NVRTC may be called by several threads.
+const Nvrtc& open_nvrtc() {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
   if (s.library) return *s.library;
   std::string problem;
   void* library = open_library(s.configured_path, problem);
@@ -194,19 +196,15 @@ void set_nvrtc_path(const std::string& path) {
 }
 
 std::string nvrtc_status() {
-  const std::lock_guard lock(state().mutex);
   try {
-    const Nvrtc& nvrtc = open_nvrtc(state());
+    const Nvrtc& nvrtc = open_nvrtc();
     return concat(name_and_version(nvrtc), " (", nvrtc.path, ")");
   } catch (const Error& error) {
     return error.what();
   }
 }
 
-int nvrtc_version() {
-  const std::lock_guard lock(state().mutex);
-  return open_nvrtc(state()).version;
-}
+int nvrtc_version() { return open_nvrtc().version; }
 
 std::vector<std::string> nvrtc_options(std::string_view arch) {
   return {concat("--gpu-architecture=", arch), "-std=c++20",
@@ -217,9 +215,7 @@ std::vector<std::string> nvrtc_options(std::string_view arch) {
 }
 
 CompiledKernel nvrtc_compile(const std::string& unit_text, std::string_view arch) {
-  // NVRTC takes a lock of its own around every compilation, so nothing is lost by holding ours.
-  const std::lock_guard lock(state().mutex);
-  const Nvrtc& nvrtc = open_nvrtc(state());
+  const Nvrtc& nvrtc = open_nvrtc();
   require_known(nvrtc, arch);
   Program program(nvrtc, unit_text);
   CompiledKernel compiled = program.compile(nvrtc_options(arch));

@@ -316,13 +316,7 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
   check.require_type("lse", *lse, lse_type(p));
   buffers.out = out->untyped_data(), buffers.lse = lse->untyped_data(), buffers.dout = dout->untyped_data();
 
-  std::array<int64_t, 4> bias_shape{};
   decode_optional(operands, attributes, p, check);
-  if (p.bias.data) {
-    const auto extent = [](int64_t stride, int64_t full) { return stride == 0 ? int64_t{1} : full; };
-    bias_shape = {extent(p.bias.stride_batch, p.batch), extent(p.bias.stride_head, p.num_heads),
-                  extent(p.bias.stride_query, p.q_len), extent(p.bias.stride_key, p.kv_len)};
-  }
   if (attributes.has_dlse) {
     if (auto dlse = operands.next("dlse")) {
       check.require_shape("dlse", *dlse, {p.batch, p.num_heads, p.q_len});
@@ -338,8 +332,9 @@ ffi::ErrorOr<Problem> decode_backward(const ffi::Dictionary& spec, ffi::Remainin
   buffers.dk = wanted("dk", results[1], type, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim}, check);
   buffers.dv = wanted("dv", results[2], type, {p.batch, p.kv_len, p.num_kv_heads, p.head_dim_v}, check);
   if (p.bias.data) {
+    const BroadcastShape shape = shape_of(p.bias, p);
     buffers.dbias = wanted("dbias", results[3], element_type(p.bias.dtype),
-                           {bias_shape[0], bias_shape[1], bias_shape[2], bias_shape[3]}, check);
+                           {shape.batch, shape.heads, shape.queries, shape.keys}, check);
   }
   if (results[4].element_count() != 0) {
     const Dims dims = results[4].dimensions();

@@ -74,9 +74,9 @@ void prepare_kernel(const std::string& text) {
   cuda::prepare(text);
 }
 
-nb::list stored_kernels() {
+nb::list kernel_rows(const std::vector<cuda::StoredKernel>& kernels) {
   nb::list rows;
-  for (const cuda::StoredKernel& kernel : cuda::stored_kernels()) {
+  for (const cuda::StoredKernel& kernel : kernels) {
     nb::dict row;
     row["key"] = kernel.key;
     row["origin"] = kernel.origin;
@@ -100,7 +100,13 @@ nb::list hot_set() {
 }
 
 nb::dict cache_info() {
-  const cuda::StoreInfo info = cuda::store_info();
+  cuda::StoreInfo info;
+  std::vector<cuda::StoredKernel> kernels;
+  {
+    nb::gil_scoped_release release;
+    info = cuda::store_info();
+    kernels = cuda::stored_kernels();
+  }
   nb::dict row;
   row["folder"] = info.settings.cache_folder;
   row["enabled"] = info.settings.cache_enabled;
@@ -110,7 +116,7 @@ nb::dict cache_info() {
   row["num_entries"] = info.cache.num_entries;
   row["num_bytes"] = info.cache.num_bytes;
   row["num_compilations"] = info.num_compilations;
-  row["kernels"] = stored_kernels();
+  row["kernels"] = kernel_rows(kernels);
   return row;
 }
 
@@ -227,7 +233,7 @@ NB_MODULE(_core, m) {
   m.def("hot_set", &hot_set);
 
   m.def("cache_info", &cache_info);
-  m.def("cache_clear", &cuda::clear_cache);
+  m.def("cache_clear", &cuda::clear_cache, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "cache_entry_name",
       [](const std::string& key) { return cuda::cubin_digest(parse_kernel_key(key), cuda::nvrtc_version()); }, "key"_a);
@@ -244,12 +250,12 @@ NB_MODULE(_core, m) {
         return cubin ? std::optional(to_bytes(*cubin)) : std::nullopt;
       },
       "folder"_a, "name"_a);
-  m.def("forget_unloaded_kernels", &cuda::forget_unloaded);
+  m.def("forget_unloaded_kernels", &cuda::forget_unloaded, nb::call_guard<nb::gil_scoped_release>());
 
   m.def("driver_status", &cuda::driver_status);
   m.def("driver_cuda_version", &cuda::driver_cuda_version);
   m.def("cuda_executions", &ffi_handlers::cuda_executions);
-  m.def("nvrtc_status", &cuda::nvrtc_status);
+  m.def("nvrtc_status", &cuda::nvrtc_status, nb::call_guard<nb::gil_scoped_release>());
   m.def("hot_set_cuda_version", &cuda::embedded_cuda_version);
 
   m.def("cpu_instruction_sets", &cpu::instruction_sets);

@@ -557,8 +557,7 @@ class _Search:
         if 0 in (depth, width):
             raise Miss("a head dim of 0")
         try:
-            scale_of(scale, depth, q.value.dtype)
-            softcap_of(softcap, q.value.dtype)
+            softcap_of(softcap, scale_of(scale, depth, q.value.dtype), q.value.dtype)
         except ValueError as error:
             raise Miss(str(error)) from error
         batch, head, group, row = roles(q)

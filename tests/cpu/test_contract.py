@@ -204,6 +204,7 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0, must be a positive"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
         ({"logits_soft_cap": 3e38}, "logits_soft_cap is 3e.38, must be a positive finite number from 2.-100 to 2.100"),
+        ({"logits_soft_cap": 1e-29, "scale": 1e10}, "is 1e-29 and scale is 1.*, must have a finite ratio"),
         ({"return_lse": True, "return_residual": True}, "ask for one of them"),
         ({"is_causal": 1}, "is_causal is 1, must be True or False"),
         ({"mask": jattn.causal_upper_left(4, 5)}, r"made for 4 queries and 5 keys.*causal_upper_left\(4, 4\)"),

@@ -249,6 +249,7 @@ BAD_PROGRAMS = {
     "score float32 9 8 -1;P reduce_precision.float32 8 0 0 3;": "'0' stands where a number from 1 to 8",
     "score float32 9 8 -1;P reduce_precision.float32 8 0 8 24;": "'24' stands where a number from 0 to 23",
     "score float32 9 8 -1;k 3 8 4;": "lanes of 3 bytes",
+    "score float32 9 8 -1;k 4 8 8;": "'k' spreads a register to itself",
     "score float64 9 8 -1;": "not of the type of the problem's",
     "score float32 9 8 -1;gradient P 9 0;": "'9' stands where a number from 0 to 8",
     "score float32 9 8 -1;gradient P 8;": "a word is missing",

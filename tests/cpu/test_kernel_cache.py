@@ -4,6 +4,7 @@ Whoever can write an entry that a process loads owns the process, so most of thi
 native cache takes any bytes, so these tests need neither a GPU nor a compiler, except the last ones.
 """
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,10 @@ CUBIN = b"\x7fELF machine code \x00\x01\x02" * 100
 HEADER = struct.Struct("<8sQQ32s")
 # No entry of the hot set: it must come from the compiler or from disk.
 KEY = "family=sm80_forward arch=sm_86 head_dim=64 head_dim_v=64 tile_q=64 stages=1"
+LONG_KEY = (  # takes seconds to compile
+    "family=sm90_backward arch=sm_90a element=f16 head_dim=64 head_dim_v=64 tile_q=128 tile_kv=128 num_warps=12"
+    " stages=2 band=1 bulk_reduce=1 schedule=2 take_turns=1 dq_order=1"
+)
 
 
 @pytest.fixture
@@ -449,6 +455,24 @@ def test_one_compilation_for_many_threads(folder: Path, nvrtc: None) -> None:
             thread.join()
         assert _core.cache_info()["num_compilations"] == before + 1
         assert origin_of(KEY) == "nvrtc"
+
+
+def test_nobody_waits_for_compilations_of_others(folder: Path, nvrtc: None) -> None:
+    with configured(cache_dir=str(folder)), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        _core.forget_unloaded_kernels()
+        _core.prepare_kernel(KEY)
+        _core.forget_unloaded_kernels()
+        before = _core.cache_info()["num_compilations"]
+        compiling = pool.submit(_core.prepare_kernel, LONG_KEY)
+        while _core.cache_info()["num_compilations"] == before:
+            time.sleep(0.001)
+        assert origin_of(LONG_KEY) == "on its way"
+        _core.prepare_kernel(KEY)  # from disk
+        assert origin_of(KEY) == "disk"
+        assert _core.nvrtc_status().startswith("NVRTC ")
+        assert not compiling.done()
+        compiling.result()
+        assert origin_of(LONG_KEY) == "nvrtc"
 
 
 def test_entry_names_differ(nvrtc: None) -> None:

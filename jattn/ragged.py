@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.arrays import as_array, as_flag, as_integers
+from jattn.arrays import as_array, as_flag, as_integers, is_integer
 from jattn.sharding import partition
 from jattn.spec import as_int32
 
@@ -441,7 +441,7 @@ def take_rows(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
     """Returns ``rows[index]`` where ``valid``, else zeros, through which no gradient flows."""
     if rows.shape[0] == 0:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
-    rows = partition.gathered_along(rows, range(1))
+    rows = partition.gathered_along(jnp.asarray(rows), range(1))
     # An index beyond all rows is filled, and dropped by the transpose: nothing is multiplied by zero.
     return rows.at[jnp.where(valid, index, rows.shape[0])].get(
         mode="fill", fill_value=0, out_sharding=partition.sharding_of_rows(rows, index.ndim)
@@ -464,8 +464,7 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
 
 def _check_count(name: str, value: Any, way_out: str, *, least: int = 0) -> None:
     """Checks a static number, of rows or sequences."""
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_number or value < least:
+    if not is_integer(value) or value < least:
         raise ValueError(
             f"{name} is {value!r}, must be {least} or more, an integer known while tracing: {way_out}"
         )

@@ -324,10 +324,27 @@ def test_the_command_line(
     status, said = run("explain", "--heads", "3", "--kv-heads", "2")
     assert status == 2
     assert "must be a multiple of the number of key/value heads" in said
-    for words in (("--device", "gpu"), ("--device", "cuda:nine")):
+    for words, message in (
+        (("--device", "gpu"), "argument --device: jattn.Device: platform is 'gpu', must be 'cuda'"),
+        (("--device", "cuda:nine"), "argument --device: is 'cuda:nine', must be a platform, or"),
+        (("--device", "cuda:9.x"), "argument --device: is 'cuda:9.x', must be a platform, or"),
+        (("--batch", "-1"), "argument --batch: is '-1', must be an integer from 0 on"),
+        (("--kv-heads", "two"), "argument --kv-heads: is 'two', must be an integer from 0 on"),
+    ):
         with pytest.raises(SystemExit):
             run("explain", *words)
-        assert "argument --device" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
+    for words, message in (
+        (("--kv-heads", "0"), "the number of key/value heads, 0"),
+        (("--value-head-dim", "0"), "the head dims must be at least 1"),
+    ):
+        status, said = run("explain", *words)
+        assert status == 2
+        assert message in said
+    status, said = run("explain", "--q-len", "64", "--dtype", "float64", "--device", "cpu")
+    assert status == 0
+    assert "chosen: cpu" in said
+    assert "float64" in said
     status, said = run("info")
     assert status == 0
     assert "backends" in said

@@ -376,8 +376,10 @@ def _real_tokens(
 
 
 def _without_padding(operands: Operands[jax.Array]) -> Operands[jax.Array]:
-    """The operands with zeros where there is padding, which a formula that is differentiated multiplies by 0 at least:
-    it may be NaN.
+    """The operands with zeros in place of padding.
+
+    Padding may hold NaN. A kernel does not read it, but a formula in jnp that is differentiated does: it hides padding
+    by products with 0, and 0 times NaN is NaN.
     """
 
     def cleaned(x: jax.Array, *of_tokens: jax.Array | None) -> jax.Array:

@@ -26,8 +26,10 @@ NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaggedArray:
-    """Holds a batch of sequences as consecutive rows; a pytree, whose gradient flows to ``values`` alone:
-    differentiate with respect to these, or with ``allow_int=True``, for the sake of offsets.
+    """Holds a batch of sequences as consecutive rows.
+
+    A pytree, in which ``values`` alone has a gradient. Offsets and lengths are integers, so ``jax.grad`` with respect
+    to a whole RaggedArray needs ``allow_int=True``; with respect to ``values`` it needs nothing.
 
     Sequence i is the rows ``offsets[i] : offsets[i + 1]``, or the first ``lengths[i]`` of them where ``lengths`` is
     there: the rest is a hole. Rows in holes and beyond the last sequence are padding: what they hold never matters.

@@ -588,12 +588,12 @@ class _Problem:
     def too_much_to_pack(self) -> str:
         """What a row's one position cannot say at once; empty if it can say all."""
         drops, changes = self.dropout_table is not None, self.options["score_mod"] is not None
-        # For dropout it counts from 0.
+        # Dropout needs a position that counts from 0 in the sequence, the band one that is shifted by both lengths.
         if drops and self.shifted:
             return "dropout together with causal_alignment='lower_right'"
         if drops and changes:
             return "dropout together with score_mod"
-        # For a score function it is the row.
+        # With a score function the position of a query is its row, which must be below the largest position there is.
         rows = self.q.values.shape[0] + self.k.values.shape[0]
         if changes and not self.self_attention and rows > LARGEST_POSITION:
             return f"score_mod together with {rows} rows, over 2^29"

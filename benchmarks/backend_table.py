@@ -17,13 +17,14 @@ GPUS = tuple(Device("cuda", arch=arch) for arch in ARCHS)
 CPU = Device("cpu")
 LARGEST_HEAD_DIM_ASKED = 1024
 
-# The arguments behind each feature of a problem; a feature that is not here fails the check of the tables. "causal" is
-# the band that every backend has.
+# The arguments behind each feature of a problem; a feature that is not here fails the check of the tables. "causal" and
+# "causal_window" are bands that every backend has.
 ARGUMENTS = {
     "causal": "`is_causal`, upper left",
     "bias": "`bias`, any broadcast form",
     "mask": "`mask`, bool, any broadcast form",
-    "band": "`local_window_size`, lower-right alignment",
+    "causal_window": "causal `local_window_size`, upper left",
+    "band": "`local_window_size` other than causal, lower-right alignment",
     "lengths": "`query_seq_lengths`, `key_value_seq_lengths`",
     "segments": "segment ids",
     "softcap": "`logits_soft_cap`",
@@ -48,6 +49,7 @@ def _problem(feature: str, dtype: str) -> Spec:
         "bias": {"bias": (1, 4, 256, 256), "bias_dtype": dtype},
         "mask": {"mask": (2, 1, 256, 256)},
         "causal": {"band": Band(right=0)},
+        "causal_window": {"band": Band(left=64, right=0)},
         "band": {"band": Band(left=64, right=32, lower_right=True)},
         "lengths": {"q_lengths": True, "kv_lengths": True},
         "segments": {"segments": True},
@@ -67,7 +69,7 @@ def _problem(feature: str, dtype: str) -> Spec:
         "score_mod": {"score_mod": _PROGRAM},
     }
     spec = dataclasses.replace(_PLAIN, dtype=dtype, **changes[feature])
-    assert ("band" if feature == "causal" else feature) in spec.features()
+    assert ("band" if feature.startswith("causal") else feature) in spec.features()
     return spec
 
 
@@ -198,7 +200,7 @@ def summary() -> list[list[str]]:
                 _devices(backend),
                 _dtypes(backend),
                 f"up to {_largest_head_dim(backend)}".replace("up to any", "any"),
-                ", ".join(refused) or "none",
+                "; ".join(refused) or "none",
             ]
         )
     return found

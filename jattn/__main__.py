@@ -67,9 +67,10 @@ def _info(_: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     shape = (arguments.batch, arguments.q_len, arguments.heads, arguments.head_dim)
     kv_len = arguments.q_len if arguments.kv_len is None else arguments.kv_len
-    kv_heads = arguments.kv_heads or arguments.heads
+    kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     kv_shape = (arguments.batch, kv_len, kv_heads, arguments.head_dim)
-    value_shape = (*kv_shape[:3], arguments.value_head_dim or arguments.head_dim)
+    named = arguments.value_head_dim
+    value_shape = (*kv_shape[:3], arguments.head_dim if named is None else named)
     options: dict[str, Any] = {
         "is_causal": arguments.causal,
         "local_window_size": tuple(arguments.window) if arguments.window else None,
@@ -92,30 +93,40 @@ def _explain(arguments: argparse.Namespace) -> int:
         options |= {"dropout_rate": arguments.dropout, "dropout_key": jax.random.key(0)}
     dtype = jnp.dtype(arguments.dtype)
     scores_shape = (1, arguments.heads, arguments.q_len, kv_len)
-    found = jattn.explain(
-        jax.ShapeDtypeStruct(shape, dtype),
-        jax.ShapeDtypeStruct(kv_shape, dtype),
-        jax.ShapeDtypeStruct(value_shape, dtype),
-        jax.ShapeDtypeStruct(scores_shape, dtype) if arguments.bias else None,
-        jax.ShapeDtypeStruct(scores_shape, jnp.bool_) if arguments.mask else None,
-        needs_grad=arguments.grad,
-        device=arguments.device,
-        timed=arguments.time,
-        **options,
-    )
-    print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
+    # JAX has no float64 unless it is told to.
+    with jax.enable_x64(dtype == "float64" or jax.config.values["jax_enable_x64"]):
+        found = jattn.explain(
+            jax.ShapeDtypeStruct(shape, dtype),
+            jax.ShapeDtypeStruct(kv_shape, dtype),
+            jax.ShapeDtypeStruct(value_shape, dtype),
+            jax.ShapeDtypeStruct(scores_shape, dtype) if arguments.bias else None,
+            jax.ShapeDtypeStruct(scores_shape, jnp.bool_) if arguments.mask else None,
+            needs_grad=arguments.grad,
+            device=arguments.device,
+            timed=arguments.time,
+            **options,
+        )
+        print(json.dumps(found.as_dict(), indent=1) if arguments.json else found)
     return 0 if found.chosen else 1
 
 
 def _device(text: str) -> jattn.Device:
     name, _, arch = text.partition(":")
+    major, _, minor = arch.partition(".")
+    if arch and not (major.isdecimal() and (minor or "0").isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}, must be a platform, or one with a compute capability as in cuda:9.0"
+        )
     try:
-        if not arch:
-            return jattn.Device(name)
-        major, _, minor = arch.partition(".")
-        return jattn.Device(name, arch=(int(major), int(minor or 0)))
+        return jattn.Device(name, arch=(int(major), int(minor or 0)) if arch else None)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _extent(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be an integer from 0 on")
+    return int(text)
 
 
 def _cache(arguments: argparse.Namespace) -> int:
@@ -159,13 +170,13 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help="which backend would run a call, and why the others would not"
     )
     add = explain.add_argument
-    add("--batch", type=int, default=2, help="batch entries (default: %(default)s)")
-    add("--q-len", type=int, default=2048, help="query length (default: %(default)s)")
-    add("--kv-len", type=int, help="key length (default: --q-len)")
-    add("--heads", type=int, default=16, help="query heads (default: %(default)s)")
-    add("--kv-heads", type=int, help="key/value heads (default: --heads)")
-    add("--head-dim", type=int, default=128, help="of query and key (default: %(default)s)")
-    add("--value-head-dim", type=int, help="of the values (default: --head-dim)")
+    add("--batch", type=_extent, default=2, help="batch entries (default: %(default)s)")
+    add("--q-len", type=_extent, default=2048, help="query length (default: %(default)s)")
+    add("--kv-len", type=_extent, help="key length (default: --q-len)")
+    add("--heads", type=_extent, default=16, help="query heads (default: %(default)s)")
+    add("--kv-heads", type=_extent, help="key/value heads (default: --heads)")
+    add("--head-dim", type=_extent, default=128, help="of query and key (default: %(default)s)")
+    add("--value-head-dim", type=_extent, help="of the values (default: --head-dim)")
     add(
         "--dtype",
         choices=FLOAT_DTYPES,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn import config, dispatch, dropout
-from jattn.arrays import as_array, as_flag, as_integers, shown
+from jattn.arrays import as_array, as_flag, as_integers, is_integer, shown
 from jattn.block_mask import BlockMask
 from jattn.config import Options
 from jattn.masks import UNBOUNDED, Alignment, Band, CausalBias
@@ -85,7 +85,10 @@ class Call:
         _check_qkv(q, k, v)
         extents = _Extents(q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
         q, k, v = map(extents.fold, (q, k, v))
-        band = _band(is_causal, local_window_size, causal_alignment)
+        check_alignment(causal_alignment)
+        band = _band(
+            as_flag("is_causal", is_causal), window_of(local_window_size), causal_alignment
+        )
         if isinstance(mask, CausalBias):
             band, dense_mask = _with_causal_bias(
                 mask,
@@ -180,14 +183,19 @@ class _Extents(NamedTuple):
         return x.reshape(self.batch, *x.shape[len(self.lead) :])
 
 
-def as_dtype(name: str, dtype: Any) -> Any:
-    """Returns an argument as a dtype."""
+def compute_dtype_of(dtype: Any, function: str = _NAME) -> Any:
+    """Returns the argument ``compute_dtype`` of ``function`` as a dtype."""
     try:
-        return jnp.dtype(dtype)
+        found = jnp.dtype(dtype)
     except TypeError as error:
         raise ValueError(
-            f"{_NAME}: {name} is {shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
+            f"{function}: compute_dtype is {shown(dtype)}, must be one of {', '.join(FLOAT_DTYPES)}: name it in full"
         ) from error
+    if str(found) not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{function}: compute_dtype is {found}, must be one of {', '.join(FLOAT_DTYPES)}"
+        )
+    return found
 
 
 def result_flags(return_lse: Any, return_residual: Any) -> tuple[bool, bool]:
@@ -205,6 +213,8 @@ def _number(name: str, value: Any, way_out: str) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text")
+        if np.ndim(value) != 0:
+            raise TypeError("an array with axes, of which numpy takes some for numbers")
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
@@ -220,11 +230,7 @@ def _float_arrays(
     bias = None if bias is None else as_array("bias", bias)
     _check_bias_dtype(bias)
     if compute_dtype is not None:
-        dtype = as_dtype("compute_dtype", compute_dtype)
-        if str(dtype) not in FLOAT_DTYPES:
-            raise ValueError(
-                f"{_NAME}: compute_dtype is {dtype}, must be one of {', '.join(FLOAT_DTYPES)}"
-            )
+        dtype = compute_dtype_of(compute_dtype)
         for name, x in (("query", q), ("key", k), ("value", v)):
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ValueError(
@@ -362,13 +368,18 @@ def _score_program(
 ) -> tuple[ScoreProgram | None, tuple[jax.Array, ...]]:
     """The program of a score function, whose batch index counts the leading axes folded, and what it reads."""
     if score_mod is None:
-        if not isinstance(captures, tuple | list) or captures:
-            raise ValueError(
-                f"{_NAME}: captures is {shown(captures)} without score_mod, which alone reads them: pass both, or"
-                " neither"
-            )
+        check_no_captures(captures)
         return None, ()
     return trace(score_mod, captures, extents.batch, _score_dtype(q.dtype), like=q)
+
+
+def check_no_captures(captures: Any, function: str = _NAME) -> None:
+    """Checks that a call without ``score_mod`` has no captures either."""
+    if not isinstance(captures, tuple | list) or captures:
+        raise ValueError(
+            f"{function}: captures is {shown(captures)} without score_mod, which alone reads them: pass both, or"
+            " neither"
+        )
 
 
 def _index_array(name: str, values: Any, extents: _Extents, *length: int) -> jax.Array | None:
@@ -530,67 +541,76 @@ def dropout_operands(
     broadcast: bool,
     table: jax.Array | None,
     extents: tuple[int, int],
+    function: str = _NAME,
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns the Philox keys (1 or B, 1 or N, 2) and the rate (1, 1, 1), or None where nothing can be dropped.
 
-    ``table`` holds keys of packed sequences, (sequences, 1 or N, 2), in place of key, seed and offset.
+    ``table`` holds keys of packed sequences, (sequences, 1 or N, 2), in place of key, seed and offset. ``function`` is
+    whose arguments they are.
     """
     if key is not None and seed is not None:
         raise ValueError(
-            f"{_NAME}: dropout_key and dropout_seed were both given; give one of them: the seed of a key is"
+            f"{function}: dropout_key and dropout_seed were both given; give one of them: the seed of a key is"
             " jattn.seed_from_key(key)"
         )
     if offset is not None and seed is None:
         raise ValueError(
-            f"{_NAME}: dropout_offset was given without dropout_seed, to which it belongs: pass"
+            f"{function}: dropout_offset was given without dropout_seed, to which it belongs: pass"
             " dropout_seed=jattn.seed_from_key(key)"
         )
     if not isinstance(rate, int | float | np.generic):
-        rate = as_array("dropout_rate", rate)
-    dropout.check_rate(f"{_NAME}: dropout_rate", rate)
+        rate = as_array("dropout_rate", rate, function)
+    dropout.check_rate(f"{function}: dropout_rate", rate)
     if isinstance(rate, int | float | np.generic) and rate == 0:
         return None
     if key is None and seed is None and table is None:
         raise ValueError(
-            f"{_NAME}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or dropout_seed,"
-            " or the number 0.0, not an array, as dropout_rate"
+            f"{function}: dropout_rate is {rate} but there is no randomness: pass dropout_key (a JAX key) or"
+            " dropout_seed, or the number 0.0, not an array, as dropout_rate"
         )
     # Piecewise constant in the rate: rounding to 1/32768 comes first.
     rates = jax.lax.stop_gradient(jnp.asarray(rate, jnp.float32)).reshape(1, 1, 1)
     if table is not None:
         return table, rates
-    words = dropout.words_of(f"{_NAME}: dropout_seed", seed) if key is None else _seed_of_key(key)
-    offset_words = dropout.words_of(f"{_NAME}: dropout_offset", 0 if offset is None else offset)
+    words = (
+        dropout.words_of(f"{function}: dropout_seed", seed)
+        if key is None
+        else _seed_of_key(key, function)
+    )
+    offset_words = dropout.words_of(f"{function}: dropout_offset", 0 if offset is None else offset)
     words, offset_words = partition.gathered(words), partition.gathered(offset_words)
     return dropout.keys(words, offset_words, *((1, 1) if broadcast else extents)), rates
 
 
-def _seed_of_key(key: Any) -> jax.Array:
-    key = as_array("dropout_key", key)
+def _seed_of_key(key: Any, function: str) -> jax.Array:
+    key = as_array("dropout_key", key, function)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if (is_typed and key.shape != ()) or (
         not is_typed and (key.ndim != 1 or key.dtype != jnp.uint32)
     ):
         raise ValueError(
-            f"{_NAME}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by jax.random.key"
-            " or jax.random.PRNGKey: pass one of them, or use jax.vmap"
+            f"{function}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by"
+            " jax.random.key or jax.random.PRNGKey: pass one of them, or use jax.vmap"
         )
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
     if not is_typed and key.shape != words:
         raise ValueError(
-            f"{_NAME}: dropout_key has shape {key.shape}, must be {words} as keys of jax_default_prng_impl are: of"
+            f"{function}: dropout_key has shape {key.shape}, must be {words} as keys of jax_default_prng_impl are: of"
             " another implementation pass jax.random.wrap_key_data(dropout_key, impl=...)"
         )
     return dropout.seed_from_key(key)
 
 
-def _band(is_causal: bool, window: Window, alignment: Alignment) -> Band:
-    is_causal = as_flag("is_causal", is_causal)
-    if alignment not in ("upper_left", "lower_right"):
+def check_alignment(alignment: Any, function: str = _NAME) -> None:
+    """Checks the argument ``causal_alignment`` of ``function``."""
+    if not isinstance(alignment, str) or alignment not in ("upper_left", "lower_right"):
         raise ValueError(
-            f"{_NAME}: causal_alignment is {alignment!r}, must be 'upper_left' or 'lower_right'"
+            f"{function}: causal_alignment is {shown(alignment)}, must be 'upper_left' or 'lower_right'"
         )
-    band = Band(lower_right=alignment == "lower_right").intersect(*_window(window))
+
+
+def _band(is_causal: bool, sides: tuple[int, int], alignment: Alignment) -> Band:
+    band = Band(lower_right=alignment == "lower_right").intersect(*sides)
     return band.intersect(UNBOUNDED, 0) if is_causal else band
 
 
@@ -643,25 +663,32 @@ def _canonical(band: Band, operands: Operands[jax.Array]) -> Band:
     )
 
 
-def _window(window: Window) -> tuple[int, int]:
+def window_of(
+    window: Any, function: str = _NAME, name: str = "local_window_size"
+) -> tuple[int, int]:
+    """Returns how many keys to the left and to the right a window has, ``UNBOUNDED`` where there is no limit.
+
+    Args:
+      window: the argument, as the caller wrote it.
+      function, name: whose argument it is, for errors.
+
+    Raises:
+      ValueError: it is neither a number nor a pair of them, or is traced.
+    """
     if window is None:
         return UNBOUNDED, UNBOUNDED
-
-    def is_number(side: Any) -> bool:
-        return isinstance(side, int | np.integer) and not isinstance(side, bool)
-
     given: Any = window
     if isinstance(given, np.ndarray) and given.ndim == 0:
         given = given[()]
     sides: tuple[Any, ...] = ()
-    if is_number(given):
+    if is_integer(given):
         sides = (given, given)
     elif isinstance(given, tuple | list | np.ndarray):
         sides = tuple(given)
-    valid = len(sides) == 2 and all(s is None or (is_number(s) and s >= -1) for s in sides)
+    valid = len(sides) == 2 and all(s is None or (is_integer(s) and s >= -1) for s in sides)
     if not valid:
         raise ValueError(
-            f"{_NAME}: local_window_size is {shown(window)}, must be a number of keys or a pair (left, right) of them,"
+            f"{function}: {name} is {shown(window)}, must be a number of keys or a pair (left, right) of them,"
             " known while tracing; None or -1 is no limit"
         )
     left, right = (UNBOUNDED if s is None or s == -1 else int(s) for s in sides)

@@ -43,6 +43,11 @@ def as_flag(name: str, value: Any, function: str = _NAME) -> bool:
     return bool(value)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether an argument is a number without fraction that is known while tracing; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def as_integers(name: str, x: Any, function: str = _NAME) -> Any:
     """Returns an argument that should hold integers as an array: JAX's as it is, numpy's of anything else known.
 

@@ -26,7 +26,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jattn import blocked, counters, device, device_gradients, dispatch, reference
-from jattn.backends import SUMS_CAPTURES, Backend, Residuals, Wants
+from jattn.backends import Backend, Residuals, Wants
+from jattn.backends.order_of_sums import varying_sums
 from jattn.config import Options
 from jattn.errors import NoBackendError, Reason, describe_refusals, warn_caller
 from jattn.jax_interface import (
@@ -256,7 +257,6 @@ def _forward_jvp(
     options: Options,
     needs_grad: bool,
 ) -> tuple[Any, Any]:
-    _warn_if_not_deterministic(spec, options)
     where = dispatch.expected_device(spec, options, primals, needs_grad=True)
     backend = dispatch.choose_or_raise(spec, where, options, needs_grad=True).for_backward()
     out, lse = forward_p.bind(*primals, spec=spec, options=options, needs_grad=True)
@@ -266,6 +266,7 @@ def _forward_jvp(
     differentiable = operand_tangents.differentiable()
     wants = Wants.of([t is not None and not isinstance(t, ad.Zero) for t in differentiable])
     _refuse_unstable_sums(spec, backend, wants, options, where)
+    _warn_of_varying_sums(spec, backend, wants, options, where)
     present = [t for t, wanted in zip(differentiable, wants.all_flags(), strict=True) if wanted]
     moved = tangent_p.bind(*primals, out, lse, *present, spec=spec, options=options, wants=wants)
     return (out, lse), moved
@@ -304,6 +305,13 @@ def _tangent_transpose(
     return of_primals + [next(grads) if is_unknown else None for is_unknown in unknown]
 
 
+# Ways out for who wants the same gradients of captures every time.
+_STABLE_CAPTURES = (
+    "pass the captures through jax.lax.stop_gradient, or, on flash and mem_efficient, let score_mod read at most"
+    f" {device_gradients.MAX_READS} elements of arrays of at most 32 bits for a pair"
+)
+
+
 def _refuse_unstable_sums(
     spec: Spec, backend: Backend, wants: Wants, options: Options, where: device.Device
 ) -> None:
@@ -314,12 +322,9 @@ def _refuse_unstable_sums(
     Raises:
       NoBackendError: it is so.
     """
-    if options.determinism != "strict" or where.platform != "cuda" or not any(wants.captures):
+    if options.determinism != "strict":
         return
-    can_sum = spec.score_mod is not None and device_gradients.can_sum(
-        spec.score_mod, wants.captures
-    )
-    if can_sum and backend.name in SUMS_CAPTURES:
+    if not varying_sums(backend, spec, wants, where).captures_of_xla:
         return
     reason = Reason(
         "xla",
@@ -327,28 +332,36 @@ def _refuse_unstable_sums(
         "determinism",
         "strict",
         "must be another where XLA computes the gradients of score_mod's captures on a GPU, in any order",
-        "leave jattn.deterministic, pass the captures through jax.lax.stop_gradient, or, on flash and mem_efficient,"
-        f" let score_mod read at most {device_gradients.MAX_READS} elements of arrays of at most 32 bits for a pair",
+        f"leave jattn.deterministic, {_STABLE_CAPTURES}",
     )
     text = "jattn.dot_product_attention: no backend has deterministic gradients of captures here"
     raise NoBackendError(describe_refusals(text, {"xla": (reason,)}), (reason,))
 
 
-def _warn_if_not_deterministic(spec: Spec, options: Options) -> None:
+def _warn_of_varying_sums(
+    spec: Spec, backend: Backend, wants: Wants, options: Options, where: device.Device
+) -> None:
+    """Warns of gradients that are added up in an order that varies, for who asks for warnings."""
     if options.determinism != "warn":
         return
-    backend = dispatch.choose_or_raise(
-        spec, device.expected(options.device), options, needs_grad=True
-    )
-    title = {
-        "mem_efficient": "Memory Efficient attention",
-        "flash": "Flash Attention",
-        "cudnn": "cuDNN Attention",
-    }
-    if backend.name in title:
+    varying = varying_sums(backend, spec, wants, where)
+    titles = {"flash": "Flash Attention", "mem_efficient": "Memory Efficient attention"}
+    if varying.dq and backend.name == "cudnn":
         warn_caller(
-            f"{title[backend.name]} defaults to a non-deterministic algorithm; enter"
+            "cuDNN Attention defaults to a non-deterministic algorithm and has no other here; leave the choice to"
+            ' jattn, or use implementation="mem_efficient", under jattn.deterministic("strict")',
+            UserWarning,
+        )
+    elif varying.dq or varying.captures:
+        warn_caller(
+            f"{titles[backend.name]} defaults to a non-deterministic algorithm; enter"
             ' jattn.deterministic("strict") for the deterministic one',
+            UserWarning,
+        )
+    if varying.captures_of_xla:
+        warn_caller(
+            "XLA defaults to a non-deterministic algorithm for the gradients of score_mod's captures on a GPU, and has"
+            f" no other; {_STABLE_CAPTURES}",
             UserWarning,
         )
 
@@ -365,8 +378,10 @@ def _real_tokens(
 
 
 def _without_padding(operands: Operands[jax.Array]) -> Operands[jax.Array]:
-    """The operands with zeros where there is padding, which a formula that is differentiated multiplies by 0 at least:
-    it may be NaN.
+    """The operands with zeros in place of padding.
+
+    Padding may hold NaN. A kernel does not read it, but a formula in jnp that is differentiated does: it hides padding
+    by products with 0, and 0 times NaN is NaN.
     """
 
     def cleaned(x: jax.Array, *of_tokens: jax.Array | None) -> jax.Array:

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jattn.arrays import as_array, shown
+from jattn.arrays import as_array, is_integer, shown
 from jattn.jax_interface import traced_anew
 
 _CLASS = "jattn.BlockMask"
@@ -220,9 +219,9 @@ def _block_counts(q_len: int, kv_len: int, sizes: tuple[int, int]) -> tuple[int,
 
 def _is_count(value: Any) -> bool:
     """Whether it is an integer from 1 on, or one that is only known later, while exporting."""
-    if isinstance(value, int | np.integer):
-        return not isinstance(value, bool) and int(value) >= 1
-    return bool(jax.export.is_symbolic_dim(value))
+    if jax.export.is_symbolic_dim(value):
+        return True
+    return is_integer(value) and value >= 1
 
 
 def _check_count(function: str, name: str, value: Any, otherwise: str = "") -> None:
@@ -235,7 +234,7 @@ def _check_count(function: str, name: str, value: Any, otherwise: str = "") -> N
 def _sizes(function: str, block_size: Any) -> tuple[int, int]:
     """A block size as two numbers."""
     sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(sizes) != 2 or not all(isinstance(x, int | np.integer) and _is_count(x) for x in sizes):
+    if len(sizes) != 2 or not all(is_integer(x) and x >= 1 for x in sizes):
         raise ValueError(
             f"{function}: block_size is {shown(block_size)}, must be one integer from 1 on, or two of them (queries,"
             " keys)"

@@ -118,12 +118,14 @@ def deterministic(mode: Determinism = "strict") -> Iterator[None]:
     """Sets how much the bits of a backward pass may vary from run to run inside the ``with`` block.
 
     On one kind of device with one build, the bits are the same in every mode in forward passes, in backward passes on
-    a CPU and in those of "flash" above head dim 192. Other backward passes of "flash" and "mem_efficient" add up dq in
-    an order that varies, and all of them gradients of what ``score_mod`` reads, unless the mode is "strict".
+    a CPU and in those of "flash" above head dim 192 that run on kernels of its own. Other backward passes of "flash"
+    and "mem_efficient", and all of "cudnn", add up dq in an order that varies; on GPUs every backend, "xla" too, adds
+    up the gradients of what ``score_mod`` reads in such an order.
 
     Args:
-      mode: "strict" uses the deterministic form of every kernel, "warn" warns at trace time where "flash" or
-        "mem_efficient" would run a backward pass, "off" says nothing.
+      mode: "strict" uses the deterministic form of every kernel, and refuses what has none: backward passes of "cudnn",
+        and gradients of captures that XLA adds up on a GPU. "warn" warns at trace time where the bits of a gradient
+        would vary, "off" says nothing.
 
     Raises:
       ValueError: another mode.

@@ -19,8 +19,9 @@ from jattn.jax_interface import ClosedJaxpr
 from jattn.score_program import ScoreProgram
 
 _MAX_REGISTERS = 1024
-# Of all gradients of captures. Of longer arrays there are so few parts (cc/cpu/plan.cc) that tasks wait for others, and
-# XLA adds up as fast.
+# The most elements that all gradients of captures together may have. The more there are, the fewer copies of them the
+# kernel has (cc/cpu/plan.cc) for tasks to add to side by side; beyond this, tasks wait for each other so much that XLA
+# adds up as fast.
 _MAX_ELEMENTS = 2**22
 _ARGUMENTS = {"score": "P", "batch": "U", "head": "Q", "query": "Q", "key": "K"}
 # What lanes hold of types that have none of their own.

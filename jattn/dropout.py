@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jattn.arrays import is_integer
 from jattn.jax_interface import vary_like
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -216,8 +217,8 @@ def words_of(name: str, value: ArrayLike) -> jax.Array:
     Raises:
       ValueError: ``value`` is neither.
     """
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        number = int(value)
+    if is_integer(value):
+        number = int(value)  # type: ignore[arg-type]
         if not 0 <= number < 1 << 64:
             raise ValueError(f"{name} is {number}, must be at least 0 and below 2**64")
         # Of two numbers and not of an array: bodies of loops take no constants.
@@ -294,15 +295,11 @@ def dropout_mask(
     seed_words = words_of("jattn.dropout_mask: seed", seed)
     offset_words = words_of("jattn.dropout_mask: offset", offset)
     is_shape = isinstance(shape, tuple | list) and len(shape) == 4
-    if not is_shape or any(not _is_extent(x) for x in shape):
+    if not is_shape or any(not is_integer(x) or x < 0 for x in shape):
         raise ValueError(
             f"jattn.dropout_mask: shape is {shape!r}, must be (B, N, T, S), integers of 0 or more: add axes of size 1"
         )
     return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
-
-
-def _is_extent(x: object) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and int(x) >= 0
 
 
 @functools.partial(jax.jit, static_argnums=3)

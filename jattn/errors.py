@@ -46,13 +46,14 @@ class Reason:
         )
 
 
-# Code -> the phrase that stands in every text with that code (programs of other libraries look for these).
+# Code -> the phrase that stands in every text with that code. Programs for other libraries look for some of these, and
+# for the rules of PLATFORM and DTYPE (backends/base.py).
 REASON_CODES: Mapping[str, str] = {
     "DISABLED": "has been runtime disabled",
     "NOT_BUILT": "was not compiled with this support",
-    "PLATFORM": "runs elsewhere: q, k and v need to be on cuda device or cpu as the backend says",
+    "PLATFORM": "runs on other devices",
     "ARCH": "only supports gpu architectures in the range it was written for",
-    "DTYPE": "Expected query, key and value to all be of dtype: {listed above}",
+    "DTYPE": "does not compute in this dtype",
     "HEAD_DIM": "requires q,k,v to have a last dimension less than or equal to its limit",
     "MASK": "does not support non-null attn_mask",
     "FEATURE": "does not support this feature",

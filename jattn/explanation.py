@@ -21,7 +21,6 @@ from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
 from jattn.arguments import Call, result_flags
 from jattn.backends import BY_NAME_ONLY, Backend, Wants
-from jattn.block_mask import BlockMask
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
 from jattn.config import Determinism, Options
@@ -235,10 +234,10 @@ def explain(
 ) -> Explanation | FunctionExplanation:
     """Says which backend and which kernels would run a call, or every call in a function, and why not the others.
 
-    ``explain(query, key, value, bias, mask, **options)`` takes what ``dot_product_attention`` takes; arrays may be
-    given as anything with ``shape`` and ``dtype``. ``explain(function, *arguments, **keywords)`` traces a
-    function, jitted or not, and explains each pass of each call in it: give it ``jax.grad(loss)`` to see the
-    backward passes.
+    ``explain(query, key, value, bias, mask, **options)`` takes what ``dot_product_attention`` takes; arrays, those in
+    ``captures`` and in a block mask too, may be given as anything with ``shape`` and ``dtype``.
+    ``explain(function, *arguments, **keywords)`` traces a function, jitted or not, and explains each pass of each call
+    in it: give it ``jax.grad(loss)`` to see the backward passes.
 
     Args:
       *arguments: the call, or a function and its arguments.
@@ -314,11 +313,15 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> t
             f"{asked}: {error}; the arguments are those of jattn.dot_product_attention"
         ) from None
     result_flags(named.pop("return_lse", False), named.pop("return_residual", False))
-    # Numbers of numpy have a shape, too, and so has a block mask.
+    holders: dict[str, Any] = {
+        name: named.pop(name) for name in ("captures", "block_mask") if name in named
+    }
+    held, filled = _shapes_within(holders)
+    # Numbers of numpy have a shape, too.
     arrays = {
         name: _shape_of(x)
         for name, x in named.items()
-        if hasattr(x, "shape") and name not in _STATIC and not isinstance(x, np.generic | BlockMask)
+        if hasattr(x, "shape") and name not in _STATIC and not isinstance(x, np.generic)
     }
     static = {name: x for name, x in named.items() if name not in arrays}
     for name in ("query", "key", "value"):
@@ -326,14 +329,32 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> t
             arrays[name] = _shape_of(jnp.asarray(static.pop(name)))
     found: list[tuple[Spec, Options]] = []
 
-    def parse(traced: dict[str, Any]) -> None:
-        call = Call.parse(**traced, **static)
+    def parse(traced: dict[str, Any], traced_within: list[Any]) -> None:
+        call = Call.parse(**traced, **static, **filled(traced_within))
         found.append(
             (call.spec, call.options)
         )  # its arrays are tracers, which must not outlive this
 
-    jax.eval_shape(parse, arrays)
+    jax.eval_shape(parse, arrays, held)
     return found[0]
+
+
+def _shapes_within(holders: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The mere shapes that arguments hold, and what puts arrays in their places; arrays stay what they are."""
+    leaves, tree = jax.tree.flatten(holders)
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    ]
+
+    def filled(arrays: list[Any]) -> Any:
+        values = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            values[i] = x
+        return jax.tree.unflatten(tree, values)
+
+    return [_shape_of(leaves[i]) for i in places], filled
 
 
 def _shape_of(x: Any) -> Any:

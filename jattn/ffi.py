@@ -23,7 +23,7 @@ from jattn.spec import Operands, Spec
 FORWARD_TARGET = "jattn_forward_v1"
 BACKWARD_TARGET = "jattn_backward_v1"
 
-# Bits of the attribute `operands`, by fields of `Spec`; cc/ffi/bind.h has the same list.
+# Bits of the attribute `operands`, by fields of `Spec`; cc/ffi/bind.h has the same list (a test compares them).
 OPERAND_BITS = {
     "bias": 1,
     "mask": 2,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.arrays import as_array, as_flag, as_integers
+from jattn.arrays import as_array, as_flag, as_integers, is_integer
 from jattn.sharding import partition
 from jattn.spec import as_int32
 
@@ -26,8 +26,10 @@ NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaggedArray:
-    """Holds a batch of sequences as consecutive rows; a pytree, whose gradient flows to ``values`` alone:
-    differentiate with respect to these, or with ``allow_int=True``, for the sake of offsets.
+    """Holds a batch of sequences as consecutive rows.
+
+    A pytree, in which ``values`` alone has a gradient. Offsets and lengths are integers, so ``jax.grad`` with respect
+    to a whole RaggedArray needs ``allow_int=True``; with respect to ``values`` it needs nothing.
 
     Sequence i is the rows ``offsets[i] : offsets[i + 1]``, or the first ``lengths[i]`` of them where ``lengths`` is
     there: the rest is a hole. Rows in holes and beyond the last sequence are padding: what they hold never matters.
@@ -441,7 +443,7 @@ def take_rows(rows: jax.Array, index: jax.Array, valid: jax.Array) -> jax.Array:
     """Returns ``rows[index]`` where ``valid``, else zeros, through which no gradient flows."""
     if rows.shape[0] == 0:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
-    rows = partition.gathered_along(rows, range(1))
+    rows = partition.gathered_along(jnp.asarray(rows), range(1))
     # An index beyond all rows is filled, and dropped by the transpose: nothing is multiplied by zero.
     return rows.at[jnp.where(valid, index, rows.shape[0])].get(
         mode="fill", fill_value=0, out_sharding=partition.sharding_of_rows(rows, index.ndim)
@@ -464,8 +466,7 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
 
 def _check_count(name: str, value: Any, way_out: str, *, least: int = 0) -> None:
     """Checks a static number, of rows or sequences."""
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_number or value < least:
+    if not is_integer(value) or value < least:
         raise ValueError(
             f"{name} is {value!r}, must be {least} or more, an integer known while tracing: {way_out}"
         )

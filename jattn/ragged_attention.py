@@ -23,13 +23,16 @@ from jattn.arguments import (
     LARGEST_POSITION,
     Call,
     Window,
-    as_dtype,
+    check_alignment,
+    check_no_captures,
+    compute_dtype_of,
     dropout_operands,
+    window_of,
 )
-from jattn.arrays import as_array, as_flag, as_integers
+from jattn.arrays import as_array, as_flag, as_integers, is_integer, shown
 from jattn.block_mask import BlockMask
 from jattn.errors import NoBackendError, Reason, describe_refusals
-from jattn.masks import Alignment
+from jattn.masks import UNBOUNDED, Alignment
 from jattn.ragged import RaggedArray, take_rows
 from jattn.spec import as_int32
 
@@ -99,7 +102,7 @@ def ragged_dot_product_attention(
       captures: arrays of any shape and dtype that ``score_mod`` gets as further arguments. What it reads has gradients.
       return_lse: also returns the log-sum-exp, values (total, N) float32 (float64 for float64); -inf for padding.
       strict: refuses sequences of length 0 where they are known: declared by ``min_length=0``, or not traced.
-      form: "packed" or "padded", for rows of rank 2; None: packed, unless a backend without tiles would run it or
+      form: "packed" or "padded", for rows of rank 2 alone; None: packed, unless a backend without tiles would run it or
         dropout meets "lower_right" alignment or ``score_mod``. Results agree up to rounding, dropout decisions exactly.
 
     Returns:
@@ -118,12 +121,16 @@ def ragged_dot_product_attention(
     for name, x in arguments.items():
         if isinstance(x, RaggedArray):
             x.check_static(f"{_NAME}: {name}")
+            arguments[name] = x.with_values(as_array(f"{name}.values", x.values, _NAME))
     if compute_dtype is not None:
-        dtype = as_dtype("compute_dtype", compute_dtype)
+        dtype = compute_dtype_of(compute_dtype, _NAME)
         arguments = {name: _cast(x, dtype) for name, x in arguments.items()}
+    check_alignment(causal_alignment, _NAME)
+    if score_mod is None:
+        check_no_captures(captures, _NAME)
     options: dict[str, Any] = {
         "scale": scale,
-        "is_causal": is_causal,
+        "is_causal": as_flag("is_causal", is_causal, _NAME),
         "local_window_size": local_window_size,
         "implementation": implementation,
         "causal_alignment": causal_alignment,
@@ -135,7 +142,7 @@ def ragged_dot_product_attention(
         "dropout_key": dropout_key,
         "dropout_seed": dropout_seed,
         "dropout_offset": dropout_offset,
-        "broadcast_dropout": broadcast_dropout,
+        "broadcast_dropout": as_flag("broadcast_dropout", broadcast_dropout, _NAME),
         "score_mod": score_mod,
         "captures": captures,
     }
@@ -144,7 +151,12 @@ def ragged_dot_product_attention(
     strict = as_flag("strict", strict, _NAME)
     if form not in (None, "packed", "padded"):
         raise ValueError(f"{_NAME}: form is {form!r}, must be 'packed', 'padded' or None")
-    if _rank(arguments) > 3:
+    if (rank := _rank(arguments)) > 3:
+        if form is not None:
+            raise ValueError(
+                f"{_NAME}: form is {form!r} with values of rank {rank}, must be None for those: rows that hold whole"
+                " attention problems are computed in one way; leave it out"
+            )
         empty = [r for r in refusals(arguments, strict=strict) if r.code == "RAGGED_ZERO_LEN"]
         if empty:
             raise NoBackendError(_describe(tuple(empty)), tuple(empty))
@@ -205,9 +217,16 @@ def flash_mha_varlen(
       (total_q, N, Dv), or with ``return_lse=True`` the pair with the log-sum-exp (total_q, N).
 
     Raises:
+      TypeError: as ``jattn.ragged_dot_product_attention``; ``scale`` or ``local_window_size``, which have other names
+        here.
       ValueError: as ``jattn.ragged_dot_product_attention``; lengths in place of cumulative ones.
       jattn.NoBackendError: as ``jattn.ragged_dot_product_attention``.
     """
+    for name, own_name in (("scale", "softmax_scale"), ("local_window_size", "window_size")):
+        if name in options:
+            raise TypeError(
+                f"jattn.flash_mha_varlen: {name} is {shown(options[name])}, must not be given: pass it as {own_name}"
+            )
     q, k, v = (_packed_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     of_q = _borders("seqlens_q", seqlens_q)
     of_k = of_q if seqlens_k is None else _borders("seqlens_k", seqlens_k)
@@ -219,18 +238,14 @@ def flash_mha_varlen(
     if seqlens_k is None and max_seqlen_k < 0:
         longest_k = longest_q
     keys = RaggedArray(k, of_k, used, longest_k)
-    window: Any = window_size
-    if isinstance(window, np.ndarray):
-        window = window.tolist()
-    if isinstance(window, list):
-        window = tuple(window)
+    window = window_of(window_size, "jattn.flash_mha_varlen", "window_size")
     found = ragged_dot_product_attention(
         RaggedArray(q, of_q, None, longest_q),
         keys,
         keys.with_values(v),
         scale=softmax_scale,
         is_causal=is_causal,
-        local_window_size=None if window in (-1, (-1, -1)) else window,
+        local_window_size=None if window == (UNBOUNDED, UNBOUNDED) else window,
         **{"causal_alignment": "lower_right"} | options,
     )
     if isinstance(found, tuple):
@@ -278,7 +293,7 @@ def _borders(name: str, values: Any) -> Any:
 
 
 def _bound(name: str, value: Any) -> int | None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+    if not is_integer(value):
         raise ValueError(
             f"jattn.flash_mha_varlen: {name} is {value!r}, must be an integer known while tracing; -1 is the number of"
             " rows"
@@ -526,7 +541,8 @@ def _repeated(x: Any, count: int) -> RaggedArray:
         count * total, *x.values.shape[1:]
     )
     # What stands before the single sequence becomes a hole behind the copy before it.
-    offsets = jnp.arange(count + 1, dtype=jnp.int32) * total + starts[0]
+    borders = jnp.arange(count + 1, dtype=jnp.int32) * total + starts[0]
+    offsets = jnp.minimum(borders, count * total)
     lengths = jnp.broadcast_to(stops - starts, (count,))
     return RaggedArray(values, offsets, lengths, x.longest, x.min_length)
 
@@ -555,7 +571,7 @@ class _Problem:
         """The Philox keys of every sequence and head, (B or 1, N or 1, 2); None without dropout."""
         rate, key, seed, offset, broadcast = (self.options[name] for name in _DROPOUT)
         extents = (self.q.num_sequences, self.q.values.shape[1])
-        drawn = dropout_operands(rate, key, seed, offset, broadcast, None, extents)
+        drawn = dropout_operands(rate, key, seed, offset, broadcast, None, extents, _NAME)
         return None if drawn is None else drawn[0]
 
     @property
@@ -572,12 +588,12 @@ class _Problem:
     def too_much_to_pack(self) -> str:
         """What a row's one position cannot say at once; empty if it can say all."""
         drops, changes = self.dropout_table is not None, self.options["score_mod"] is not None
-        # For dropout it counts from 0.
+        # Dropout needs a position that counts from 0 in the sequence, the band one that is shifted by both lengths.
         if drops and self.shifted:
             return "dropout together with causal_alignment='lower_right'"
         if drops and changes:
             return "dropout together with score_mod"
-        # For a score function it is the row.
+        # With a score function the position of a query is its row, which must be below the largest position there is.
         rows = self.q.values.shape[0] + self.k.values.shape[0]
         if changes and not self.self_attention and rows > LARGEST_POSITION:
             return f"score_mod together with {rows} rows, over 2^29"

@@ -335,8 +335,9 @@ def _with_score_mod(
 class Normalizer(NamedTuple):
     """How the weights of rows follow from their scores: exp(s - shift) * factor; shapes (B, N, t).
 
-    Either the lse and 1, or the row maximum and one over the sum. Beyond a thousand or so an lse in float32 is too
-    coarse, and also, from one program to another, what XLA makes of the same scores: then the latter, of these scores.
+    Shift and factor are either the lse and 1, or the row maximum and one over the sum. For scores beyond a thousand or
+    so the lse will not do: float32 rounds it too coarsely, and the scores may be rounded otherwise than in the program
+    that it comes from. Then maximum and sum are taken again, of the scores that are to be weighed.
 
     Attributes:
       shift: -inf in rows that see no key.

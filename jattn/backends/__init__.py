@@ -15,7 +15,6 @@ __all__ = [
     "KNOWN_NAMES",
     "ORDER",
     "SLOW",
-    "SUMS_CAPTURES",
     "Backend",
     "Residuals",
     "Wants",
@@ -36,10 +35,6 @@ BY_NAME_ONLY: tuple[Backend, ...] = (CudnnBackend(),)
 
 # Backends that stand in for a platform's fused ones: using one of them where a fused one exists warns once.
 SLOW = frozenset({"xla", "reference"})
-
-# Backends whose kernels add up the gradients of captures where ``device_gradients.can_sum`` says so, and with the same
-# bits every time if asked for that.
-SUMS_CAPTURES = frozenset({"flash", "mem_efficient"})
 
 # Every name a user may write, in the order of ``explain``.
 KNOWN_NAMES = ("flash", "mem_efficient", "cudnn", "cpu", "xla", "reference")

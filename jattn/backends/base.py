@@ -128,8 +128,9 @@ class Backend(Protocol):
     ) -> Gradients:
         """Returns the gradients; those not wanted may hold anything. Traced inside a lowering.
 
-        That of the slopes, if it is wanted, has shape (B, N, 1) and the dtype of lse, or is None: XLA then computes it,
-        tile by tile, in much longer. So are those of the captures, in their shapes.
+        The gradient of the slopes, if it is wanted, has shape (B, N, 1) and the dtype of lse. It may be None: XLA then
+        computes it tile by tile, which takes much longer. The same holds for the gradients of captures, which have the
+        shapes of these.
 
         Args:
           spec, operands, device: as for ``forward``.

@@ -99,7 +99,7 @@ def rewritten(
         return split_keys(spec, operands, run, parts) if parts > 1 else run(spec, operands)
 
     out, lse = pack_heads(bare_spec, bare, attend) if packs else attend(bare_spec, bare)
-    return (out, lse) if operands.sinks is None else join_sinks(out, lse, operands.sinks)
+    return (out, lse) if operands.sinks is None else join_sinks_by_lse(out, lse, operands.sinks)
 
 
 def part_counts(kv_len: int) -> tuple[int, ...]:
@@ -232,7 +232,9 @@ def _add_up(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole.astype(out.dtype), (finite + jnp.log(total))[:, 0]
 
 
-def join_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def join_sinks_by_lse(
+    out: jax.Array, lse: jax.Array, sinks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Lets sinks (1 or B, 1 or N, 1) take part in softmaxes that are known by out and lse; rows without keys stay."""
     joined = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
     share = jnp.exp(lse - jnp.where(lse == -jnp.inf, 0.0, joined))

@@ -134,17 +134,36 @@ def runs_slopes(spec: Spec, wants: Wants) -> bool:
     return not (spec.dropout is not None or passes_on or (wants.bias and spec.softcap > 0))
 
 
-def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
+def dq_varies(spec: Spec, wants: Wants, device: Device) -> bool:
+    """Whether the backward pass adds dq up in an order that varies, where nobody asks for the same bits: it does unless
+    the kernels are those of who asks.
+    """
+    if not runs_slopes(spec, wants):
+        return mem_efficient.dq_varies(spec, wants, device)
+    padded = _padded_spec(spec)
+    free, strict = (
+        flash_backward_tiles.plan_backward(padded, wants=wants.flags(), deterministic=asks)
+        for asks in (False, True)
+    )
+    return free.kernels != strict.kernels
+
+
+def _padded_spec(spec: Spec) -> Spec:
     """The same problem with head dims that the kernels can copy."""
     head_dim, head_dim_v = (
         round_up(d, flash_tiles.HEAD_DIM_MULTIPLE) for d in (spec.head_dim, spec.head_dim_v)
     )
-    padded = operands._replace(
-        q=_pad_head_dim(operands.q, head_dim),
-        k=_pad_head_dim(operands.k, head_dim),
-        v=_pad_head_dim(operands.v, head_dim_v),
+    return dataclasses.replace(spec, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _pad(spec: Spec, operands: Operands[jax.Array]) -> tuple[Spec, Operands[jax.Array]]:
+    """The problem of ``_padded_spec`` and its operands."""
+    padded = _padded_spec(spec)
+    return padded, operands._replace(
+        q=_pad_head_dim(operands.q, padded.head_dim),
+        k=_pad_head_dim(operands.k, padded.head_dim),
+        v=_pad_head_dim(operands.v, padded.head_dim_v),
     )
-    return dataclasses.replace(spec, head_dim=head_dim, head_dim_v=head_dim_v), padded
 
 
 def _pad_head_dim(x: jax.Array, head_dim: int) -> jax.Array:

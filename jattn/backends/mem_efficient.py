@@ -194,6 +194,18 @@ def with_terms_gradients(
     return found._replace(alibi_slopes=slopes, captures=captures)
 
 
+def dq_varies(spec: Spec, wants: Wants, device: Device) -> bool:
+    """Whether ``gradients_on_any_device`` adds dq up in an order that varies, where nobody asks for the same bits: it
+    does unless the kernels are those of who asks.
+    """
+    assert device.arch is not None
+    free, strict = (
+        cuda_tiles.plan_backward(spec, device.arch, wants=wants.flags(), deterministic=asks)
+        for asks in (False, True)
+    )
+    return free.kernels != strict.kernels
+
+
 def sums_captures(spec: Spec, wanted: tuple[bool, ...]) -> bool:
     """Whether kernels of ours compute the gradients of the captures that are wanted, and any is; else XLA does."""
     return (

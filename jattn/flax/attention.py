@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.api import dot_product_attention
-from jattn.arguments import Window
-from jattn.masks import Alignment, CausalBias
+from jattn.arguments import Window, window_of
+from jattn.masks import UNBOUNDED, Alignment, CausalBias
 
 Array = jax.Array
 PromoteDtype = Callable[..., Sequence[Array]]
@@ -267,11 +267,7 @@ def make_attention_fn(
     return AttentionFunction(
         is_causal=is_causal,
         causal_alignment=causal_alignment,
-        local_window_size=(
-            tuple(local_window_size)
-            if isinstance(local_window_size, list | np.ndarray)
-            else local_window_size
-        ),
+        local_window_size=_hashable(local_window_size),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         alibi_slopes=None if slopes is None else tuple(slopes.tolist()),
@@ -307,10 +303,16 @@ def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
     )
 
 
+def _hashable(window: Any) -> Any:
+    """A window as numbers and tuples, whether or not it makes sense."""
+    if isinstance(window, np.ndarray):
+        window = window.tolist()
+    return tuple(window) if isinstance(window, list) else window
+
+
 def _is_bounded(window: Window) -> bool:
     """Whether a window hides anything: None or -1 on a side does not."""
-    sides = window if isinstance(window, tuple | list) else np.ravel(np.asarray(window))
-    return any(side is not None and side != -1 for side in sides)
+    return window_of(window, "jattn.flax.attention_fn") != (UNBOUNDED, UNBOUNDED)
 
 
 def _refuse_products(*, precision: object, **products: Einsum | None) -> None:

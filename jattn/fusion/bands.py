@@ -129,14 +129,14 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
+class FoundBand:
     """Keys from t - left to t + right are visible to query t; None: without a limit."""
 
     left: int | None
     right: int | None
 
-    def intersect(self, other: Band) -> Band:
-        return Band(_least(self.left, other.left), _least(self.right, other.right))
+    def intersect(self, other: FoundBand) -> FoundBand:
+        return FoundBand(_least(self.left, other.left), _least(self.right, other.right))
 
 
 def _least(one: int | None, other: int | None) -> int | None:
@@ -144,7 +144,7 @@ def _least(one: int | None, other: int | None) -> int | None:
     return min(known) if known else None
 
 
-def options_of(band: Band, rows: int, columns: int) -> dict[str, object] | None:
+def options_of(band: FoundBand, rows: int, columns: int) -> dict[str, object] | None:
     """What says a band to ``dot_product_attention`` with so many queries and keys; None if nothing does."""
     options: dict[str, object] = {}
     left, right = band.left, band.right
@@ -163,21 +163,21 @@ def options_of(band: Band, rows: int, columns: int) -> dict[str, object] | None:
     return options
 
 
-def band_of(found: frozenset[Affine], row: str, column: str) -> Band | None:
+def band_of(found: frozenset[Affine], row: str, column: str) -> FoundBand | None:
     """The band that conditions on these two axes are, or None if they are something else."""
-    band = Band(None, None)
+    band = FoundBand(None, None)
     for condition in found:
         slopes = dict(condition.slopes)
         if slopes == {row: 1, column: -1}:
-            band = band.intersect(Band(None, condition.constant))
+            band = band.intersect(FoundBand(None, condition.constant))
         elif slopes == {row: -1, column: 1}:
-            band = band.intersect(Band(condition.constant, None))
+            band = band.intersect(FoundBand(condition.constant, None))
         else:
             return None
     return band
 
 
-def band_of_array(mask: Any, axes: Axes, row: str, column: str) -> Band | None:
+def band_of_array(mask: Any, axes: Axes, row: str, column: str) -> FoundBand | None:
     """The band that a bool array is, or None; along other axes it has to repeat itself."""
     if row not in axes or column not in axes:
         return None
@@ -192,4 +192,4 @@ def band_of_array(mask: Any, axes: Axes, row: str, column: str) -> Band | None:
     left, right = -int(visible.min()), int(visible.max())
     if ((distance >= -left) & (distance <= right) != tables[0]).any():
         return None
-    return Band(left if left < rows - 1 else None, right if right < columns - 1 else None)
+    return FoundBand(left if left < rows - 1 else None, right if right < columns - 1 else None)

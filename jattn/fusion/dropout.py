@@ -20,7 +20,7 @@ _LEAST_LAST = 1 - 2.0**-7  # of uniform numbers the largest, which may have 8 bi
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropout:
+class FoundDropout:
     """Attributes: rate; bits: what draws random bits; broadcast: one mask for all batch entries and heads."""
 
     rate: float
@@ -35,7 +35,7 @@ class Dropout:
 
 def dropout_of(
     kept: Named, factor: float, rounding: float, row: str, extents: dict[str, int]
-) -> Dropout:
+) -> FoundDropout:
     """What a bool mask on the probabilities is, which are multiplied by a factor.
 
     Args:
@@ -64,9 +64,9 @@ def dropout_of(
     present = set(long_parts(small))
     full = {name for name, n in extents.items() if n != 1}
     if present == full:
-        return Dropout(1 - probability, bits, broadcast=False)
+        return FoundDropout(1 - probability, bits, broadcast=False)
     if present == full & {row, "column"}:
-        return Dropout(1 - probability, bits, broadcast=True)
+        return FoundDropout(1 - probability, bits, broadcast=True)
     raise Miss("one dropout mask for some of the axes")
 
 

@@ -32,8 +32,8 @@ from jattn.fusion.axes import (
     result_axes,
     roles,
 )
-from jattn.fusion.bands import Band, band_of, band_of_array, conditions, options_of
-from jattn.fusion.dropout import Dropout, dropout_of
+from jattn.fusion.bands import FoundBand, band_of, band_of_array, conditions, options_of
+from jattn.fusion.dropout import FoundDropout, dropout_of
 from jattn.fusion.graph import (
     Axes,
     Node,
@@ -80,8 +80,8 @@ class Match:
     softcap: float | None
     masks: tuple[tuple[Named, bool], ...]
     biases: tuple[Named, ...]
-    band: Band
-    dropout: Dropout | None
+    band: FoundBand
+    dropout: FoundDropout | None
 
     @property
     def pattern(self) -> str:
@@ -585,7 +585,7 @@ class _Search:
         """Whether a mask on probabilities is one of those on the scores, which leave it nothing to do."""
         return any(kept.is_same(mask, if_true) for mask, if_true in self.masks)
 
-    def _dropout(self, row: str, extents: dict[str, int]) -> Dropout | None:
+    def _dropout(self, row: str, extents: dict[str, int]) -> FoundDropout | None:
         if not all(self._hides_the_same(kept) for kept in self.kept_in_sum):
             raise Miss("a mask that scores do not have leaves exponentials out of their sum")
         dropping = [kept for kept in self.kept if not self._hides_the_same(kept)]
@@ -691,7 +691,7 @@ def _leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) 
     return False
 
 
-def _band(mask: Named, row: str, rows: int, columns: int) -> Band | None:
+def _band(mask: Named, row: str, rows: int, columns: int) -> FoundBand | None:
     """The band that a mask is, if it is one: of comparisons, or an array that is known."""
     extents = extents_of(mask)
     if (extents.get(row), extents.get("column")) != (rows, columns):
@@ -705,9 +705,9 @@ def _band(mask: Named, row: str, rows: int, columns: int) -> Band | None:
 
 def _split_bands(
     masks: Sequence[tuple[Named, bool]], row: str, rows: int, columns: int
-) -> tuple[Band, tuple[tuple[Named, bool], ...]]:
+) -> tuple[FoundBand, tuple[tuple[Named, bool], ...]]:
     """Takes the masks that together are a band out of the others."""
-    band, others = Band(None, None), []
+    band, others = FoundBand(None, None), []
     for mask, visible_if_true in masks:
         own = _band(mask, row, rows, columns) if visible_if_true else None
         if own is None:
@@ -715,5 +715,5 @@ def _split_bands(
         else:
             band = band.intersect(own)
     if options_of(band, rows, columns) is None:
-        return Band(None, None), tuple(masks)
+        return FoundBand(None, None), tuple(masks)
     return band, tuple(others)

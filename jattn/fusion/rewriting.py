@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.api import dot_product_attention
+from jattn.arrays import as_flag, shown
 from jattn.fusion.axes import Miss, Named, extents_of, parts_of
 from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
 from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
 from jattn.sharding import partition
+
+_NAME = "jattn.fuse_attention"
 
 _MOST_RECORDS = 1024  # the oldest are forgotten then
 _lock = threading.Lock()
@@ -98,24 +101,39 @@ def fuse_attention(
 
     Raises:
       TypeError: ``function`` is not callable.
-      ValueError: an unknown pattern in ``disable``.
+      ValueError: an unknown pattern in ``disable``, or what is no collection of patterns; a flag that is no bool.
     """
-    words = frozenset([disable] if isinstance(disable, str) else disable)
-    known = {"plain", "causal", "window", "softcap", "mask", "bias", "dropout"}
-    for word in words:
-        if not set(word.split("+")) <= known:
-            raise ValueError(
-                f"jattn.fuse_attention: disable has {word!r}, must be made of {', '.join(sorted(known))}"
-            )
-    options = _Options(words, finite_fill, exact_dropout, implementation)
+    options = _Options(
+        _disabled(disable),
+        as_flag("finite_fill", finite_fill, _NAME),
+        as_flag("exact_dropout", exact_dropout, _NAME),
+        implementation,
+    )
     if function is None:
         return functools.partial(_fused, options=options)
     return _fused(function, options=options)
 
 
+def _disabled(disable: Any) -> frozenset[str]:
+    """The patterns that stay as they are."""
+    known = {"plain", "causal", "window", "softcap", "mask", "bias", "dropout"}
+    if not isinstance(disable, Iterable):
+        raise ValueError(
+            f"{_NAME}: disable is {shown(disable)}, must be a pattern or a collection of them, made of"
+            f" {', '.join(sorted(known))}"
+        )
+    words = [disable] if isinstance(disable, str) else list(disable)
+    for word in words:
+        if not isinstance(word, str) or not set(word.split("+")) <= known:
+            raise ValueError(
+                f"{_NAME}: disable has {word!r}, must be made of {', '.join(sorted(known))}"
+            )
+    return frozenset(words)
+
+
 def _fused(function: Any, *, options: _Options) -> Any:
     if not callable(function):
-        raise TypeError(f"jattn.fuse_attention: function is {function!r}, must be callable")
+        raise TypeError(f"{_NAME}: function is {function!r}, must be callable")
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:

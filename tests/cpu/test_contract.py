@@ -224,6 +224,8 @@ def test_operands_of_a_wrong_type_are_refused(change: dict[str, str], words: str
         ({"logits_soft_cap": 1e-40}, "logits_soft_cap is 1e-40, must be a positive"),
         ({"logits_soft_cap": "5"}, "logits_soft_cap is '5', must be a number"),
         ({"scale": 10**400}, "scale is .*must be a number"),
+        ({"scale": np.array([0.5])}, r"scale is array\(\[0.5\]\), must be a number"),
+        ({"scale": [0.5]}, r"scale is \[0.5\], must be a number"),
         ({"local_window_size": np.float32(3)}, "local_window_size is .*must be a number"),
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16'.*bfloat16"),
         ({"compute_dtype": "int32"}, "compute_dtype is int32, must be one of"),

@@ -225,6 +225,33 @@ def test_a_block_mask_is_an_argument_like_others() -> None:
     assert "mask (1, 1," in str(jattn.explain(Q, Q, Q, block_mask=blocks))
 
 
+def test_shapes_stand_for_arrays_within_arguments_too() -> None:
+    shape = jax.ShapeDtypeStruct((1, 1, 2, 2), "bool")
+    blocks = jattn.BlockMask(shape, 64, 64, (32, 32), lambda b, h, q, k: q >= k)  # type: ignore[arg-type]
+    table = jax.ShapeDtypeStruct((64,), "float32")
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
+        return score + table[k]
+
+    options: dict[str, Any] = {"captures": (table,), "score_mod": score_mod, "block_mask": blocks}
+    assert jattn.select_backend(Q, Q, Q, **options) == "cpu"
+    found = jattn.explain(Q, Q, Q, **options)
+    assert "mask (1, 1," in str(found)
+    known = jattn.BlockMask(jnp.ones((1, 1, 2, 2), bool), 64, 64, (32, 32), blocks.mask_mod)
+    arrays = options | {"captures": [jnp.ones(64)], "block_mask": known}
+    assert str(jattn.explain(Q, Q, Q, **arrays)) == str(found)
+    wide = jax.ShapeDtypeStruct((1, 1, 3, 2), "bool")
+    wrong = jattn.BlockMask(wide, 64, 64, (32, 32))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"blocks has shape \(1, 1, 3, 2\), must be"):
+        jattn.explain(Q, Q, Q, block_mask=wrong)
+    for captures, words in (
+        (table, "must be a tuple of arrays"),
+        ((1.0,), r"captures\[0\] is 1.0"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            jattn.explain(Q, Q, Q, captures=captures, score_mod=score_mod)
+
+
 def test_errors_say_the_way_out() -> None:
     with pytest.raises(ValueError, match="leave device out"):
         jattn.explain(HALF, HALF, HALF, device=SM90, timed=True)
@@ -297,10 +324,27 @@ def test_the_command_line(
     status, said = run("explain", "--heads", "3", "--kv-heads", "2")
     assert status == 2
     assert "must be a multiple of the number of key/value heads" in said
-    for words in (("--device", "gpu"), ("--device", "cuda:nine")):
+    for words, message in (
+        (("--device", "gpu"), "argument --device: jattn.Device: platform is 'gpu', must be 'cuda'"),
+        (("--device", "cuda:nine"), "argument --device: is 'cuda:nine', must be a platform, or"),
+        (("--device", "cuda:9.x"), "argument --device: is 'cuda:9.x', must be a platform, or"),
+        (("--batch", "-1"), "argument --batch: is '-1', must be an integer from 0 on"),
+        (("--kv-heads", "two"), "argument --kv-heads: is 'two', must be an integer from 0 on"),
+    ):
         with pytest.raises(SystemExit):
             run("explain", *words)
-        assert "argument --device" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
+    for words, message in (
+        (("--kv-heads", "0"), "the number of key/value heads, 0"),
+        (("--value-head-dim", "0"), "the head dims must be at least 1"),
+    ):
+        status, said = run("explain", *words)
+        assert status == 2
+        assert message in said
+    status, said = run("explain", "--q-len", "64", "--dtype", "float64", "--device", "cpu")
+    assert status == 0
+    assert "chosen: cpu" in said
+    assert "float64" in said
     status, said = run("info")
     assert status == 0
     assert "backends" in said

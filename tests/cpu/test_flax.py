@@ -284,6 +284,8 @@ def test_functions_of_arrays_and_lists_are_hashable_and_equal() -> None:
     assert make(alibi_slopes=slopes) == make(alibi_slopes=slopes.tolist())
     assert hash(make(alibi_slopes=slopes)) == hash(make(alibi_slopes=slopes.tolist()))
     assert hash(make(local_window_size=[2, 0])) == hash(make(local_window_size=(2, 0)))
+    assert make(local_window_size=np.array([2, 0])) == make(local_window_size=(2, 0))
+    assert make(local_window_size=np.array(2)) == make(local_window_size=2)
 
 
 def test_a_traced_dropout_rate_needs_a_key() -> None:

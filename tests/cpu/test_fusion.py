@@ -538,6 +538,17 @@ def test_P110_patterns_can_be_disabled() -> None:
         jattn.fuse_attention(function, disable="rope")
     with pytest.raises(TypeError, match="must be callable"):
         jattn.fuse_attention(3)
+    for disable in (3, None):
+        with pytest.raises(ValueError, match=f"disable is {disable}, must be a pattern or a coll"):
+            jattn.fuse_attention(function, disable=disable)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="disable has 3, must be made of"):
+        jattn.fuse_attention(function, disable=("mask", 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["finite_fill", "exact_dropout"])
+def test_flags_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"fuse_attention: {name} is 'no', must be True or False"):
+        jattn.fuse_attention(lambda x: x, **{name: "no"})
 
 
 # Where gradients stop -> how probabilities are made of scores; in the first three of them that changes no gradient.

@@ -91,7 +91,7 @@ def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_feature_has_words_and_a_row() -> None:
-    assert set(backend_table.ARGUMENTS) == {"causal", *FEATURES}
+    assert set(backend_table.ARGUMENTS) == {"causal", "causal_window", *FEATURES}
     first = [row[0] for row in backend_table.rows()]
     assert first[4:] == list(backend_table.ARGUMENTS.values())
     largest = dict(zip(backend_table.rows()[0], backend_table.rows()[3], strict=True))
@@ -100,6 +100,10 @@ def test_every_feature_has_words_and_a_row() -> None:
     names = [row[0] for row in backend_table.summary()[1:]]
     assert names == ["`flash`", "`mem_efficient`", "`cudnn`", "`cpu`", "`xla`", "`reference`"]
     assert largest["`cudnn`"] == "256 (128 on sm_80, sm_86, sm_89)"
+    refused = dict(
+        zip(names, (row[-1].split("; ") for row in backend_table.summary()[1:]), strict=True)
+    )
+    assert set(refused["`cudnn`"]) < set(backend_table.ARGUMENTS.values())
 
 
 @pytest.mark.parametrize("path", sorted(records.RESULTS.glob("*.json")), ids=lambda p: p.stem)

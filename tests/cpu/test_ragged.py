@@ -585,6 +585,12 @@ def test_symbolic_extents_are_refused(rows: str, edges: str) -> None:
         ({"max_seqlen_q": 7.0}, "max_seqlen_q is 7.0, must be an integer"),
         ({"return_lse": 1}, "return_lse is 1, must be True or False"),
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16'"),
+        (
+            {"window_size": jnp.array([1, 1])},
+            r"flash_mha_varlen: window_size is .*must be a number of keys or a pair",
+        ),
+        ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\), must be"),
+        ({"causal_alignment": "bottom_right"}, "causal_alignment is 'bottom_right', must be"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -594,6 +600,20 @@ def test_R005_wrong_calls_of_the_varlen_function(keywords: dict[str, Any], words
         jattn.flash_mha_varlen(
             **({"q": x, "k": x, "v": x, "seqlens_q": [0, 3, 7]} | keywords)  # type: ignore[arg-type]
         )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"scale": 0.1}, "scale is 0.1, must not be given: pass it as softmax_scale"),
+        ({"local_window_size": 2}, "local_window_size is 2, .* pass it as window_size"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_R005_arguments_that_have_other_names(keywords: dict[str, Any], words: str) -> None:
+    x = jnp.ones((7, 2, 8))
+    with pytest.raises(TypeError, match=rf"jattn\.flash_mha_varlen: {words}"):
+        jattn.flash_mha_varlen(x, x, x, [0, 3, 7], **keywords)
 
 
 def test_R005_a_window_of_one_number() -> None:
@@ -1251,3 +1271,73 @@ def test_sizes_of_conversions_are_checked() -> None:
             call()
     with pytest.raises(ValueError, match="ids have dtype float32, must be integers"):
         jax.jit(lambda ids: make.from_segment_ids(x, ids, 1).values)(jnp.zeros(2))
+
+
+@pytest.mark.parametrize("form", [None, "packed", "padded"])
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"causal_alignment": "lower-right"}, "causal_alignment is 'lower-right', must be 'upper"),
+        ({"is_causal": True, "causal_alignment": None}, "causal_alignment is None, must be"),
+        ({"is_causal": 1}, "is_causal is 1, must be True or False"),
+        ({"broadcast_dropout": "no"}, "broadcast_dropout is 'no', must be True or False"),
+        ({"compute_dtype": "int32"}, "compute_dtype is int32, must be one of"),
+        ({"captures": (1.0,)}, r"captures is \(1.0,\) without score_mod"),
+        ({"dropout_rate": 0.1}, "dropout_rate is 0.1 but there is no randomness"),
+        ({"dropout_rate": 1.0, "dropout_seed": 3}, "dropout_rate is 1.0, must be"),
+        ({"dropout_rate": 0.1, "dropout_seed": "7"}, "dropout_seed is '7'"),
+        ({"dropout_rate": 0.1, "dropout_key": jnp.zeros(3)}, "dropout_key has shape"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_options_are_refused_in_every_form(
+    keywords: dict[str, Any], words: str, form: str | None
+) -> None:
+    x = ragged(1, (3, 4), 2, 8)
+    y = RaggedArray(x.values, jnp.array([0, 2, 7]))
+    with pytest.raises(ValueError, match=rf"jattn\.ragged_dot_product_attention: {words}"):
+        attend(x, y, y, form=form, **keywords)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "broadcast_dropout"])
+def test_traced_flags_are_refused_by_name(name: str) -> None:
+    x = ragged(1, (3, 4), 2, 8)
+
+    def call(flag: jax.Array) -> Any:
+        return attend(x, x, x, dropout_rate=0.1, dropout_seed=3, **{name: flag}).values
+
+    with pytest.raises(ValueError, match=f"{name} is .*known while tracing: make it a static"):
+        jax.jit(call)(True)
+
+
+def test_rows_that_are_whole_problems_have_one_form() -> None:
+    rows = RaggedArray(jnp.ones((5, 6, 4, 8)), jnp.array([0, 2, 5]))
+    for form in ("packed", "padded"):
+        with pytest.raises(ValueError, match=rf"form is '{form}' with values of rank 4, must be"):
+            attend(rows, rows, rows, form=form)
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_values_may_be_arrays_of_numpy(form: str) -> None:
+    x = ragged(1, (3, 4), 2, 8)
+    held = RaggedArray(np.asarray(x.values), np.asarray(x.offsets))  # type: ignore[arg-type]
+    want = attend(x, x, x, form=form)
+    for operands in ((held, held, held), (held, x, x), (x, held, held)):
+        found = attend(*operands, form=form)
+        np.testing.assert_allclose(found.values, want.values, rtol=1e-6, atol=1e-6)
+    for found_part, want_part in zip(held.to_padded(4), x.to_padded(4), strict=True):
+        np.testing.assert_array_equal(found_part, want_part)
+
+
+def test_the_result_of_a_repeated_query_goes_into_the_next_call() -> None:
+    q = RaggedArray(jnp.asarray(normal(0, 5, 2, 8)), jnp.array([2, 5]))
+    k = ragged(1, (3, 4), 2, 8)
+    first = attend(q, k, k)
+    assert first.offsets.tolist() == [2, 7, 10]
+    assert first.known_lengths().tolist() == [3, 3]
+    again = attend(first, k, k)
+    for i, (rows, keys) in enumerate(zip(sequences(first), sequences(k), strict=True)):
+        want = textbook(q.values[2:], keys, keys)
+        np.testing.assert_allclose(rows, want, rtol=1e-5, atol=1e-5)
+        want = textbook(rows, keys, keys)
+        np.testing.assert_allclose(sequences(again)[i], want, rtol=1e-5, atol=1e-5)

@@ -141,6 +141,14 @@ def test_a_refusal_says_what_and_what_to_do(
     text = str(reason)
     assert reason.backend == backend
     assert REASON_CODES[code] in text
+    assert "{listed" not in text
+    searched_for = {
+        "DTYPE": "Expected query, key and value to all be of dtype: {",
+        "PLATFORM": "q, k and v need to be on cuda device"
+        if device == CPU
+        else "q, k and v need to be on cpu",
+    }
+    assert text.count(searched_for.get(code, reason.rule)) == 1
     assert reason.remedy
     for part in (reason.argument, str(reason.actual), reason.rule, reason.remedy):
         assert part in text

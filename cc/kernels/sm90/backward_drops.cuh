@@ -12,7 +12,7 @@
 // tests/compile/test_backward_item_steps.py has a model of it.
 #pragma once
 
-#include "sm90/backward_terms.cuh"
+#include "sm90/backward_dropped_pairs.cuh"
 
 namespace jattn::sm90 {
 

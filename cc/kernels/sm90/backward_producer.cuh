@@ -288,7 +288,7 @@ struct KeyProducer {
       range = queries_of_keys<C>(item, item.first, end);
     }
     const Predecessor<C> predecessor(item);
-    RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};  // the start is set by the shift
     walk.shift_start(int64_t(place.tile) * params.rotation);
     const bool walks_group = walks_groups(C) && params.descending_tiles > 0;
     if (walks_group) walk.descends = place.tile < params.descending_tiles;

@@ -130,7 +130,7 @@ struct QueryProducer {
     if (end > item.first) {
       range = visible_tiles<has_index_band(C)>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
     }
-    RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, RoundWalk<C>::kFirstTiles};
     walk.filter.template load<false>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
     if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, item.head, place.tile);
     int tile = walk.next();

@@ -300,17 +300,18 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
                                           transposed(band_of(document.item)), document.q_end - origin, C.tile_q);
 }
 
-// Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in which
-// no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the range comes before the one
-// at `start`, which is another then. A warp looks at 32 tiles with one load; all its lanes get the same answer. If orders_dq()
-// downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the one with lower keys,
-// for which the others wait, is never behind for want of work.
+// Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in
+// which no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the range comes
+// before the one at `start`, which must be another. A warp looks at 32 tiles with one load; all its lanes get the same answer.
+// If orders_dq() downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the one
+// with lower keys, for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
   static constexpr int kFirstTiles = may_begin_late(C) ? 1 : 0;  // that precede the one at `start`
 
-  int begin, count, start;
+  int begin, count;
+  int start;               // read if there are more tiles than kFirstTiles: at least that, less than `count`
   bool takes_all = false;  // whatever the filter says; read if Config::documents
   bool descends = orders_dq(C);
   TileFilter<C> filter;
@@ -344,7 +345,7 @@ struct RoundWalk {
     if constexpr (C.mask) return filter.meets(tile) && state(tile) != kMaskTileEmpty;
     return (C.documents && takes_all) || filter.meets(tile);
   }
-  // Begins `shift` tiles further on, round the end. Called where may_begin_late(), before any tile is asked for.
+  // Sets `start`, `shift` tiles behind the first that it may be, round the end. To be called before any tile is asked for.
   __device__ __forceinline__ void shift_start(int64_t shift) {
     const int others = count - kFirstTiles;
     if (others > 0) start = uniform(kFirstTiles + int(shift % others));

@@ -88,7 +88,7 @@ struct ForwardParams {
   float* lse;             // [B, N, T]
   int32_t* next_item;     // zero at launch, or null if there is a block for every item
   int32_t tiles;          // query tiles of one head, or of one group
-  int32_t items;          // B * N * tiles, or B * K * tiles
+  int32_t items;          // B * N * tiles, or B * K * tiles; times key_splits if Config::partial_results
   int32_t first_rows;     // queries of the first tile, at most tile_q; read if cuts_first_tile()
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left

@@ -31,17 +31,6 @@
 
 namespace jattn::sm80 {
 
-// What the rows of a warp's part are multiplied by: 0 at or beyond the length.
-template <int kM>
-__device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_row, int length, float scale) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) factor[m][h] = first_row + 16 * m + 8 * h + (lane >> 2) < length ? scale : 0.0f;
-  }
-}
-
 template <Config kConfig, bool kFused>
 __device__ __forceinline__ void backward_keys(const BackwardParams& params) {
   constexpr Element kElement = kConfig.element;

@@ -9,6 +9,7 @@
 // the columns from dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
 #pragma once
 
+#include "attn/sequence.cuh"
 #include "sm90/backward_consumer.cuh"
 
 namespace jattn::sm90 {
@@ -20,7 +21,7 @@ struct CastRows {
   bool is_box;
 };
 __device__ __forceinline__ CastRows cast_rows(const CastParams& params, int entry, int tile, int tile_q) {
-  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int length = params.q_lengths ? clamped_length(params.q_lengths, entry, params.q_len) : params.q_len;
   if (params.row_tiles == nullptr || params.counters[kDocumentsRefused] != 0) {
     return {tile * tile_q, tile * tile_q, length, true};
   }

@@ -5,6 +5,7 @@
 #include "attn/dropout.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/schedule.cuh"
+#include "attn/sequence.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/forward_params.cuh"
 #include "sm90/rows.cuh"
@@ -136,10 +137,6 @@ struct ForwardControl : ControlExtras<C>, DropControl<C> {
   int kv_ids[C.segments ? C.stages : 1][C.segments ? C.tile_kv : 1];
 };
 
-__device__ __forceinline__ int clamped_length(const int32_t* lengths, int batch, int extent) {
-  return lengths == nullptr ? extent : min(max(lengths[batch], 0), extent);
-}
-
 template <Config C>
 __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, int item) {
   const ProblemParams& problem = params.problem;
@@ -164,8 +161,8 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   record.q_length = problem.q_len;
   record.kv_length = problem.kv_len;
   if constexpr (C.lengths) {
-    record.q_length = clamped_length(problem.q_lengths, place.batch, problem.q_len);
-    record.kv_length = clamped_length(problem.kv_lengths, place.batch, problem.kv_len);
+    if (problem.q_lengths) record.q_length = clamped_length(problem.q_lengths, place.batch, problem.q_len);
+    if (problem.kv_lengths) record.kv_length = clamped_length(problem.kv_lengths, place.batch, problem.kv_len);
   }
   const int offset = problem.lower_right ? record.kv_length - record.q_length : 0;
   record.upper_offset = offset + problem.band_right + 1;

@@ -191,15 +191,20 @@ struct CastGradParams {
   float scale;
 };
 
-// sm80/backward_dbias.cuh
-struct DbiasParams {
-  BackwardParams backward;
-  void* dbias;      // shape and strides of the bias; written if splits == 1
+// What the kernels for dbias make, and how its tiles are handed out to blocks.
+struct DbiasTiles {
+  void* result;     // shape and strides of the bias; written if splits == 1
   float* partials;  // [splits, elements of the bias]; written otherwise
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
   int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
   int32_t splits;                                               // blocks that share one tile of the bias
+};
+
+// sm80/backward_dbias.cuh
+struct DbiasParams {
+  BackwardParams backward;
+  DbiasTiles bias;
 };
 
 // sm80/backward_dslopes.cuh

@@ -78,12 +78,7 @@ struct BackwardParams {
 // backward_dbias.cuh
 struct DbiasParams {
   BackwardParams backward;  // tiles, section_heads and what follows them are not read, but for bias and mask
-  void* dbias;              // shape and strides of the bias; written if splits == 1
-  float* partials;          // [splits, elements of the bias]; written otherwise
-  int64_t bias_elements;
-  int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
-  int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
-  int32_t splits;                                               // blocks that share one tile of the bias
+  DbiasTiles bias;
 };
 
 // backward_sum.cuh

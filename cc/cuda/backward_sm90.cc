@@ -11,6 +11,7 @@
 #include "cuda/ds_parts.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
+#include "cuda/scratch.h"
 #include "cuda/sections.h"
 #include "cuda/tile_map.h"
 #include "kernels/passes/shape.cuh"
@@ -96,57 +97,50 @@ struct Scratch {
 int64_t item_counters(const Problem& problem) { return sm90::kItemsDone + problem.batch * problem.num_kv_heads; }
 
 Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
+  Carver carver(base);
   Scratch scratch;
-  const auto take = [&](int64_t bytes) -> void* {
-    void* part = base == nullptr ? nullptr : static_cast<unsigned char*>(base) + scratch.bytes;
-    scratch.bytes += round_up(bytes, kScratchAlignment);
-    return part;
-  };
   scratch.rows_padded = round_up(problem.q_len, sm90::kStatisticsRows);
   if (takes_documents(kernels)) {
     const int64_t tiles = accumulator_tiles(problem, kernels);
     scratch.rows_padded = round_up(tiles * kernels.fused->config().tile_q, sm90::kStatisticsRows);
-    scratch.row_tiles = static_cast<sm90::TileRows*>(take(problem.batch * tiles * int64_t{sizeof(sm90::TileRows)}));
+    scratch.row_tiles = carver.take<sm90::TileRows>(problem.batch * tiles);
   }
   const int64_t rows = problem.batch * problem.num_heads * scratch.rows_padded;
-  scratch.lse_log2 = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
-  scratch.delta = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
-  scratch.row_flags = static_cast<uint8_t*>(take(rows / sm90::kStatisticsRows));
+  scratch.lse_log2 = carver.take<float>(rows);
+  scratch.delta = carver.take<float>(rows);
+  scratch.row_flags = carver.take<uint8_t>(rows / sm90::kStatisticsRows);
   if (kernels.fused != nullptr) {
-    scratch.dq_accumulator =
-        static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
+    scratch.dq_accumulator = carver.take<float>(rows * kernels.fused->config().head_dim);
   }
   if (takes_items(kernels)) {
-    scratch.next_item = static_cast<int32_t*>(take(item_counters(problem) * int64_t{sizeof(int32_t)}));
-    scratch.documents = take(document_tiles_bytes(problem, kernels.fused->config(), true));
+    scratch.next_item = carver.take<int32_t>(item_counters(problem));
+    scratch.documents = carver.take_bytes(document_tiles_bytes(problem, kernels.fused->config(), true));
   }
   if (has_senders(kernels)) {
-    scratch.dq_turns =
-        static_cast<int32_t*>(take(rows / sm90::kDqTurnRows * sm90::kBackwardConsumers * sizeof(int32_t)));
+    scratch.dq_turns = carver.take<int32_t>(rows / sm90::kDqTurnRows * sm90::kBackwardConsumers);
   }
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
     const Config& config = kernel->config();
-    ranges = take(tile_ranges_bytes(problem, config));
-    if (config.mask) mask = take(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
+    ranges = carver.take_bytes(tile_ranges_bytes(problem, config));
+    if (config.mask) mask = carver.take_bytes(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
   };
   take_tiles(kernels.keys(), true, scratch.key_ranges, scratch.key_mask);
   take_tiles(kernels.dq, false, scratch.query_ranges, scratch.query_mask);
   if (stores_ds(kernels) && buffers.dbias != nullptr) {
     const DsParts ds = ds_parts(problem);
-    scratch.ds = take(ds.in_place ? 0 : ds_bytes(problem, ds));
+    scratch.ds = carver.take_bytes(ds.in_place ? 0 : ds_bytes(problem, ds));
   }
   if (sums_bias(kernels) && buffers.dbias != nullptr) {
     const int64_t sums = problem.batch * problem.num_kv_heads * problem.kv_len;
-    scratch.partials = static_cast<float*>(take(sums * int64_t{sizeof(float)}));
+    scratch.partials = carver.take<float>(sums);
   }
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     take_tiles(kernels.dbias, false, scratch.dbias_ranges, scratch.dbias_mask);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedDbiasBlocks);
-    if (shape.splits > 1) {
-      scratch.partials = static_cast<float*>(take(shape.splits * shape.elements() * int64_t{sizeof(float)}));
-    }
+    if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
   }
+  scratch.bytes = carver.used();
   return scratch;
 }
 

@@ -1,20 +1,18 @@
-// What consumer warpgroups of all backward kernels share: where a thread stands, and how 64 rows of a result leave.
+// What consumer warpgroups of all backward kernels share: their barriers, how transposed scores are finished, and how 64 rows of a
+// result leave.
 #pragma once
 
 #include "base/numeric.cuh"
 #include "sm90/backward_score.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace jattn::sm90 {
 
 inline constexpr int kConsumersBarrier = 1;       // named barrier of both consumer warpgroups
 inline constexpr int kFirstWarpgroupBarrier = 2;  // one more for each warpgroup
-
-__device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % kWarpgroupThreads; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_row() { return warpgroup_thread() / 32 * 16; }
 
 template <int kWarpgroups = kBackwardConsumers>
 __device__ __forceinline__ void sync_consumers() {
@@ -33,8 +31,8 @@ __device__ __forceinline__ void release_by_warp(Barrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
-// Where this lane's part of the 16 x 16 block `step` of a warp's rows lies, for ldmatrix and stmatrix: lanes 0 to 15 give
-// the rows of the left eight columns, the others those of the right. kRows: of the whole tile; row: the warp's first.
+// fragment_address() for any rows and lane; row: the warp's first in the tile. One sum for both would be another order of
+// instructions in one of them.
 template <int kRows>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step, int lane) {
   const int own_row = row + lane % 16;

@@ -170,7 +170,7 @@ struct KeyConsumer {
     sums.clear();
     transposed_gradients<C, kScores>(ds, sums, weights, dp, delta, dropout_factor());
     if constexpr (!kClearsProducts) clear_hidden<C>(ds, p, hides);
-    add_key_sums(sums);
+    add_key_sums(control, sums);
     if constexpr (kFused) {
       wait(ds_empty(step), ~step >> 1 & 1);
       store_ds(ds);
@@ -427,54 +427,11 @@ struct KeyConsumer {
                                         item.kv_length - first);
   }
 
-  // Of the two keys of a quad of lanes, whose first lane alone touches them.
-  __device__ __forceinline__ static int key_of_quad(int r) {
-    const int thread = ptx::thread_index_anew() - kWarpgroupThreads;
-    return thread / 32 * 16 + thread % 32 / 4 + 8 * r;
-  }
-  __device__ __forceinline__ static bool leads_quad() { return ptx::thread_index_anew() % 4 == 0; }
-
-  __device__ __forceinline__ void clear_key_sums() const {
-    if constexpr (C.sums_bias) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (leads_quad()) control.key_sums[key_of_quad(r)] = 0.0f;
-      }
-    }
-  }
-
-  // In shared memory, where registers are short in the loop.
-  __device__ __forceinline__ void add_key_sums(const KeySums<C>& sums) const {
-    if constexpr (C.sums_bias) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float sum = quad_sum(sums.key[r]);
-        if (leads_quad()) control.key_sums[key_of_quad(r)] += sum;
-      }
-    }
-  }
-
-  // Writes the sums of this warpgroup's keys; those of keys beyond their length are 0.
-  __device__ __forceinline__ void write_key_sums(const BackwardItem& item) const {
-    if constexpr (C.sums_bias) {
-      const ProblemParams& problem = params.problem;
-      const int64_t head = int64_t(item.batch) * problem.num_kv_heads + item.head;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = item.first + key_of_quad(r);
-        if (leads_quad() && key < problem.kv_len) {
-          const bool inside = key < item.kv_length;  // beyond it the sum may be NaN
-          params.key_sums[head * problem.kv_len + key] = inside ? control.key_sums[key_of_quad(r)] : 0.0f;
-        }
-      }
-    }
-  }
-
   // Sends off the last dq and the results. Keys beyond their length get 0.
   __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) {
     const BackwardItem item = takes_items(C) ? finished : control.item;  // not kept: registers are short in the loop
     const int first = item.first + first_row();
-    write_key_sums(item);
+    write_key_sums(params, control, item);
     float dk_factor[2], dv_factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -542,7 +499,7 @@ struct KeyConsumer {
       for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
-      clear_key_sums();
+      clear_key_sums(control);
       if (control.item.runs) {
         visit(dk, dv);
       } else {

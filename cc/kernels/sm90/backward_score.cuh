@@ -5,6 +5,7 @@
 #pragma once
 
 #include "base/numeric.cuh"
+#include "sm90/backward_key_sums.cuh"
 #include "sm90/backward_terms.cuh"
 #include "sm90/cap_series.cuh"
 
@@ -299,20 +300,6 @@ __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], con
     packed[i] = ElementTraits<C.element>::pack(kWeightUnit<C> * weights[2 * i], kWeightUnit<C> * weights[2 * i + 1]);
   }
 }
-
-// Sums of the gradients of scores over a thread's queries, for its two keys: of them the gradient of a bias of the keys is
-// made. Nothing without Config::sums_bias.
-template <Config C>
-struct KeySums {
-  float key[C.sums_bias ? 2 : 1];
-
-  __device__ __forceinline__ void clear() {
-    if constexpr (C.sums_bias) key[0] = key[1] = 0.0f;
-  }
-  __device__ __forceinline__ void add(int r, float low, float high) {
-    if constexpr (C.sums_bias) key[r] += low + high;
-  }
-};
 
 // ds = weights (dp - delta), packed as the operand of dk = ds q.
 template <Config C, int kCount>

@@ -81,7 +81,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     }
   } else {
     acquire_registers<consumer_registers(C)>();
-    Consumer<C>{params, control, tiles, warpgroup - 1}.run();
+    Consumer<C>{{params, control, tiles, warpgroup - 1}}.run();
   }
 }
 

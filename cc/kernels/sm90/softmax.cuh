@@ -133,7 +133,7 @@ struct OnlineSoftmax {
   // other row from settling. In units of kLog2 every p of it is 0, if the score is finite. In the other units set_shift()
   // makes the shift 0, as it does from kLargestExactShift on, and p = exp2(score) may be as large as infinity, or NaN. No
   // result depends on these numbers: sum_beyond(), update_unproven() and Consumer::list_if_lost() select by row_max,
-  // finish_rows() by the row, which gives it the factor 0, and what writes the output selects by this factor.
+  // OutputWriter::finish_rows() by the row, which gives it the factor 0, and what writes the output selects by this factor.
   __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part, bool may_settle) {
     row_max[0] = first_takes_part ? -infinity() : infinity();
     row_max[1] = second_takes_part ? -infinity() : infinity();

@@ -137,6 +137,17 @@ struct ForwardControl : ControlExtras<C>, DropControl<C> {
   int kv_ids[C.segments ? C.stages : 1][C.segments ? C.tile_kv : 1];
 };
 
+// Named barriers: one of each consumer warpgroup, one of each one's turn, one of all consumers.
+inline constexpr int kWarpgroupBarriers = 1;
+template <Config C>
+inline constexpr int kTurnBarriers = kWarpgroupBarriers + num_consumers(C);
+template <Config C>
+inline constexpr int kAllConsumersBarrier = kTurnBarriers<C> + num_consumers(C);
+
+__device__ __forceinline__ void sync_consumer_warpgroup(int warpgroup) {
+  sync_named(kWarpgroupBarriers + warpgroup, kWarpgroupThreads);
+}
+
 template <Config C>
 __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, int item) {
   const ProblemParams& problem = params.problem;

@@ -1,5 +1,5 @@
-// A hash map from text whose lookups take a std::string_view, and so make no string. Its nodes never move: a view of a key and the
-// address of a value stay good while the entry is there.
+// A hash map from text whose lookups take a std::string_view, and so make no string. Its nodes never move: a view of a
+// key and the address of a value stay good while the entry is there.
 #pragma once
 
 #include <cstddef>

@@ -263,8 +263,8 @@ void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
-// Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their unit; in
-// copies, then together.
+// Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their
+// unit; in copies, then together.
 void launch_dcaptures(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                       const Scratch& scratch, CUstream stream) {
   const bool is_exact = kernels.dcaptures_exact != nullptr;

@@ -1,5 +1,5 @@
-// What the backward passes of all architectures share on the host: how tiles of the bias are handed out to the kernel for
-// dbias, and gradients of a problem without queries or keys.
+// What the backward passes of all architectures share on the host: how tiles of the bias are handed out to the kernel
+// for dbias, and gradients of a problem without queries or keys.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
 void sum_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, int64_t elements,
                int64_t group, int64_t splits, const float* partials, CUstream stream);
 
-// Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward` is
-// filled in; block: threads and shared memory.
+// Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward`
+// is filled in; block: threads and shared memory.
 template <typename Params>
 void launch_dbias_tiles(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                         const DbiasShape& shape, float* partials, Params params, Launch block, CUstream stream) {

@@ -58,7 +58,8 @@ bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && ker
 
 bool sums_bias(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().sums_bias; }
 
-// Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
+// Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an
+// H200.
 constexpr int64_t kWantedDbiasBlocks = 264;
 
 DsParts ds_parts(const Problem& problem) {
@@ -144,10 +145,10 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   return scratch;
 }
 
-// Whether all heads of a group visit a tile of queries before the next, so that blocks at work together do so at the same tiles
-// (docs/kernels/log-backward.md, "Groups that walk together"). That is for bands without a left end, since the queries of all key
-// tiles end at the last one then, and where there is an item for every multiprocessor. Blocks that wait for each other gain by
-// it only where items are long.
+// Whether all heads of a group visit a tile of queries before the next, so that blocks at work together do so at the
+// same tiles (docs/kernels/log-backward.md, "Groups that walk together"). That is for bands without a left end, since
+// the queries of all key tiles end at the last one then, and where there is an item for every multiprocessor. Blocks
+// that wait for each other gain by it only where items are long.
 bool walks_groups(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   constexpr int64_t kLongItem = 512;  // key tiles times heads of a group
   const bool ends_together = config.band && problem.band_left >= std::max(problem.q_len, problem.kv_len);
@@ -156,12 +157,13 @@ bool walks_groups(const Problem& problem, const Config& config, int64_t tiles, i
          problem.batch * problem.num_kv_heads * tiles >= sm_count;
 }
 
-// Key/value heads of one section; tiles: items of one. Where tiles differ in work and blocks take items, at head dims to 64 as many
-// as make a wave of items, and three waves in the last section, but not where groups walk together:
-// docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a quarter of the L2 cache, but at least
-// one item for every multiprocessor, better two, the first of them long, the second short: a section ends no sooner than its
-// heaviest item, which in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal length
-// there: then as many heads as have only eight at work together. Elsewhere one.
+// Key/value heads of one section; tiles: items of one. Where tiles differ in work and blocks take items, at head dims
+// to 64 as many as make a wave of items, and three waves in the last section, but not where groups walk together:
+// docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a quarter of the L2
+// cache, but at least one item for every multiprocessor, better two, the first of them long, the second short: a
+// section ends no sooner than its heaviest item, which in a causal problem is twice the mean. Blocks of a head that
+// wait for each other are of unequal length there: then as many heads as have only eight at work together. Elsewhere
+// one.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   const bool uneven = config.band || config.lengths || config.segments || config.mask;
   if (!uneven && !sm90::orders_dq(config)) return {1};
@@ -183,7 +185,8 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   return {static_cast<int32_t>(full_sections(wanted, ideal, heads))};
 }
 
-// Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel expects.
+// Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel
+// expects.
 bool scales_statistics(const Kernels& kernels) {
   const bool scales = kernels.fused != nullptr && sm90::has_scaled_statistics(kernels.fused->config());
   JATTN_REQUIRE(!scales || (kernels.dq == nullptr && kernels.dbias == nullptr), "kernel ", kernels.fused->text,
@@ -335,8 +338,9 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
             stream);
 }
 
-// How many tiles of queries further on than the one before it a key tile begins. Blocks of a head begin at the queries of their own
-// keys: at one tile, all would wait for the first part of its dq. Few that begin at a diagonal each are apart as they are.
+// How many tiles of queries further on than the one before it a key tile begins. Blocks of a head begin at the queries
+// of their own keys: at one tile, all would wait for the first part of its dq. Few that begin at a diagonal each are
+// apart as they are.
 int32_t rotation_of(const Config& config, int64_t tiles) {
   constexpr int64_t kFewTiles = 8;
   if (!sm90::has_senders(config) || sm90::orders_dq(config)) return 0;

@@ -7,8 +7,8 @@
 
 namespace jattn::cuda {
 
-// Hands out consecutive aligned parts of a scratch buffer. Without a buffer it only counts: what bytes a pass needs is found by the
-// same code that divides them.
+// Hands out consecutive aligned parts of a scratch buffer. Without a buffer it only counts: what bytes a pass needs is
+// found by the same code that divides them.
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<unsigned char*>(base)) {}

@@ -8,8 +8,8 @@
 
 namespace jattn {
 
-// A number of the last section (attn/schedule.cuh) that none reaches: every section has as many heads as it should, if so
-// many are left.
+// A number of the last section (attn/schedule.cuh) that none reaches: every section has as many heads as it should, if
+// so many are left.
 inline constexpr int32_t kNoLastSection = 0x7fffffff;
 
 // An array that broadcasts against (B, N, T, S): the stride of a broadcast axis is 0.
@@ -83,11 +83,11 @@ struct ProblemParams {
   const void* captures[16];  // what the score program reads
 };
 
-// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns
-// keys, or the other way round; strides of broadcast axes are 0.
+// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and
+// columns keys, or the other way round; strides of broadcast axes are 0.
 //
-// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4 == q
-// hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
+// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4
+// == q hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
 struct PackedMask {
   const uint32_t* words;
   const uint8_t* states;  // a MaskTile for each tile of rows and tile of columns
@@ -109,7 +109,8 @@ struct ForwardParams {
 
 inline constexpr int kRowPadding = 128;
 
-// Row statistics are padded to rows_padded rows per head, a multiple of kRowPadding, so that a tile never reads past the end.
+// Row statistics are padded to rows_padded rows per head, a multiple of kRowPadding, so that a tile never reads past
+// the end.
 struct BackwardParams {
   ProblemParams problem;
   const void* dout;       // [B, T, N, Dv]

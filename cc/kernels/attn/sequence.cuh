@@ -12,7 +12,8 @@ struct Sequence {
   Band band;
 };
 
-// The length that an array of lengths gives a batch entry: any number there, brought between 0 and the extent of the axis.
+// The length that an array of lengths gives a batch entry: any number there, brought between 0 and the extent of the
+// axis.
 __device__ __forceinline__ int clamped_length(const int32_t* lengths, int entry, int extent) {
   return min(max(lengths[entry], 0), extent);
 }

@@ -3,8 +3,8 @@
 // Units of two families, with the header "sm80/backward.cuh", parameters BackwardParams, backward_threads and
 // backward_min_blocks:
 //   sm80_backward      backward<kConfig>      dk, dv, and dq into a float32 accumulator by reductions in memory
-//   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with sm80_backward_dq, or where no
-//                                             dq is wanted
+//   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with
+//                                             sm80_backward_dq, or where no dq is wanted
 //
 // A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns). It walks the queries of
 // every head of the group, so that dk and dv are summed in registers. Scores are held transposed, keys along rows.

@@ -1,5 +1,5 @@
-// dq with mma.sync and cp.async, by blocks that walk the keys for a tile of queries: no reductions in memory, so the same bits
-// every time.
+// dq with mma.sync and cp.async, by blocks that walk the keys for a tile of queries: no reductions in memory, so the
+// same bits every time.
 //
 // Unit of the family sm80_backward_dq: header "sm80/backward_dq.cuh", parameters BackwardParams, entry
 // backward_dq<kConfig>, backward_dq_threads, backward_dq_min_blocks.

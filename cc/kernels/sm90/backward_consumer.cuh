@@ -1,5 +1,5 @@
-// What consumer warpgroups of all backward kernels share: their barriers, how transposed scores are finished, and how 64 rows of a
-// result leave.
+// What consumer warpgroups of all backward kernels share: their barriers, how transposed scores are finished, and how
+// 64 rows of a result leave.
 #pragma once
 
 #include "base/numeric.cuh"
@@ -31,8 +31,8 @@ __device__ __forceinline__ void release_by_warp(Barrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
-// fragment_address() for any rows and lane; row: the warp's first in the tile. One sum for both would be another order of
-// instructions in one of them.
+// fragment_address() for any rows and lane; row: the warp's first in the tile. One sum for both would be another order
+// of instructions in one of them.
 template <int kRows>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step, int lane) {
   const int own_row = row + lane % 16;
@@ -44,8 +44,8 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int st
   return block_address<kRows>(tile, row, step, lane());
 }
 
-// Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first value in
-// the tiles. bias_tile: address of the first slot.
+// Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first
+// value in the tiles. bias_tile: address of the first slot.
 template <Config C, int kCount, int kBiasSlots>
 __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
                                                          const Drops<C, kCount, true>& drops,
@@ -93,8 +93,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
   }
 }
 
-// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows. A row
-// whose factor is 0 becomes 0 whatever was summed.
+// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows
+// rows. A row whose factor is 0 becomes 0 whatever was summed.
 template <Element kElement, int kRows, int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
                                                unsigned tile, int first_row) {
@@ -122,8 +122,8 @@ __device__ __forceinline__ void copy_gradient(const TensorMap* map, unsigned til
   }
 }
 
-// The same of the first `rows` rows alone, by all threads of the warpgroup. width: columns of the array; target: its row
-// `target_row` of the head, `stride` bytes before the next.
+// The same of the first `rows` rows alone, by all threads of the warpgroup. width: columns of the array; target: its
+// row `target_row` of the head, `stride` bytes before the next.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void copy_gradient_rows(char* target, int64_t stride, int width, unsigned tile,
                                                    int first_row, int rows) {

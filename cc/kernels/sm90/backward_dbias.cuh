@@ -1,15 +1,16 @@
 // dbias on Hopper: the gradient of the scores, summed over the axes that the bias is broadcast along.
 //
-// Unit of the family sm90_backward_dbias, parameters sm90::DbiasParams, backward_threads and backward_min_blocks. Element
-// float16 or bfloat16; tile_q 128; head dims multiples of 64 up to 256.
+// Unit of the family sm90_backward_dbias, parameters sm90::DbiasParams, backward_threads and backward_min_blocks.
+// Element float16 or bfloat16; tile_q 128; head dims multiples of 64 up to 256.
 //
-// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and visits the score tiles
-// that add to it in a fixed order, with the sum in registers: two products a step, no reductions in memory, the same bits
-// every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial sums, which
-// passes/sum_partials.cuh adds in order.
+// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and visits the score
+// tiles that add to it in a fixed order, with the sum in registers: two products a step, no reductions in memory, the
+// same bits every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial
+// sums, which passes/sum_partials.cuh adds in order.
 //
-// A step takes two places of a ring, one with q and k, one with dout and v, so that the next q and k arrive while dp and ds
-// are worked on. Nothing is multiplied by ds here: padding rows need not be cleared, their pairs are selected away.
+// A step takes two places of a ring, one with q and k, one with dout and v, so that the next q and k arrive while dp
+// and ds are worked on. Nothing is multiplied by ds here: padding rows need not be cleared, their pairs are selected
+// away.
 #pragma once
 
 #include "base/integers.cuh"
@@ -368,7 +369,8 @@ struct DbiasConsumer {
       }
       return;
     }
-    // A sum per column, or of everything: first over a warp's rows, then over warps, in memory that no tile needs any more.
+    // A sum per column, or of everything: first over a warp's rows, then over warps, in memory that no tile needs any
+    // more.
     sync_consumers();
     constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
     const int warp = threadIdx.x / 32 - kWarpgroupThreads / 32;

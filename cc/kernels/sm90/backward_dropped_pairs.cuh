@@ -1,5 +1,6 @@
-// Which pairs of a score fragment dropout removes, as bits: found by the consumer's own calls of Philox (Drops::decide()), or by
-// drop warps (Config::drops_beside, backward_drops.cuh), who write the words that a consumer thread reads.
+// Which pairs of a score fragment dropout removes, as bits: found by the consumer's own calls of Philox
+// (Drops::decide()), or by drop warps (Config::drops_beside, backward_drops.cuh), who write the words that a consumer
+// thread reads.
 //
 // Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries.
 #pragma once
@@ -17,8 +18,8 @@ struct FragmentOrigin {
   int row_in_tile, column_in_tile;
 };
 
-// Which of the sixteen pairs of a call are kept, keys being rows, in the lower half of a word; where the pair of value 2 h + e of
-// block n has its bit.
+// Which of the sixteen pairs of a call are kept, keys being rows, in the lower half of a word; where the pair of value
+// 2 h + e of block n has its bit.
 __device__ __forceinline__ unsigned kept_pairs(const KeyRowBits& bits) {
   unsigned of_blocks[2];  // 2 n and 2 n + 1, in the upper byte
 #pragma unroll
@@ -40,8 +41,8 @@ struct Drops {
 
   unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
 
-  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words. The drop warps
-  // put those of neighbours into one byte: seven bits of a byte become predicates by one instruction.
+  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words.
+  // The drop warps put those of neighbours into one byte: seven bits of a byte become predicates by one instruction.
   __device__ __forceinline__ static constexpr int bit_of(int index) {
     if (C.drops_beside) return kept_bit(index / 4 % 8, index / 2 % 2, index % 2);
     const int n = index / 4 % 8, h = index / 2 % 2;
@@ -97,8 +98,8 @@ struct Drops {
         if constexpr (kCount == 16) {
           words[0] = bits_of_call(drops.words(column0), 0);
         } else {
-          // A loop, one word at a time: two at once take registers that the running products do not leave. Words move down as
-          // others come.
+          // A loop, one word at a time: two at once take registers that the running products do not leave. Words move
+          // down as others come.
           constexpr int kWords = sizeof(words) / sizeof(unsigned);
           static_assert(kCount % 32 == 0);
 #pragma unroll 1

@@ -1,5 +1,6 @@
-// Sums of the gradients of scores over the queries of a key, of which the gradient of a bias of the keys is made: by threads for a step,
-// in the control block for an item, in BackwardParams::key_sums for the launch. Nothing without Config::sums_bias.
+// Sums of the gradients of scores over the queries of a key, of which the gradient of a bias of the keys is made: by
+// threads for a step, in the control block for an item, in BackwardParams::key_sums for the launch. Nothing without
+// Config::sums_bias.
 #pragma once
 
 #include "base/numeric.cuh"

@@ -1,10 +1,10 @@
-// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; a flag for each
-// kStatisticsRows rows, of whether some see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the
-// counter of items.
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; a flag for
+// each kStatisticsRows rows, of whether some see no key; and zeros in the accumulator of dq, or in the counters of its
+// turns, and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
-// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still hold what
-// was read last.
+// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still
+// hold what was read last.
 #pragma once
 
 #include "attn/dropout.cuh"

@@ -1,5 +1,5 @@
-// Producer and consumers of the kernel that owns queries. Scores lie as in the forward pass, queries along rows: ds is then
-// a register operand of dq += ds k as it stands.
+// Producer and consumers of the kernel that owns queries. Scores lie as in the forward pass, queries along rows: ds is
+// then a register operand of dq += ds k as it stands.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"

@@ -22,8 +22,8 @@ JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config
   return has_wide_producer(config) ? 40 : 24;
 }
 
-// With a warpgroup for dq the launch takes 128 * 512 registers; the producer leaves this to those of dv and dk, that of dq
-// keeps its 128. ptxas (13.0) refuses instructions with more than 128 registers then (C7602): head dims to 192.
+// With a warpgroup for dq the launch takes 128 * 512 registers; the producer leaves this to those of dv and dk, that of
+// dq keeps its 128. ptxas (13.0) refuses instructions with more than 128 registers then (C7602): head dims to 192.
 inline constexpr int kDvRegisters = 176, kDkRegisters = 184;
 
 // Bytes of lse or delta of the queries of one stage.
@@ -34,8 +34,9 @@ JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
 }
 
-// Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
-// keys of each consumer warpgroup: for each of its threads a word, with a bit for each of 32 pairs.
+// Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside,
+// backward_drops.cuh), one for the keys of each consumer warpgroup: for each of its threads a word, with a bit for each
+// of 32 pairs.
 inline constexpr int kBackwardDropWarps = kBackwardConsumers;
 inline constexpr int kDropSteps = 3;      // records of steps for them; more than stages
 inline constexpr int kDropStepParts = 8;  // groups of the queries of a step
@@ -49,7 +50,8 @@ JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
 inline constexpr int kStepTermsBytes = 32;  // of the terms of a step: StepTerms
 // Numbers of warps of the producer's warpgroup, behind those that send dq: the one that casts it (casts_beside()).
 inline constexpr int kCasterWarp = 1 + kBackwardConsumers;
-// Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps it waits for.
+// Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps
+// it waits for.
 inline constexpr int kStorerWarp = 1 + kBackwardConsumers;
 inline constexpr int kDsWriters = kBackwardConsumers * kWarpgroupThreads / 32;
 inline constexpr int kDsPlaceBytes = 24;  // record and barrier of a tile of gradients of scores that is stored
@@ -57,8 +59,8 @@ inline constexpr int kDqStepsBytes = 64;  // records and barriers between the wa
 inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
 inline constexpr int kSendersBytes = 32 * kDqTurns + 64 + 16;
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
-// What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of stored
-// gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.
+// What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of
+// stored gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.
 JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
   const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
@@ -91,7 +93,8 @@ struct KeyLayout {
   int staging_bytes;  // of one
 };
 
-// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by thread.
+// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by
+// thread.
 JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fused) {
   KeyLayout layout{};
   layout.v = tile_bytes(config.tile_kv, config.head_dim);
@@ -142,7 +145,8 @@ JATTN_HOST_DEVICE constexpr QueryLayout query_layout(const Config& config) {
 
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) { return query_layout(config).bytes; }
 
-// Places in the shared memory of the kernel for dbias: a ring of C.stages places, each for q and k or dout and v; the bias.
+// Places in the shared memory of the kernel for dbias: a ring of C.stages places, each for q and k or dout and v; the
+// bias.
 struct DbiasLayout {
   int place_bytes, bias, control, bytes;
 };
@@ -177,8 +181,8 @@ JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
 
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) { return dbias_layout(config).bytes; }
 
-// How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A warp
-// holds 16 rows and dq_part_columns() columns.
+// How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A
+// warp holds 16 rows and dq_part_columns() columns.
 JATTN_HOST_DEVICE constexpr int dq_part_columns(const Config& config) {
   return config.tile_q == 128 ? config.head_dim : config.head_dim / 2;
 }

@@ -1,11 +1,11 @@
 // What enters a score fragment beside the product q.k, in three places:
 //
-// Added to the exponent of p, in log2 units: the bias (BiasSource, FetchedBias), -slope |distance| of ALiBi, and -lse. They
-// meet in one pass over the fragment, make_exponents(): exponent = scale q.k + bias - slope |distance| - lse.
-// Applied to the score before its lse is taken off: a softcap, to the product alone, and the user's program, to the product
-// with the terms.
-// Multiplied with p, for the gradient of the product: the slopes of the softcap and of the program (KeptSlopes). Which p dropout
-// takes away is in backward_dropped_pairs.cuh.
+// Added to the exponent of p, in log2 units: the bias (BiasSource, FetchedBias), -slope |distance| of ALiBi, and -lse.
+// They meet in one pass over the fragment, make_exponents(): exponent = scale q.k + bias - slope |distance| - lse.
+// Applied to the score before its lse is taken off: a softcap, to the product alone, and the user's program, to the
+// product with the terms.
+// Multiplied with p, for the gradient of the product: the slopes of the softcap and of the program (KeptSlopes). Which
+// p dropout takes away is in backward_dropped_pairs.cuh.
 //
 // Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries.
 #pragma once
@@ -18,7 +18,8 @@
 
 namespace jattn::sm90 {
 
-// An element of global memory, or 0 unless it is inside the array. Volatile: the compiler must not read it where it is used.
+// An element of global memory, or 0 unless it is inside the array. Volatile: the compiler must not read it where it is
+// used.
 template <Element kElement>
 __device__ __forceinline__ typename ElementTraits<kElement>::Storage load_inside(const void* address, bool inside) {
   typename ElementTraits<kElement>::Storage x;
@@ -67,8 +68,8 @@ struct BiasSource {
     }
   }
 
-  // Outside the array 0. Values shared by all keys are read in the first step and kept. In order, or the compiler reads the
-  // whole tile ahead, for which there are no registers.
+  // Outside the array 0. Values shared by all keys are read in the first step and kept. In order, or the compiler reads
+  // the whole tile ahead, for which there are no registers.
   __device__ __forceinline__ void load_direct(float (&bias)[8], int step) const {
     static_assert(!kTransposed);  // transposed fragments use FetchedBias
     const BroadcastArray& array = problem.bias;
@@ -118,8 +119,8 @@ struct BiasSource {
   }
 };
 
-// A bias that transposed fragments read where it lies, fetched before the scores are waited for: the two keys of this thread
-// where all queries share it (Config::row_bias), else every pair. Outside the array 0.
+// A bias that transposed fragments read where it lies, fetched before the scores are waited for: the two keys of this
+// thread where all queries share it (Config::row_bias), else every pair. Outside the array 0.
 template <Config C, int kCount>
 struct FetchedBias {
   static constexpr bool kUsed = C.bias && !C.staged_bias;
@@ -148,9 +149,9 @@ struct FetchedBias {
   }
 };
 
-// Slopes of the softcap and of the user's program, kept in 16 bits while scores become exponents. Those of a softcap are numbers
-// of 0 to 1: half precision, an absolute error of 2^-12 at most. Those of a program are any numbers, rounded as the gradients
-// of the scores will be.
+// Slopes of the softcap and of the user's program, kept in 16 bits while scores become exponents. Those of a softcap
+// are numbers of 0 to 1: half precision, an absolute error of 2^-12 at most. Those of a program are any numbers,
+// rounded as the gradients of the scores will be.
 template <Config C, int kCount>
 struct KeptSlopes {
   static constexpr bool kUsed = has_score_terms(C) && (C.softcap || has_program_slopes<C>());
@@ -164,8 +165,8 @@ struct KeptSlopes {
     if constexpr (!kUsed) return 1.0f;
     return index % 2 == 0 ? Traits::low(words[index / 2]) : Traits::high(words[index / 2]);
   }
-  // p times the slope; of a hidden pair that may be anything. p has a sign that marks what dropout removes, a softcap's slope
-  // none to spoil it.
+  // p times the slope; of a hidden pair that may be anything. p has a sign that marks what dropout removes, a softcap's
+  // slope none to spoil it.
   __device__ __forceinline__ float weight(float p, int index) const {
     if constexpr (!kUsed) return p;
     if constexpr (!has_program_slopes<C>()) return p * fabsf((*this)[index]);
@@ -212,8 +213,8 @@ struct ProgramPairs {
   }
 };
 
-// Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both its
-// rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
+// Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both
+// its rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
 template <Config C, bool kTransposed, int kCount, class Lse>
 __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C, kCount>& slopes,
                                                const StepTerms& terms, const BackwardItem& item,

@@ -35,8 +35,9 @@ struct Consumer : OutputWriter<C> {
 
   static constexpr int kMasks = kMaskUpper | (has_index_band(C) ? kMaskLower : 0) | (C.segments ? kMaskSegments : 0) |
                                 (has_position_band(C) ? kMaskPositions : 0) | (C.mask ? kMaskDense : 0);
-  // Whether v of a tile is waited for beside the tile's exponentials, so that both products of the next start without a test
-  // between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 -> 648.
+  // Whether v of a tile is waited for beside the tile's exponentials, so that both products of the next start without a
+  // test between them. Measured on H200: head_dim 64 full 528 -> 570 TFLOP/s at 8192 keys, causal equal; 128 687 ->
+  // 648.
   static constexpr bool kAwaitsVEarly = C.head_dim_v <= 64;
   // Whether a softcap bounds the scores. A float16 probability has no room for scores that refer to 0.
   static constexpr bool kBoundsScores = C.softcap && !C.bias && !C.alibi && !C.program && C.element == Element::kBF16;
@@ -51,8 +52,8 @@ struct Consumer : OutputWriter<C> {
   Ring ring;                  // of the tile whose scores are computed next
   unsigned items = 0;         // begun before the present one
   bool leaves_tiles = false;  // tiles of the item are still to come, and not needed here
-  // Whether this warp tests scores before it takes them for the softcap's series, or looks at the sums behind it: if the first tile
-  // without masks passes the test, until a sum tells otherwise.
+  // Whether this warp tests scores before it takes them for the softcap's series, or looks at the sums behind it: if
+  // the first tile without masks passes the test, until a sum tells otherwise.
   enum SeriesProof : int { kNoTileYet, kBySums, kByTest };
   SeriesProof proof = kNoTileYet;
   DropRing<C> drop_ring;  // as ring
@@ -161,7 +162,8 @@ struct Consumer : OutputWriter<C> {
     }
   }
 
-  // From raw products of a softcap's problem to probabilities by a series, if it holds for all scores of the warp; returns whether.
+  // From raw products of a softcap's problem to probabilities by a series, if it holds for all scores of the warp;
+  // returns whether.
   __device__ __forceinline__ bool finish_by_series(Scores& s, const TileHeader& header, Softmax& softmax) {
     if ((header.flags & kMasks) || !softmax.settled()) return false;
     if constexpr (proves_by_sums(C)) {
@@ -202,8 +204,8 @@ struct Consumer : OutputWriter<C> {
     return true;
   }
 
-  // Whether rows may settle by this tile: a float16 probability has no room for all that may follow a row's only key in the tile of
-  // its diagonal.
+  // Whether rows may settle by this tile: a float16 probability has no room for all that may follow a row's only key in
+  // the tile of its diagonal.
   __device__ __forceinline__ static bool has_room(const TileHeader& header) {
     return C.element == Element::kBF16 || !(header.flags & kMasks);
   }
@@ -397,8 +399,8 @@ struct Consumer : OutputWriter<C> {
     return has_index_band(C) && !(last.flags & kLastTile);
   }
 
-  // Frees the rest of the item's tiles: below a window the last warpgroups need fewer than the first. At a window of 128
-  // and tiles of 192 x 128 every fourth product.
+  // Frees the rest of the item's tiles: below a window the last warpgroups need fewer than the first. At a window of
+  // 128 and tiles of 192 x 128 every fourth product.
   __device__ __forceinline__ void pass_over_tiles() {
     for (bool last = false; !last; ring.advance()) {
       last = wait_k().flags & kLastTile;
@@ -428,8 +430,9 @@ struct Consumer : OutputWriter<C> {
   // is one. Tiles come last keys first, so with a diagonal the first warpgroups skip: of 1024 causal keys with tiles of
   // 192 x 128 every fourth product.
   __device__ __forceinline__ bool skip_tiles(const ItemRecord& item) {
-    // Without a band the length of the queries tells as well. Which of the two is read moves the instructions that ptxas makes of the
-    // loop. Measured on H100, flags over the length: head_dim (192, 128) 0.94 to 0.97, 96 (in series) 1.00 to 1.08.
+    // Without a band the length of the queries tells as well. Which of the two is read moves the instructions that
+    // ptxas makes of the loop. Measured on H100, flags over the length: head_dim (192, 128) 0.94 to 0.97, 96 (in
+    // series) 1.00 to 1.08.
     const int end = item.q_begin + first_row() < item.q_length ? item.kv_length : 0;
     for (;;) {
       const TileHeader header = wait_k();
@@ -451,7 +454,8 @@ struct Consumer : OutputWriter<C> {
     const bool first_takes_part = row < item.q_length && is_row_of_head<C>(params, row);
     const bool second_takes_part = row + 8 < item.q_length && is_row_of_head<C>(params, row + 8);
     bool may_settle = control.item_numbers[slot()] != kComputedAgain;
-    // A warp goes by a series if all of its rows bear it: rows beyond the length, which may hold anything, must have no say.
+    // A warp goes by a series if all of its rows bear it: rows beyond the length, which may hold anything, must have no
+    // say.
     if constexpr (C.cap_series) may_settle = may_settle && __all_sync(~0u, first_takes_part && second_takes_part);
     softmax.reset(first_takes_part, second_takes_part, may_settle);
     if constexpr (kBoundsScores) {
@@ -465,8 +469,8 @@ struct Consumer : OutputWriter<C> {
     for (int i = 0; i < C.head_dim_v / 2; ++i) out[i] = 0.0f;
   }
 
-  // Sums of probabilities. Up to kSafeSum they are as harmless as those of rows that do not settle; up to kLargestSum the
-  // output is right if it is finite. A float16 probability must stay below 65504.
+  // Sums of probabilities. Up to kSafeSum they are as harmless as those of rows that do not settle; up to kLargestSum
+  // the output is right if it is finite. A float16 probability must stay below 65504.
   static constexpr float kSafeSum = C.element == Element::kF16 ? 0x1p15f : 0x1p20f;
   static constexpr float kLargestSum = C.element == Element::kF16 ? kSafeSum : 0x1p100f;
 

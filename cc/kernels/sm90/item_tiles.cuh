@@ -1,4 +1,5 @@
-// Which tiles of keys an item of the forward visits, and what each of them needs: the masks and the clearing of padding.
+// Which tiles of keys an item of the forward visits, and what each of them needs: the masks and the clearing of
+// padding.
 #pragma once
 
 #include "attn/kv_range.cuh"

@@ -1,5 +1,5 @@
-// How the results of an item leave the forward: from the accumulators of a consumer warpgroup to out and lse, or, of a part of the
-// keys, to floats that forward_combine.cuh joins.
+// How the results of an item leave the forward: from the accumulators of a consumer warpgroup to out and lse, or, of a
+// part of the keys, to floats that forward_combine.cuh joins.
 #pragma once
 
 #include "sm90/score.cuh"
@@ -142,8 +142,8 @@ struct OutputWriter {
     }
   }
 
-  // Writes the output rows of this warpgroup: the whole tile at once where it has a place, else chunk by chunk through the
-  // places that there are.
+  // Writes the output rows of this warpgroup: the whole tile at once where it has a place, else chunk by chunk through
+  // the places that there are.
   __device__ __forceinline__ void write(Output& out, RowFactors factors, unsigned slot) const {
     if constexpr (C.partial_results) return write_part(out, factors, slot);
     constexpr int kChunks = num_chunks(C.head_dim_v);

@@ -1,4 +1,5 @@
-// The producer warp of the forward: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
+// The producer warp of the forward: decides which tiles a block visits, copies them in, and tells the consumers what
+// each needs.
 #pragma once
 
 #include "attn/score.cuh"
@@ -259,8 +260,8 @@ struct Producer {
     }
   }
 
-  // What each warpgroup needs of a tile: its queries see keys from that of the first one's lower limit to that of the last one's
-  // upper limit.
+  // What each warpgroup needs of a tile: its queries see keys from that of the first one's lower limit to that of the
+  // last one's upper limit.
   __device__ __forceinline__ int flags_of_warpgroups(const ItemRecord& record, int kv_tile) const {
     int flags = 0;
     const int first_key = kv_tile * C.tile_kv;
@@ -281,8 +282,8 @@ struct Producer {
     return flags;
   }
 
-  // From here down lower offsets are those of items without a lower limit. Measured on H100: with a window of 1024 keys halves
-  // gain 3 % at head_dim 64 and lose 2 % at 128.
+  // From here down lower offsets are those of items without a lower limit. Measured on H100: with a window of 1024 keys
+  // halves gain 3 % at head_dim 64 and lose 2 % at 128.
   static constexpr int kOpenBelow = -(1 << 29);
 
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
@@ -381,10 +382,10 @@ struct Producer {
     }
   }
 
-  // Whether behind items of few keys the next one is looked up, and its first k copied, before the place of the last v of this one
-  // is free. Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %, 64 -1.4 and 0 %; full: 128
-  // 0 and 0 %, 192 -2.8 and -0.5 %; on H100, with early exponentials, 128 +1 and -2 %. Beside terms not measured; with dropout and
-  // a row of a bias 24 bytes more spill.
+  // Whether behind items of few keys the next one is looked up, and its first k copied, before the place of the last v
+  // of this one is free. Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %,
+  // 64 -1.4 and 0 %; full: 128 0 and 0 %, 192 -2.8 and -0.5 %; on H100, with early exponentials, 128 +1 and -2 %.
+  // Beside terms not measured; with dropout and a row of a bias 24 bytes more spill.
   static constexpr bool kLooksAhead = C.band && C.head_dim_v > 64 && !has_control_extras(C);
   static constexpr int kFewTiles = 1024 / C.tile_kv;
 

@@ -1,5 +1,5 @@
-// Sizes of the forward kernel and of its small companions that follow from a Config: threads, registers, shared memory. Plain
-// C++20: the host launches by them.
+// Sizes of the forward kernel and of its small companions that follow from a Config: threads, registers, shared memory.
+// Plain C++20: the host launches by them.
 #pragma once
 
 #include "base/integers.cuh"
@@ -16,15 +16,15 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// The warps beside the producer that call Philox (Config::drops_beside, drops.cuh), and the tiles whose pairs they have found that
-// there is room for.
+// The warps beside the producer that call Philox (Config::drops_beside, drops.cuh), and the tiles whose pairs they have
+// found that there is room for.
 inline constexpr int kDropWarps = 3;
 JATTN_HOST_DEVICE constexpr int drop_places(const Config& config) { return config.stages + 2; }
 
 // Bits: words of a consumer thread, of 64 columns each.
 JATTN_HOST_DEVICE constexpr int drop_bit_words(const Config& config) { return ceil_div(config.tile_kv, 64); }
-// Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither what stores
-// nor what loads meets in a bank.
+// Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither
+// what stores nor what loads meets in a bank.
 JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
   const int words = config.tile_kv / 8 * 4;
   return words % 32 == 16 ? words : words + 16;
@@ -54,8 +54,8 @@ JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
 // Records of items: one is written when q's place is free again, while the item before may still be in its last tile.
 inline constexpr int kItemSlots = 2;
 
-// Room for the items that are lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item, sees the
-// first of them: as many as have a record and the one that it begins then. Each of their warps may list it.
+// Room for the items that are lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item,
+// sees the first of them: as many as have a record and the one that it begins then. Each of their warps may list it.
 JATTN_HOST_DEVICE constexpr int lost_items_room(const Config& config) {
   return (kItemSlots + 1) * num_consumers(config) * (kWarpgroupThreads / 32);
 }
@@ -114,10 +114,10 @@ JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
   return config.stages * stage_bytes(config) + control_bytes(config);
 }
 
-// Chunks of the output tile that have a place of their own. 0: the tile takes q's place, and the next q waits for its store.
-// Where not all fit, the others pass through those that do; measured with 256 columns, two places for four chunks: +9 % at
-// 1024 keys, +1 to +7 % at 8192. With 192 columns (two places) or 128 beside a q of 192 (one) q's place is better: causal 7 and
-// 3 % faster, full equal.
+// Chunks of the output tile that have a place of their own. 0: the tile takes q's place, and the next q waits for its
+// store. Where not all fit, the others pass through those that do; measured with 256 columns, two places for four
+// chunks: +9 % at 1024 keys, +1 to +7 % at 8192. With 192 columns (two places) or 128 beside a q of 192 (one) q's place
+// is better: causal 7 and 3 % faster, full equal.
 JATTN_HOST_DEVICE constexpr int out_chunks(const Config& config) {
   const int chunk_bytes = tile_bytes(config.tile_q, kChunkColumns), chunks = num_chunks(config.head_dim_v);
   const int places = (kMaxSharedBytes - q_bytes(config) - bytes_without_q(config)) / chunk_bytes;

@@ -59,8 +59,8 @@ struct HeadNumbers {
   Dropout dropout;
 };
 
-// Where the number of a column of the tile stands in a row of numbers of all columns: those of a thread in two neighbouring
-// blocks of eight columns, which a fragment has in pairs, beside each other.
+// Where the number of a column of the tile stands in a row of numbers of all columns: those of a thread in two
+// neighbouring blocks of eight columns, which a fragment has in pairs, beside each other.
 __device__ __forceinline__ int place_in_row(int column) {
   return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
 }

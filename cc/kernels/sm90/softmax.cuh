@@ -134,8 +134,8 @@ struct OnlineSoftmax {
   // no other row from settling. In units of kLog2 every p of it is 0, if the score is finite. In the other units
   // set_shift() makes the shift 0, as it does from kLargestExactShift on, and p = exp2(score) may be as large as
   // infinity, or NaN. No result depends on these numbers: sum_beyond(), update_unproven() and Consumer::list_if_lost()
-  // select by row_max, OutputWriter::finish_rows() by the row, which gives it the factor 0, and what writes the output
-  // selects by this factor.
+  // select by row_max; OutputWriter::finish_rows() gives rows beyond q_length the factor 0, by which those who write
+  // the output select; rows of no head are not written.
   __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part, bool may_settle) {
     row_max[0] = first_takes_part ? -infinity() : infinity();
     row_max[1] = second_takes_part ? -infinity() : infinity();

@@ -63,10 +63,11 @@ format: $(VENV)/.installed  ## rewrite: ruff, clang-format, gersemi
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/gersemi --in-place $(CMAKE_FILES)
 
-check: $(VENV)/.installed  ## format check, ruff, types, generated tables, import layers: about a minute
+check: $(VENV)/.installed  ## format check, width of comments, ruff, types, generated tables, import layers: about a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/python tools/check_comment_width.py
 	$(BIN)/gersemi --check $(CMAKE_FILES)
 	$(BIN)/mypy
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.tables --check

@@ -1,13 +1,12 @@
 #include "core/program_store.h"
 
 #include <algorithm>
-#include <functional>
 #include <mutex>
 #include <shared_mutex>
-#include <unordered_map>
 
 #include "core/require.h"
 #include "core/sha256.h"
+#include "core/text_map.h"
 
 namespace jattn {
 namespace {
@@ -15,16 +14,10 @@ namespace {
 constexpr size_t kDigestLength = 2 * sizeof(Sha256Digest);
 constexpr size_t kMaxTextBytes = size_t{1} << 20;
 
-struct TextHash {
-  using is_transparent = void;
-  size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-};
-using TextMap = std::unordered_map<std::string, std::string, TextHash, std::equal_to<>>;  // its nodes never move
-
 struct Store {
   std::shared_mutex mutex;
-  TextMap digest_of_text;
-  std::unordered_map<std::string, std::string_view, TextHash, std::equal_to<>> text_of_digest;
+  TextMap<std::string> digest_of_text;
+  TextMap<std::string_view> text_of_digest;  // views of the keys of digest_of_text
 };
 
 Store& store() {

@@ -1,8 +1,8 @@
 // Score functions as source text, by digest: what a kernel key with program=1 stands for.
 //
 // A text defines `struct ScoreProgram` (attn/score_program.cuh); jattn/device_code.py writes it. It travels beside the
-// kernel keys of a call and is registered before they are looked up. The store is one per process and only grows: units are
-// written again when machine code is missing, whatever became of the call.
+// kernel keys of a call and is registered before they are looked up. The store is one per process and only grows: units
+// are written again when machine code is missing, whatever became of the call.
 #pragma once
 
 #include <string>

@@ -28,8 +28,8 @@ void require_bias_element(const Kernel& kernel, DType dtype);
 // of tiles.
 ProblemParams problem_params(const Problem& problem, const Kernel& kernel);
 
-// Ranges of segments and, for a band, of positions for one kernel's tiles, carved from scratch. No bytes without them. Beside
-// a list of documents the kernel that makes the list finds those of segments, which stand first.
+// Ranges of segments and, for a band, of positions for one kernel's tiles, carved from scratch. No bytes without them.
+// Beside a list of documents the kernel that makes the list finds those of segments, which stand first.
 int64_t tile_ranges_bytes(const Problem& problem, const Config& config);
 void launch_tile_ranges(const Problem& problem, const Plan& plan, const Config& config, void* scratch,
                         ProblemParams& params, CUstream stream);

@@ -8,6 +8,7 @@
 #include "cuda/backward_dbias.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
+#include "cuda/scratch.h"
 #include "kernels/passes/shape.cuh"
 #include "kernels/sm80/backward_shape.cuh"
 
@@ -16,24 +17,6 @@ namespace {
 
 // Blocks that a device should be given at least; see dbias_shape().
 constexpr int64_t kWantedBlocks = 512;
-
-// Hands out consecutive aligned parts of the scratch buffer. Without a buffer it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<unsigned char*>(base)) {}
-
-  template <typename T>
-  T* take(int64_t count) {
-    T* part = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += round_up(count * int64_t{sizeof(T)}, kScratchAlignment);
-    return part;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  unsigned char* base_;
-  int64_t used_ = 0;
-};
 
 struct Kernels {
   const Kernel* fused;
@@ -102,11 +85,11 @@ Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kern
   }
   const auto take_ranges = [&](const Kernel* kernel) -> void* {
     if (kernel == nullptr) return nullptr;
-    return carver.take<unsigned char>(tile_ranges_bytes(problem, kernel->config()));
+    return carver.take_bytes(tile_ranges_bytes(problem, kernel->config()));
   };
   const auto take_mask = [&](const Kernel* kernel, bool owns_keys) -> void* {
     if (kernel == nullptr || !kernel->config().mask) return nullptr;
-    return carver.take<unsigned char>(mask_tiles_bytes(problem, mask_tiling(kernel->config(), owns_keys)));
+    return carver.take_bytes(mask_tiles_bytes(problem, mask_tiling(kernel->config(), owns_keys)));
   };
   const Kernel* keys = kernels.fused != nullptr ? kernels.fused : kernels.dkv;
   scratch.key_ranges = take_ranges(keys);
@@ -280,8 +263,8 @@ void launch_dslopes(const Problem& problem, const BackwardBuffers& buffers, cons
          &params, stream);
 }
 
-// Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their unit; in
-// copies, then together.
+// Gradients of captures: floats added up in memory, or, in the exact form, whole numbers after a run that finds their
+// unit; in copies, then together.
 void launch_dcaptures(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernels& kernels,
                       const Scratch& scratch, CUstream stream) {
   const bool is_exact = kernels.dcaptures_exact != nullptr;

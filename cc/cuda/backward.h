@@ -1,4 +1,5 @@
-// The backward pass by the kernels of sm_80: Problem, buffers and plan -> kernel launches on a stream (cuda/dispatch.h picks).
+// The backward pass by the kernels of sm_80: Problem, buffers and plan -> kernel launches on a stream (cuda/dispatch.h
+// picks).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the backward passes of all architectures share on the host: how tiles of the bias are handed out to the kernel for
-// dbias, and gradients of a problem without queries or keys.
+// What the backward passes of all architectures share on the host: how tiles of the bias are handed out to the kernel
+// for dbias, and gradients of a problem without queries or keys.
 #pragma once
 
 #include <cstdint>
@@ -28,21 +28,21 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers, CUs
 void sum_dbias(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, int64_t elements,
                int64_t group, int64_t splits, const float* partials, CUstream stream);
 
-// Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward` is
-// filled in; block: threads and shared memory.
+// Launches the kernel for dbias, and the sum over its splits. Params: DbiasParams of the architecture, whose `backward`
+// is filled in; block: threads and shared memory.
 template <typename Params>
 void launch_dbias_tiles(const Problem& problem, const BackwardBuffers& buffers, const Plan& plan, const Kernel& kernel,
                         const DbiasShape& shape, float* partials, Params params, Launch block, CUstream stream) {
-  params.dbias = buffers.dbias;
-  params.partials = partials;
-  params.bias_elements = shape.elements();
-  params.extent_batch = static_cast<int32_t>(shape.batch);
-  params.extent_head = static_cast<int32_t>(shape.heads);
-  params.extent_query = static_cast<int32_t>(shape.queries);
-  params.extent_key = static_cast<int32_t>(shape.keys);
-  params.tiles_query = static_cast<int32_t>(shape.tiles_query);
-  params.tiles_key = static_cast<int32_t>(shape.tiles_key);
-  params.splits = static_cast<int32_t>(shape.splits);
+  params.bias.result = buffers.dbias;
+  params.bias.partials = partials;
+  params.bias.bias_elements = shape.elements();
+  params.bias.extent_batch = static_cast<int32_t>(shape.batch);
+  params.bias.extent_head = static_cast<int32_t>(shape.heads);
+  params.bias.extent_query = static_cast<int32_t>(shape.queries);
+  params.bias.extent_key = static_cast<int32_t>(shape.keys);
+  params.bias.tiles_query = static_cast<int32_t>(shape.tiles_query);
+  params.bias.tiles_key = static_cast<int32_t>(shape.tiles_key);
+  params.bias.splits = static_cast<int32_t>(shape.splits);
   block.grid = {.x = shape.tiles() * shape.splits};
   launch(kernel, block, &params, stream);
   const int64_t elements = shape.elements();

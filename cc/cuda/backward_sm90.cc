@@ -11,6 +11,7 @@
 #include "cuda/ds_parts.h"
 #include "cuda/launch.h"
 #include "cuda/mask_tiles.h"
+#include "cuda/scratch.h"
 #include "cuda/sections.h"
 #include "cuda/tile_map.h"
 #include "kernels/passes/shape.cuh"
@@ -57,7 +58,8 @@ bool stores_ds(const Kernels& kernels) { return kernels.keys() != nullptr && ker
 
 bool sums_bias(const Kernels& kernels) { return kernels.keys() != nullptr && kernels.keys()->config().sums_bias; }
 
-// Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an H200.
+// Blocks that the kernel for dbias is given at least, if there is work for them: two for each multiprocessor of an
+// H200.
 constexpr int64_t kWantedDbiasBlocks = 264;
 
 DsParts ds_parts(const Problem& problem) {
@@ -96,64 +98,57 @@ struct Scratch {
 int64_t item_counters(const Problem& problem) { return sm90::kItemsDone + problem.batch * problem.num_kv_heads; }
 
 Scratch carve(const Problem& problem, const BackwardBuffers& buffers, const Kernels& kernels, void* base) {
+  Carver carver(base);
   Scratch scratch;
-  const auto take = [&](int64_t bytes) -> void* {
-    void* part = base == nullptr ? nullptr : static_cast<unsigned char*>(base) + scratch.bytes;
-    scratch.bytes += round_up(bytes, kScratchAlignment);
-    return part;
-  };
   scratch.rows_padded = round_up(problem.q_len, sm90::kStatisticsRows);
   if (takes_documents(kernels)) {
     const int64_t tiles = accumulator_tiles(problem, kernels);
     scratch.rows_padded = round_up(tiles * kernels.fused->config().tile_q, sm90::kStatisticsRows);
-    scratch.row_tiles = static_cast<sm90::TileRows*>(take(problem.batch * tiles * int64_t{sizeof(sm90::TileRows)}));
+    scratch.row_tiles = carver.take<sm90::TileRows>(problem.batch * tiles);
   }
   const int64_t rows = problem.batch * problem.num_heads * scratch.rows_padded;
-  scratch.lse_log2 = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
-  scratch.delta = static_cast<float*>(take(rows * int64_t{sizeof(float)}));
-  scratch.row_flags = static_cast<uint8_t*>(take(rows / sm90::kStatisticsRows));
+  scratch.lse_log2 = carver.take<float>(rows);
+  scratch.delta = carver.take<float>(rows);
+  scratch.row_flags = carver.take<uint8_t>(rows / sm90::kStatisticsRows);
   if (kernels.fused != nullptr) {
-    scratch.dq_accumulator =
-        static_cast<float*>(take(rows * kernels.fused->config().head_dim * int64_t{sizeof(float)}));
+    scratch.dq_accumulator = carver.take<float>(rows * kernels.fused->config().head_dim);
   }
   if (takes_items(kernels)) {
-    scratch.next_item = static_cast<int32_t*>(take(item_counters(problem) * int64_t{sizeof(int32_t)}));
-    scratch.documents = take(document_tiles_bytes(problem, kernels.fused->config(), true));
+    scratch.next_item = carver.take<int32_t>(item_counters(problem));
+    scratch.documents = carver.take_bytes(document_tiles_bytes(problem, kernels.fused->config(), true));
   }
   if (has_senders(kernels)) {
-    scratch.dq_turns =
-        static_cast<int32_t*>(take(rows / sm90::kDqTurnRows * sm90::kBackwardConsumers * sizeof(int32_t)));
+    scratch.dq_turns = carver.take<int32_t>(rows / sm90::kDqTurnRows * sm90::kBackwardConsumers);
   }
   const auto take_tiles = [&](const Kernel* kernel, bool owns_keys, void*& ranges, void*& mask) {
     if (kernel == nullptr) return;
     const Config& config = kernel->config();
-    ranges = take(tile_ranges_bytes(problem, config));
-    if (config.mask) mask = take(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
+    ranges = carver.take_bytes(tile_ranges_bytes(problem, config));
+    if (config.mask) mask = carver.take_bytes(mask_tiles_bytes(problem, mask_tiling(config, owns_keys)));
   };
   take_tiles(kernels.keys(), true, scratch.key_ranges, scratch.key_mask);
   take_tiles(kernels.dq, false, scratch.query_ranges, scratch.query_mask);
   if (stores_ds(kernels) && buffers.dbias != nullptr) {
     const DsParts ds = ds_parts(problem);
-    scratch.ds = take(ds.in_place ? 0 : ds_bytes(problem, ds));
+    scratch.ds = carver.take_bytes(ds.in_place ? 0 : ds_bytes(problem, ds));
   }
   if (sums_bias(kernels) && buffers.dbias != nullptr) {
     const int64_t sums = problem.batch * problem.num_kv_heads * problem.kv_len;
-    scratch.partials = static_cast<float*>(take(sums * int64_t{sizeof(float)}));
+    scratch.partials = carver.take<float>(sums);
   }
   if (kernels.dbias != nullptr && buffers.dbias != nullptr) {
     take_tiles(kernels.dbias, false, scratch.dbias_ranges, scratch.dbias_mask);
     const DbiasShape shape = dbias_shape(problem, kernels.dbias->config(), kWantedDbiasBlocks);
-    if (shape.splits > 1) {
-      scratch.partials = static_cast<float*>(take(shape.splits * shape.elements() * int64_t{sizeof(float)}));
-    }
+    if (shape.splits > 1) scratch.partials = carver.take<float>(shape.splits * shape.elements());
   }
+  scratch.bytes = carver.used();
   return scratch;
 }
 
-// Whether all heads of a group visit a tile of queries before the next, so that blocks at work together do so at the same tiles
-// (docs/kernels/log-backward.md, "Groups that walk together"). That is for bands without a left end, since the queries of all key
-// tiles end at the last one then, and where there is an item for every multiprocessor. Blocks that wait for each other gain by
-// it only where items are long.
+// Whether all heads of a group visit a tile of queries before the next, so that blocks at work together do so at the
+// same tiles (docs/kernels/log-backward.md, "Groups that walk together"). That is for bands without a left end, since
+// the queries of all key tiles end at the last one then, and where there is an item for every multiprocessor. Blocks
+// that wait for each other gain by it only where items are long.
 bool walks_groups(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   constexpr int64_t kLongItem = 512;  // key tiles times heads of a group
   const bool ends_together = config.band && problem.band_left >= std::max(problem.q_len, problem.kv_len);
@@ -162,12 +157,13 @@ bool walks_groups(const Problem& problem, const Config& config, int64_t tiles, i
          problem.batch * problem.num_kv_heads * tiles >= sm_count;
 }
 
-// Key/value heads of one section; tiles: items of one. Where tiles differ in work and blocks take items, at head dims to 64 as many
-// as make a wave of items, and three waves in the last section, but not where groups walk together:
-// docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a quarter of the L2 cache, but at least
-// one item for every multiprocessor, better two, the first of them long, the second short: a section ends no sooner than its
-// heaviest item, which in a causal problem is twice the mean. Blocks of a head that wait for each other are of unequal length
-// there: then as many heads as have only eight at work together. Elsewhere one.
+// Key/value heads of one section; tiles: items of one. Where tiles differ in work and blocks take items, at head dims
+// to 64 as many as make a wave of items, and three waves in the last section, but not where groups walk together:
+// docs/kernels/log-backward.md, "Sections". Else as many as keep what their blocks read within a quarter of the L2
+// cache, but at least one item for every multiprocessor, better two, the first of them long, the second short: a
+// section ends no sooner than its heaviest item, which in a causal problem is twice the mean. Blocks of a head that
+// wait for each other are of unequal length there: then as many heads as have only eight at work together. Elsewhere
+// one.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int sm_count) {
   const bool uneven = config.band || config.lengths || config.segments || config.mask;
   if (!uneven && !sm90::orders_dq(config)) return {1};
@@ -189,7 +185,8 @@ Sections sections_of(const Problem& problem, const Config& config, int64_t tiles
   return {static_cast<int32_t>(full_sections(wanted, ideal, heads))};
 }
 
-// Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel expects.
+// Whether the statistics of rows have the factor of dropout in them (has_scaled_statistics()), which no other kernel
+// expects.
 bool scales_statistics(const Kernels& kernels) {
   const bool scales = kernels.fused != nullptr && sm90::has_scaled_statistics(kernels.fused->config());
   JATTN_REQUIRE(!scales || (kernels.dq == nullptr && kernels.dbias == nullptr), "kernel ", kernels.fused->text,
@@ -341,8 +338,9 @@ void launch_bias_sums(const Problem& problem, const BackwardBuffers& buffers, co
             stream);
 }
 
-// How many tiles of queries further on than the one before it a key tile begins. Blocks of a head begin at the queries of their own
-// keys: at one tile, all would wait for the first part of its dq. Few that begin at a diagonal each are apart as they are.
+// How many tiles of queries further on than the one before it a key tile begins. Blocks of a head begin at the queries
+// of their own keys: at one tile, all would wait for the first part of its dq. Few that begin at a diagonal each are
+// apart as they are.
 int32_t rotation_of(const Config& config, int64_t tiles) {
   constexpr int64_t kFewTiles = 8;
   if (!sm90::has_senders(config) || sm90::orders_dq(config)) return 0;

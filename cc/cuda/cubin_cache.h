@@ -3,8 +3,9 @@
 // Whoever can write a file that this process loads as machine code owns the process. So the folder is used only if it
 // is a real directory (not a link) that belongs to the user and that nobody else can write; entries likewise must be
 // regular files of the user's. Anything else is treated as absent. Entries are named by the SHA-256 of everything that
-// went into them (kernel_store.h) and carry a SHA-256 of their own content: a torn or damaged file reads as absent and is written again.
-// Writers make a temporary file and rename it, so readers and other writers see a whole entry or none.
+// went into them (kernel_store.h) and carry a SHA-256 of their own content: a torn or damaged file reads as absent and
+// is written again. Writers make a temporary file and rename it, so readers and other writers see a whole entry or
+// none.
 #pragma once
 
 #include <cstdint>

@@ -71,8 +71,8 @@ int driver_cuda_version();
 // "CUDA_ERROR_INVALID_VALUE (1): invalid argument"
 std::string describe(CUresult result);
 
-// Throws Error (Fault::kMachine) "<what>: <description of the result>" unless the result is success. `what` comes in parts,
-// joined only for an error: some of these checks run in every call.
+// Throws Error (Fault::kMachine) "<what>: <description of the result>" unless the result is success. `what` comes in
+// parts, joined only for an error: some of these checks run in every call.
 template <typename... Parts>
 void check(CUresult result, const Parts&... what) {
   if (result != 0) fail(Fault::kMachine, concat(what..., ": ", describe(result)));

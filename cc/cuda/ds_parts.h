@@ -1,4 +1,5 @@
-// How the gradients of scores that a kernel stores (Config::stores_ds) become the gradient of a bias of queries and keys.
+// How the gradients of scores that a kernel stores (Config::stores_ds) become the gradient of a bias of queries and
+// keys.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +9,15 @@
 
 namespace jattn::cuda {
 
-// Launches, one after another, in which batch entries that share a bias add theirs to each other where they are stored: the same
-// bits every time. Each addition rounds to the element type: after four, errors are 1.3 times those of a sum in float32.
+// Launches, one after another, in which batch entries that share a bias add theirs to each other where they are stored:
+// the same bits every time. Each addition rounds to the element type: after four, errors are 1.3 times those of a sum
+// in float32.
 inline constexpr int64_t kMostDsTurns = 4;
 // Scratch that is taken for fewer turns and more heads a launch, however small the bias.
 inline constexpr int64_t kFewDsBytes = int64_t{64} << 20;
 
-// In place where every pair has a bias of its own, or all entries that share it can take turns; else in parts, each the sum of
-// those that take turns, for some heads at a time, which are added up in float32.
+// In place where every pair has a bias of its own, or all entries that share it can take turns; else in parts, each the
+// sum of those that take turns, for some heads at a time, which are added up in float32.
 struct DsParts {
   int64_t parts;  // batch entries of one launch, each with a place of its own
   bool in_place = true;

@@ -1,4 +1,5 @@
-// The forward pass by the kernels of sm_80: Problem, results and plan -> kernel launches on a stream (cuda/dispatch.h picks).
+// The forward pass by the kernels of sm_80: Problem, results and plan -> kernel launches on a stream (cuda/dispatch.h
+// picks).
 #pragma once
 
 #include <cstdint>

@@ -37,17 +37,17 @@ sm90::SquaredCapSeries as_square(const sm90::CapSeries<3>& series) {
           static_cast<float>(series.factor[0] - shift * shift)};
 }
 
-// Quarters of a wave of items whose heads are handed out together, but for the last ones. As measured: few heads take less of
-// L2, but at long sequences and head dims above 64 more of them are faster (docs/kernels/log.md, "Sections").
+// Quarters of a wave of items whose heads are handed out together, but for the last ones. As measured: few heads take
+// less of L2, but at long sequences and head dims above 64 more of them are faster (docs/kernels/log.md, "Sections").
 int64_t quarter_waves_of_section(const Problem& problem, const Config& config) {
   if (config.head_dim_v <= 64) return 2;
   if (config.head_dim_v <= 128) return problem.kv_len <= 2048 ? 1 : 16;
   return problem.kv_len <= 1024 ? 2 : 4;
 }
 
-// Query heads whose tiles are handed out together (attn/schedule.cuh). Where tiles differ in work, the last section is the
-// larger one: there are short items then for blocks that are done early. It has at least the heads whose keys and values fill
-// half of L2, or make four waves of items. Else the tiles of one key/value head follow each other.
+// Query heads whose tiles are handed out together (attn/schedule.cuh). Where tiles differ in work, the last section is
+// the larger one: there are short items then for blocks that are done early. It has at least the heads whose keys and
+// values fill half of L2, or make four waves of items. Else the tiles of one key/value head follow each other.
 Sections sections_of(const Problem& problem, const Config& config, int64_t tiles, int64_t num_sms) {
   const int64_t group = problem.group_size(), heads = problem.batch * problem.num_heads;
   if (shares_bias_over_batch(problem, config)) {
@@ -219,8 +219,8 @@ void forward_sm90(const Problem& whole, const ForwardResults& results, const Pla
   };
   params.q = config.packed_heads ? packed_heads_map(problem, tiles.rows_per_query, tiles.queries)
                                  : map(problem.q, problem.q_len, problem.num_heads, problem.head_dim, config.tile_q);
-  // A box has 128 bytes of a row. What L2 fetches beside them comes too early where keys are read once; at head dim 64 it is
-  // another head's. Measured on H200 with one query: head dim 64 7 %, 128 4 % (with a mask 8 %).
+  // A box has 128 bytes of a row. What L2 fetches beside them comes too early where keys are read once; at head dim 64
+  // it is another head's. Measured on H200 with one query: head dim 64 7 %, 128 4 % (with a mask 8 %).
   const auto keys_map = [&](const void* address, int64_t columns) {
     return tile_map(has_keys ? address : problem.q, problem.dtype, problem.batch, kv_rows, problem.num_kv_heads,
                     columns, config.tile_kv, tiles.count == 1 ? L2Promotion::k128Bytes : L2Promotion::k256Bytes);

@@ -63,8 +63,8 @@ StoreInfo store_info();
 
 int64_t clear_cache();  // the entries on disk; returns how many there were
 
-// The name of a kernel's entry on disk: SHA-256 over the unit, all headers, the compiler's version (major and minor: NVRTC tells
-// no more) and its options.
+// The name of a kernel's entry on disk: SHA-256 over the unit, all headers, the compiler's version (major and minor:
+// NVRTC tells no more) and its options.
 std::string cubin_digest(const KernelKey& key, int nvrtc_version);
 
 // Forgets machine code that no device has loaded yet (tests of the disk cache).

@@ -11,7 +11,8 @@
 namespace jattn::cuda {
 namespace {
 
-// The extents of the mask itself, along the rows and columns of fragments: a broadcast axis has one row, or one tile of columns.
+// The extents of the mask itself, along the rows and columns of fragments: a broadcast axis has one row, or one tile of
+// columns.
 struct MaskShape {
   int64_t batch, heads, rows, columns;
   int64_t row_stride, column_stride;

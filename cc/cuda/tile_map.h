@@ -24,8 +24,9 @@ inline sm90::TensorMap tile_map(const void* address, DType dtype, int64_t batch,
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(address, dtype, axes, Swizzle::k128Bytes, promotion));
 }
 
-// Queries of all heads of a group as rows (sm90/rows.cuh), in boxes of 64 columns and box_queries queries with box_heads rows each. The
-// queries of all batch entries are one axis: behind those of an entry a box may hold some of the next.
+// Queries of all heads of a group as rows (sm90/rows.cuh), in boxes of 64 columns and box_queries queries with
+// box_heads rows each. The queries of all batch entries are one axis: behind those of an entry a box may hold some of
+// the next.
 inline sm90::TensorMap packed_heads_map(const Problem& problem, int64_t box_heads, int64_t box_queries) {
   const int64_t columns = problem.head_dim, group = problem.group_size();
   const std::array<TensorMapAxis, 4> axes{{
@@ -37,7 +38,8 @@ inline sm90::TensorMap packed_heads_map(const Problem& problem, int64_t box_head
   return std::bit_cast<sm90::TensorMap>(make_tensor_map(problem.q, problem.dtype, axes, Swizzle::k128Bytes));
 }
 
-// A bias with an axis of queries and one of keys, in boxes of 64 keys and box_rows queries. A broadcast axis has extent 1.
+// A bias with an axis of queries and one of keys, in boxes of 64 keys and box_rows queries. A broadcast axis has extent
+// 1.
 inline sm90::TensorMap bias_map(const Problem& problem, int64_t box_rows) {
   const BroadcastTensor& bias = problem.bias;
   const BroadcastShape shape = shape_of(bias, problem);

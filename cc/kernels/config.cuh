@@ -61,7 +61,8 @@ struct Config {
   bool cap_series = false;
   bool documents = false;     // tiles begin with the runs of segment ids where each id has one (document_tiles.cuh)
   bool drops_beside = false;  // warps beside the producer call Philox for dropout (drops.cuh, backward_drops.cuh)
-  // Forward: rows of a tile are queries of all heads of a group, so that few queries read the keys once (sm90/rows.cuh).
+  // Forward: rows of a tile are queries of all heads of a group, so that few queries read the keys once
+  // (sm90/rows.cuh).
   bool packed_heads = false;
 };
 

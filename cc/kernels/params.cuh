@@ -8,8 +8,8 @@
 
 namespace jattn {
 
-// A number of the last section (attn/schedule.cuh) that none reaches: every section has as many heads as it should, if so
-// many are left.
+// A number of the last section (attn/schedule.cuh) that none reaches: every section has as many heads as it should, if
+// so many are left.
 inline constexpr int32_t kNoLastSection = 0x7fffffff;
 
 // An array that broadcasts against (B, N, T, S): the stride of a broadcast axis is 0.
@@ -83,11 +83,11 @@ struct ProblemParams {
   const void* captures[16];  // what the score program reads
 };
 
-// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and columns
-// keys, or the other way round; strides of broadcast axes are 0.
+// A dense mask as bits in the order of accumulator fragments, made by passes/mask_tiles.cuh. Rows are queries and
+// columns keys, or the other way round; strides of broadcast axes are 0.
 //
-// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4 == q
-// hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
+// Bit 2 i + c of word q of a row and a tile of columns is column 8 i + 2 q + c of that tile: what lanes with lane % 4
+// == q hold of the row. The words of neighbouring rows are neighbours, 16 bytes a row, padded to whole tiles.
 struct PackedMask {
   const uint32_t* words;
   const uint8_t* states;  // a MaskTile for each tile of rows and tile of columns
@@ -109,7 +109,8 @@ struct ForwardParams {
 
 inline constexpr int kRowPadding = 128;
 
-// Row statistics are padded to rows_padded rows per head, a multiple of kRowPadding, so that a tile never reads past the end.
+// Row statistics are padded to rows_padded rows per head, a multiple of kRowPadding, so that a tile never reads past
+// the end.
 struct BackwardParams {
   ProblemParams problem;
   const void* dout;       // [B, T, N, Dv]
@@ -191,15 +192,20 @@ struct CastGradParams {
   float scale;
 };
 
-// sm80/backward_dbias.cuh
-struct DbiasParams {
-  BackwardParams backward;
-  void* dbias;      // shape and strides of the bias; written if splits == 1
+// What the kernels for dbias make, and how its tiles are handed out to blocks.
+struct DbiasTiles {
+  void* result;     // shape and strides of the bias; written if splits == 1
   float* partials;  // [splits, elements of the bias]; written otherwise
   int64_t bias_elements;
   int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
   int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
   int32_t splits;                                               // blocks that share one tile of the bias
+};
+
+// sm80/backward_dbias.cuh
+struct DbiasParams {
+  BackwardParams backward;
+  DbiasTiles bias;
 };
 
 // sm80/backward_dslopes.cuh

@@ -1,15 +1,16 @@
-// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 64 pairs in 32 rows and 32
-// columns of scores. A warp has 16 of these rows: two of its lanes hold half of the pairs, 16 each.
+// Which pairs dropout removes (core/problem.h has the definition): Philox4x32-10, one call for 64 pairs in 32 rows and
+// 32 columns of scores. A warp has 16 of these rows: two of its lanes hold half of the pairs, 16 each.
 //
-// Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of block n the
-// rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 is a multiple of 16, column0 of 32.
+// Use: dropout_of<Config>() once per batch entry and head. A fragment is blocks of 8 columns; lane 4 g + t holds of
+// block n the rows row0 + g + 8 h and the columns column0 + 8 n + 2 t + e as value 2 h + e. row0 is a multiple of 16,
+// column0 of 32.
 //   rows are queries (s = q k^T):    QueryRowDrops drops(dropout, row0);  per four blocks  drops.bits(column0 + 32 p)
 //   rows are keys    (s^T = k q^T):  RowDrops<true> drops(dropout, row0); likewise
 // bits.dropped(n, h, e) answers for value 2 h + e of block 4 p + n. Kept pairs are multiplied by dropout.factor.
 // drops.two(column0 + 64 p) gives the bits of eight blocks by one call and an exchange with lane ^ 4, by whole warps.
 //
-// A call's first three rounds split into a part of the query and a part of the key (words 0 and 2 of the counter are 0):
-// loops over tiles keep the part of their own rows, three registers per 32 rows.
+// A call's first three rounds split into a part of the query and a part of the key (words 0 and 2 of the counter are
+// 0): loops over tiles keep the part of their own rows, three registers per 32 rows.
 #pragma once
 
 #include "base/types.cuh"
@@ -97,7 +98,8 @@ JATTN_HOST_DEVICE constexpr uint32_t dropout_group(int index) {
   return (uint32_t(index) >> 5) * 4 + ((uint32_t(index) & 7) >> 1);
 }
 
-// The bytes of two words that a selector names: hexadecimal digit i gives byte i of the result, 0 to 3 from a, 4 to 7 from b.
+// The bytes of two words that a selector names: hexadecimal digit i gives byte i of the result, 0 to 3 from a, 4 to 7
+// from b.
 JATTN_HOST_DEVICE inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #ifdef __CUDA_ARCH__
   return __byte_perm(a, b, selector);
@@ -130,9 +132,9 @@ JATTN_HOST_DEVICE constexpr uint32_t times_generator(uint32_t bytes) {
 
 JATTN_HOST_DEVICE inline uint32_t exchange_halves(uint32_t word) { return select_bytes(word, word, 0x1032u); }
 
-// The words of a call that decide about the pairs of a lane, x of the definition: word w is of the keys w octets from the first.
-// With queries as rows its byte 2 h + e is for the queries h octets from the first and key parity e, the parity of the lane's
-// queries being given; with keys as rows byte 2 h + r is for query parity r.
+// The words of a call that decide about the pairs of a lane, x of the definition: word w is of the keys w octets from
+// the first. With queries as rows its byte 2 h + e is for the queries h octets from the first and key parity e, the
+// parity of the lane's queries being given; with keys as rows byte 2 h + r is for query parity r.
 struct PairWords {
   uint32_t word[2];
 };
@@ -157,8 +159,8 @@ struct SharedWords {
   }
 };
 
-// What the bytes of a call are compared with, of a threshold of 15 bits: 128 less its upper bits in every byte, and its lower 8
-// bits in both halves, which upper bits that equal the threshold's leave to the pairs' lower ones.
+// What the bytes of a call are compared with, of a threshold of 15 bits: 128 less its upper bits in every byte, and its
+// lower 8 bits in both halves, which upper bits that equal the threshold's leave to the pairs' lower ones.
 struct DropLimits {
   uint32_t upper, lower;
 };
@@ -167,7 +169,8 @@ JATTN_HOST_DEVICE constexpr DropLimits drop_limits(uint32_t threshold) {
   return {0x80808080u - (threshold >> 8) * 0x01010101u, 0x7fff7fffu + (threshold & 255) * 0x00010001u};
 }
 
-// drop_limits().upper, one less where lower bits are below the threshold's. A byte plus it has bit 7 if its pair is kept.
+// drop_limits().upper, one less where lower bits are below the threshold's. A byte plus it has bit 7 if its pair is
+// kept.
 JATTN_HOST_DEVICE inline uint32_t limits_of_bytes(const SharedWords& shared, const DropLimits& limits) {
   const uint32_t apart = limits.lower - select_bytes(shared.lower, 0, 0x4342u);  // bit 15 of a half: below
   return limits.upper - (repeat_signs(apart, 0xb9b9u) & 0x01010101u);
@@ -229,8 +232,8 @@ struct LaneBits {
 using QueryRowBits = LaneBits<false>;
 using KeyRowBits = LaneBits<true>;
 
-// One bit a pair, of two calls of 32 columns each: bit 7 - n - 4 call of byte 2 h + e of a word is that of value 2 h + e of block n
-// of a call. kept_bits(): of one call, in the place of the first; the other bits are anything.
+// One bit a pair, of two calls of 32 columns each: bit 7 - n - 4 call of byte 2 h + e of a word is that of value 2 h +
+// e of block n of a call. kept_bits(): of one call, in the place of the first; the other bits are anything.
 JATTN_HOST_DEVICE constexpr uint32_t kept_bits(const QueryRowBits& bits) {
   uint32_t kept = (bits.kept[1][0] >> 2 & 0x20202020u) | (bits.kept[1][1] >> 3 & 0x10101010u);
   kept |= bits.kept[0][1] >> 1 & 0x40404040u;
@@ -244,7 +247,8 @@ JATTN_HOST_DEVICE inline uint32_t kept_halves(uint32_t bits, int call, int n, in
   return repeat_signs(bits << (4 * call + n), h == 0 ? 0x9988u : 0xbbaau);
 }
 
-// The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 32). Lanes g and g ^ 1 share them.
+// The calls for a lane's rows in [row0, row0 + 16) and columns in [column0, column0 + 32). Lanes g and g ^ 1 share
+// them.
 JATTN_HOST_DEVICE constexpr uint32_t lane_row_group(int lane, int row0) {
   return (uint32_t(row0) >> 5) * 4 + uint32_t(lane >> 3);
 }

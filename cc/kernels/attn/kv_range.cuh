@@ -118,8 +118,8 @@ struct TileFilter {
   }
 };
 
-// Walks the tiles of a range from the last to the first and leaves out those that the filter refuses. A warp looks at 32
-// tiles with one load; all its lanes get the same answer.
+// Walks the tiles of a range from the last to the first and leaves out those that the filter refuses. A warp looks at
+// 32 tiles with one load; all its lanes get the same answer.
 template <Config kConfig, class Filter = TileFilter<kConfig>>
 struct TileWalk {
   int begin;

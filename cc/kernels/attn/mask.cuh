@@ -8,9 +8,9 @@
 
 namespace jattn {
 
-// Lengths and the band of indices. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a transposed
-// fragment the caller passes transposed(band), the key length as row_length and the query length as column_length. Rows
-// beyond row_length are masked only if kMaskRows.
+// Lengths and the band of indices. `band`, `row_length` and `column_length` belong to the axes of the fragment: for a
+// transposed fragment the caller passes transposed(band), the key length as row_length and the query length as
+// column_length. Rows beyond row_length are masked only if kMaskRows.
 template <Config kConfig, bool kMaskRows, int kM, int kN>
 __device__ __forceinline__ void mask_limits(float (&s)[kM][kN][4], Band band, int row_length, int column_length,
                                             int row0, int column0) {

@@ -1,9 +1,9 @@
-// Which tile of which head a work item is. Blocks take the items in the order of their numbers: one each, or one after the
-// other by a counter.
+// Which tile of which head a work item is. Blocks take the items in the order of their numbers: one each, or one after
+// the other by a counter.
 //
-// Items of a section, `section_heads` neighbouring heads, are handed out together, the tiles with most work first: their K
-// and V stay in L2, and the last blocks to start are short. For causal problems that is worth 10 to 20 % over one head after
-// the other. Section `last_section` has all heads that are left.
+// Items of a section, `section_heads` neighbouring heads, are handed out together, the tiles with most work first:
+// their K and V stay in L2, and the last blocks to start are short. For causal problems that is worth 10 to 20 % over
+// one head after the other. Section `last_section` has all heads that are left.
 #pragma once
 
 #include "base/numeric.cuh"

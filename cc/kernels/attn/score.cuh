@@ -1,5 +1,5 @@
-// From a product of q and k to a score in base 2: scale, softcap, bias, slopes; and the derivative of that step. What a score
-// program then does to it: score_program.cuh.
+// From a product of q and k to a score in base 2: scale, softcap, bias, slopes; and the derivative of that step. What a
+// score program then does to it: score_program.cuh.
 //
 // Coordinates: a fragment holds rows row0 + 16 m + g + 8 h and columns column0 + 8 n + 2 t + e (lane 4g + t). Rows are
 // queries and columns keys, or the other way round (kTransposed).
@@ -48,8 +48,8 @@ __device__ __forceinline__ float load_element(const void* data, int64_t index) {
   return Traits::to_float(__ldg(static_cast<const typename Traits::Storage*>(data) + index));
 }
 
-// s + bias * log2(e), the bias kept finite where it is finite: the least bfloat16 or float32 would become -inf, and a row
-// filled with it has a softmax. Fused by name, so that every way of reading a bias gives the same bits.
+// s + bias * log2(e), the bias kept finite where it is finite: the least bfloat16 or float32 would become -inf, and a
+// row filled with it has a softmax. Fused by name, so that every way of reading a bias gives the same bits.
 // kNatural: s * scale + bias, s a raw product.
 template <Element kElement, bool kNatural>
 __device__ __forceinline__ float add_bias(float s, float bias, float scale) {
@@ -169,8 +169,8 @@ struct SoftcapDerivative {
   }
 };
 
-// The gradient of a score, p (dp - delta). kHides: 0 where p is 0, since a pair may be hidden. What stands behind a mask may be
-// any finite numbers, of which dp may overflow, and 0 * infinity is NaN.
+// The gradient of a score, p (dp - delta). kHides: 0 where p is 0, since a pair may be hidden. What stands behind a
+// mask may be any finite numbers, of which dp may overflow, and 0 * infinity is NaN.
 template <bool kHides>
 __device__ __forceinline__ float pair_gradient(float p, float dp, float delta) {
   return kHides && p == 0.0f ? 0.0f : p * (dp - delta);
@@ -234,8 +234,8 @@ __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const ProblemPar
   });
 }
 
-// Calls use(s[m][n][i], |distance| of that pair) for all of a fragment. offset: distances are column - row - offset, in the
-// axes of the fragment.
+// Calls use(s[m][n][i], |distance| of that pair) for all of a fragment. offset: distances are column - row - offset, in
+// the axes of the fragment.
 template <Config kConfig, bool kTransposed, int kM, int kN, typename Use>
 __device__ __forceinline__ void each_distance(float (&s)[kM][kN][4], const ProblemParams& problem, int batch,
                                               int offset, int row0, int column0, const Use& use) {

@@ -1,5 +1,5 @@
-// The user's score function: scores pass through it after all that the problem itself does to them, and before masks. Fragments
-// and their coordinates: score.cuh.
+// The user's score function: scores pass through it after all that the problem itself does to them, and before masks.
+// Fragments and their coordinates: score.cuh.
 #pragma once
 
 #include "attn/positions.cuh"
@@ -11,15 +11,15 @@
 
 namespace jattn {
 
-// The unit of a kernel with Config::program defines its own before this file (core/kernel_unit.cc), with the arguments (score,
-// batch, head, query, key, captures); other kernels call none.
+// The unit of a kernel with Config::program defines its own before this file (core/kernel_unit.cc), with the arguments
+// (score, batch, head, query, key, captures); other kernels call none.
 #ifndef JATTN_SCORE_PROGRAM
 struct ScoreProgram {
   static constexpr bool kUnitSlope = true;    // the slope is 1 wherever the score becomes more than -inf
   static constexpr bool kPrefetches = false;  // prefetch() asks for something
 
-  // Scores in natural units; -inf hides a pair. query and key are positions, or indices in a problem without; those of pairs
-  // outside the arrays are any, and must not lead out of the captures.
+  // Scores in natural units; -inf hides a pair. query and key are positions, or indices in a problem without; those of
+  // pairs outside the arrays are any, and must not lead out of the captures.
   JATTN_PROGRAM_FUNCTION float score(float score, int, int, int, int, const void* const (&)[16]) { return score; }
   // slope: of the new score by the old one. Of a hidden pair it is any, NaN and infinity among them.
   JATTN_PROGRAM_FUNCTION float score_and_slope(float score, int, int, int, int, const void* const (&)[16],
@@ -38,8 +38,8 @@ JATTN_HOST_DEVICE constexpr bool has_program_slopes() {
   return kConfig.program && !ScoreProgram::kUnitSlope;
 }
 
-// The weight of a pair by its score and the lse (base 2) of its query, which is +inf if it sees no key. The program has met other
-// scores there than those that it hid, since such queries are cleared, and may have made NaN of them.
+// The weight of a pair by its score and the lse (base 2) of its query, which is +inf if it sees no key. The program has
+// met other scores there than those that it hid, since such queries are cleared, and may have made NaN of them.
 template <Config kConfig>
 __device__ __forceinline__ float weight_of(float score, float factor, float lse_log2) {
   const float weight = exp2_fast(fmaf(score, factor, -lse_log2));
@@ -78,8 +78,8 @@ __device__ __forceinline__ void each_program_pair(const ProblemParams& problem, 
   }
 }
 
-// From natural units to base 2. Rounded towards 0: a finite number stays finite, as the least float32 must, for a row that is
-// filled with it has a softmax.
+// From natural units to base 2. Rounded towards 0: a finite number stays finite, as the least float32 must, for a row
+// that is filled with it has a softmax.
 __device__ __forceinline__ float natural_to_log2(float s) { return __fmul_rz(s, kLog2E); }
 
 template <int kM, int kN>

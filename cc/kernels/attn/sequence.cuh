@@ -12,12 +12,18 @@ struct Sequence {
   Band band;
 };
 
+// The length that an array of lengths gives a batch entry: any number there, brought between 0 and the extent of the
+// axis.
+__device__ __forceinline__ int clamped_length(const int32_t* lengths, int entry, int extent) {
+  return min(max(lengths[entry], 0), extent);
+}
+
 template <Config kConfig>
 __device__ __forceinline__ Sequence sequence_of(const ProblemParams& problem, int batch) {
   Sequence sequence{problem.q_len, problem.kv_len, {problem.band_left, problem.band_right, 0}};
   if constexpr (kConfig.lengths) {
-    if (problem.q_lengths) sequence.q_length = min(max(problem.q_lengths[batch], 0), problem.q_len);
-    if (problem.kv_lengths) sequence.kv_length = min(max(problem.kv_lengths[batch], 0), problem.kv_len);
+    if (problem.q_lengths) sequence.q_length = clamped_length(problem.q_lengths, batch, problem.q_len);
+    if (problem.kv_lengths) sequence.kv_length = clamped_length(problem.kv_lengths, batch, problem.kv_len);
   }
   if ((kConfig.band || kConfig.alibi) && problem.lower_right)
     sequence.band.offset = sequence.kv_length - sequence.q_length;

@@ -116,16 +116,16 @@ __device__ __forceinline__ void softmax_step(float (&s)[kM][kN][4], float (&out)
   }
 }
 
-// The row maximum in natural units. It stays where its logarithm in base 2 is finite, which the backward needs: a row may be
-// filled with the least finite bias.
+// The row maximum in natural units. It stays where its logarithm in base 2 is finite, which the backward needs: a row
+// may be filled with the least finite bias.
 template <bool kNatural>
 __device__ __forceinline__ float natural_maximum(float row_max, float factor) {
   return kNatural ? fminf(fmaxf(row_max, -kLargestNatural), kLargestNatural) : row_max * factor * kLn2;
 }
 
-// The lse of a row that sees keys, in base 2, as the backward kernels subtract it from scores. Far from 0 (a large bias) an lse is
-// too coarse to give probabilities back: moved up by more than its error it gives numbers from 0 to 1 and not infinity. One
-// that was held at the largest may lie below the scores: its row gets zeros.
+// The lse of a row that sees keys, in base 2, as the backward kernels subtract it from scores. Far from 0 (a large
+// bias) an lse is too coarse to give probabilities back: moved up by more than its error it gives numbers from 0 to 1
+// and not infinity. One that was held at the largest may lie below the scores: its row gets zeros.
 __device__ __forceinline__ float shifted_lse_log2(float lse) {
   if (lse >= kLargestNatural) return infinity();
   const float lse_log2 = lse * kLog2E;

@@ -1,5 +1,5 @@
-// Numbers on the device: constants, element conversions, approximate functions, sums of products, reductions over the lanes that
-// share a row.
+// Numbers on the device: constants, element conversions, approximate functions, sums of products, reductions over the
+// lanes that share a row.
 #pragma once
 
 #include "base/types.cuh"
@@ -14,7 +14,8 @@ inline constexpr float kLargestNatural = 2.3e38f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// Two floats as one number of 64 bits. By instructions that the compiler does not see through: it would keep two registers.
+// Two floats as one number of 64 bits. By instructions that the compiler does not see through: it would keep two
+// registers.
 __device__ __forceinline__ uint64_t as_pair(const float (&values)[2]) {
   uint64_t pair;
   asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(values[0]), "f"(values[1]));
@@ -58,8 +59,8 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.3f ? small : large;
 }
 
-// The same for |x| <= 1 without special operations: the odd polynomial of degree 13 with the least absolute error, 2.6e-8,
-// and 8.2e-8 with the rounding of every step.
+// The same for |x| <= 1 without special operations: the odd polynomial of degree 13 with the least absolute error,
+// 2.6e-8, and 8.2e-8 with the rounding of every step.
 __device__ __forceinline__ float tanh_below_one(float x) {
   const float x2 = x * x;
   float p = fmaf(x2, 0.00100583757f, -0.00609529626f);

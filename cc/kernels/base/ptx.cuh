@@ -1,5 +1,5 @@
-// One instruction per function: asynchronous copies, matrix products of a warp, reductions in memory, special registers.
-// Accesses of shared memory are in base/shared_memory.cuh.
+// One instruction per function: asynchronous copies, matrix products of a warp, reductions in memory, special
+// registers. Accesses of shared memory are in base/shared_memory.cuh.
 #pragma once
 
 #include "base/shared_memory.cuh"
@@ -13,8 +13,9 @@ extern __shared__ __align__(1024) unsigned char jattn_shared[];
 
 namespace jattn::ptx {
 
-// The address of jattn_shared as PTX writes it. NVRTC makes it of 64 bits and converts it wherever it is used, nvcc does not;
-// at the limit of the register file that was 8 bytes of spills. The operand makes the array known to the unit.
+// The address of jattn_shared as PTX writes it. NVRTC makes it of 64 bits and converts it wherever it is used, nvcc
+// does not; at the limit of the register file that was 8 bytes of spills. The operand makes the array known to the
+// unit.
 __device__ __forceinline__ uint32_t shared_base() {
   uint32_t address;
   asm("mov.u32 %0, jattn_shared;" : "=r"(address) : "l"(jattn_shared));
@@ -45,7 +46,8 @@ __device__ __forceinline__ void copy_wait() {
 
 // c += a * b for a 16x16 a, a 16x8 b and float32 c. Lane l = 4g + t holds
 //   c: rows g, g + 8, columns 2t, 2t + 1 as {(g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)}
-//   a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..), two columns each    b: rows 2t.., 2t + 8.. of column g
+//   a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..), two columns each
+//   b: rows 2t.., 2t + 8.. of column g
 template <Element kElement>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kElement == Element::kBF16) {
@@ -82,13 +84,13 @@ __device__ __forceinline__ void mma_m16n8k8_tf32_first(float (&c)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-// x rounded to TF32, halves away from 0: two instructions and the bits of cvt.rna.tf32.f32, which the compiler expands to
-// four because it keeps NaN. A NaN may become any number here; the rest that is split off it is NaN.
+// x rounded to TF32, halves away from 0: two instructions and the bits of cvt.rna.tf32.f32, which the compiler expands
+// to four because it keeps NaN. A NaN may become any number here; the rest that is split off it is NaN.
 __device__ __forceinline__ uint32_t to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 
-// The same where finite numbers have to stay finite, which rounding to nearest takes to infinity from 2^128 - 2^116 on: cut off
-// after a sum rounded towards 0, x + 0.36 to 0.72 units of the last place. As cheap, at most 0.72 of a unit away, without bias
-// over a binade.
+// The same where finite numbers have to stay finite, which rounding to nearest takes to infinity from 2^128 - 2^116 on:
+// cut off after a sum rounded towards 0, x + 0.36 to 0.72 units of the last place. As cheap, at most 0.72 of a unit
+// away, without bias over a binade.
 __device__ __forceinline__ uint32_t to_finite_tf32(float x) {
   return __float_as_uint(__fmaf_rz(x, 0.36f / 1024, x)) & 0xffffe000u;
 }

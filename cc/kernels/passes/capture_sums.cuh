@@ -1,7 +1,7 @@
 // Gradients of captures from their copies, which are sums of floats or of whole numbers (sm80/backward_dcaptures.cuh).
 //
-// Unit of the family capture_sums: entry capture_sums<kConfig>, parameters CaptureSumsParams; the members of ScoreProgram that
-// say which capture an element is of.
+// Unit of the family capture_sums: entry capture_sums<kConfig>, parameters CaptureSumsParams; the members of
+// ScoreProgram that say which capture an element is of.
 #pragma once
 
 #include "attn/capture_units.cuh"

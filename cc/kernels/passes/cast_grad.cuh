@@ -5,6 +5,7 @@
 // tile and slice.
 #pragma once
 
+#include "attn/sequence.cuh"
 #include "base/integers.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
@@ -34,7 +35,7 @@ __device__ __forceinline__ void cast_grad(const CastGradParams& params) {
   const int row_begin = int(flat_tile - flat_head * tiles) * kTileQ;
   const int entry = int(flat_head / params.num_heads);
   const int head = int(flat_head - int64_t(entry) * params.num_heads);
-  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int length = params.q_lengths ? clamped_length(params.q_lengths, entry, params.q_len) : params.q_len;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int part_row = warp / kGrid.columns * kPartRows, part_column = warp % kGrid.columns * kPartColumns;
 
@@ -48,11 +49,8 @@ __device__ __forceinline__ void cast_grad(const CastGradParams& params) {
       const float4 x = __ldg(reinterpret_cast<const float4*>(source + (m * kNq + n) * 128));
       dq[m][n][0] = x.x, dq[m][n][1] = x.y, dq[m][n][2] = x.z, dq[m][n][3] = x.w;
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      factor[m][h] = row_begin + part_row + 16 * m + 8 * h + (lane >> 2) < length ? params.scale : 0.0f;
-    }
   }
+  sm80::row_factors(factor, row_begin + part_row, length, params.scale);
   sm80::stage_accumulator(staging, dq, factor, part_row, part_column);
   __syncthreads();
   const sm80::GlobalRows rows = sm80::head_rows<kElement>(params.dq, params.q_len, params.num_heads, params.head_dim,

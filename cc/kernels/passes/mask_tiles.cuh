@@ -1,5 +1,5 @@
-// Turns a dense mask into bits in the order of accumulator fragments (PackedMask) and says which tiles are empty or full,
-// so that attention kernels skip the ones and do not mask the others. Reads every byte of the mask once.
+// Turns a dense mask into bits in the order of accumulator fragments (PackedMask) and says which tiles are empty or
+// full, so that attention kernels skip the ones and do not mask the others. Reads every byte of the mask once.
 //
 // Unit of the family mask_tiles: entry mask_tiles<kConfig>, parameters MaskTilesParams. One block per tile.
 #pragma once
@@ -58,8 +58,8 @@ struct MaskReader {
   }
 };
 
-// Rows are queries. Eight lanes share a row of up to 128 keys, 16 keys each: two blocks of eight, hence four bits of each
-// word. Returns the bits that were set, for the state.
+// Rows are queries. Eight lanes share a row of up to 128 keys, 16 keys each: two blocks of eight, hence four bits of
+// each word. Returns the bits that were set, for the state.
 __device__ __forceinline__ void pack_query_rows(const MaskTilesParams& params, const MaskReader& reader,
                                                 uint32_t* words, int first_row, int first_column, bool& any,
                                                 bool& all) {

@@ -5,6 +5,7 @@
 // the part of a warp that shares a row) and narrow_rows.
 #pragma once
 
+#include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
@@ -28,7 +29,7 @@ __device__ __forceinline__ void row_delta(const RowDeltaParams& params) {
   const int block = int(blockIdx.x - flat_head * blocks);
   const int entry = int(flat_head / params.num_heads);
   const int head = int(flat_head - int64_t(entry) * params.num_heads);
-  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int length = params.q_lengths ? clamped_length(params.q_lengths, entry, params.q_len) : params.q_len;
   const int first = block * kRowPadding;
   const int lane = threadIdx.x % kLanes;
 

@@ -1,11 +1,11 @@
-// What tiles of queries and of keys hold, so that attention kernels skip tiles in which no pair is visible and do not mask
-// those in which all are. One warp per tile.
+// What tiles of queries and of keys hold, so that attention kernels skip tiles in which no pair is visible and do not
+// mask those in which all are. One warp per tile.
 //
 // Units of two families:
 //   segment_ranges   segment_ranges<C>   SegmentRangesParams   least and greatest segment id, and the set of ids
-//   position_ranges  position_ranges<C>  PositionRangesParams  least and greatest position; padding rows (beyond the lengths,
-//                                        or of negative segments) are left out: they are hidden by other means, and their
-//                                        positions may be anything
+//   position_ranges  position_ranges<C>  PositionRangesParams  least and greatest position; padding rows (beyond the
+//                                        lengths, or of negative segments) are left out: they are hidden by other
+//                                        means, and their positions may be anything
 #pragma once
 
 #include "base/numeric.cuh"

@@ -3,8 +3,8 @@
 // Units of two families, with the header "sm80/backward.cuh", parameters BackwardParams, backward_threads and
 // backward_min_blocks:
 //   sm80_backward      backward<kConfig>      dk, dv, and dq into a float32 accumulator by reductions in memory
-//   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with sm80_backward_dq, or where no
-//                                             dq is wanted
+//   sm80_backward_dkv  backward_dkv<kConfig>  dk and dv only: the deterministic form, together with
+//                                             sm80_backward_dq, or where no dq is wanted
 //
 // A block owns tile_kv keys of one key/value head (and one slice of the gradients' columns). It walks the queries of
 // every head of the group, so that dk and dv are summed in registers. Scores are held transposed, keys along rows.
@@ -30,17 +30,6 @@
 #include "sm80/tile_copy.cuh"
 
 namespace jattn::sm80 {
-
-// What the rows of a warp's part are multiplied by: 0 at or beyond the length.
-template <int kM>
-__device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_row, int length, float scale) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) factor[m][h] = first_row + 16 * m + 8 * h + (lane >> 2) < length ? scale : 0.0f;
-  }
-}
 
 template <Config kConfig, bool kFused>
 __device__ __forceinline__ void backward_keys(const BackwardParams& params) {

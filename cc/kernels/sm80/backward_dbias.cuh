@@ -44,24 +44,24 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
   const BackwardParams& params = dbias.backward;
   const ProblemParams& problem = params.problem;
-  const bool all_queries = dbias.extent_query == 1 && problem.q_len != 1;
-  const bool all_keys = dbias.extent_key == 1 && problem.kv_len != 1;
+  const bool all_queries = dbias.bias.extent_query == 1 && problem.q_len != 1;
+  const bool all_keys = dbias.bias.extent_key == 1 && problem.kv_len != 1;
   const int q_tiles = ceil_div(problem.q_len, kTileQ), kv_tiles = ceil_div(problem.kv_len, kTileKv);
 
   int rest = blockIdx.x;
-  const int split = rest % dbias.splits;
-  rest /= dbias.splits;
-  const int bias_kv_tile = rest % dbias.tiles_key;
-  rest /= dbias.tiles_key;
-  const int bias_q_tile = rest % dbias.tiles_query;
-  rest /= dbias.tiles_query;
-  const int bias_head = rest % dbias.extent_head;
-  const int bias_batch = rest / dbias.extent_head;
+  const int split = rest % dbias.bias.splits;
+  rest /= dbias.bias.splits;
+  const int bias_kv_tile = rest % dbias.bias.tiles_key;
+  rest /= dbias.bias.tiles_key;
+  const int bias_q_tile = rest % dbias.bias.tiles_query;
+  rest /= dbias.bias.tiles_query;
+  const int bias_head = rest % dbias.bias.extent_head;
+  const int bias_batch = rest / dbias.bias.extent_head;
 
   // The score tiles that add to this tile of the bias, numbered with the keys running fastest.
   const int step_keys = all_keys ? kv_tiles : 1, step_queries = all_queries ? q_tiles : 1;
-  const int step_heads = dbias.extent_head == 1 ? problem.num_heads : 1;
-  const int step_batch = dbias.extent_batch == 1 ? problem.batch : 1;
+  const int step_heads = dbias.bias.extent_head == 1 ? problem.num_heads : 1;
+  const int step_batch = dbias.bias.extent_batch == 1 ? problem.batch : 1;
   const int64_t steps = int64_t(step_batch) * step_heads * step_queries * step_keys;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   float sum[kM][kN][4];
   clear(sum);
   int loaded_batch = -1, loaded_head = -1, loaded_q_tile = -1, loaded_kv_tile = -1;
-  for (int64_t index = split; index < steps; index += dbias.splits) {
+  for (int64_t index = split; index < steps; index += dbias.bias.splits) {
     int64_t item = index;
     const int kv_tile = all_keys ? int(item % step_keys) : bias_kv_tile;
     item /= step_keys;
@@ -147,10 +147,10 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
   const int64_t base = bias_batch * problem.bias.stride_batch + bias_head * problem.bias.stride_head;
   const auto write = [&](int64_t index, float x) {
-    if (dbias.splits == 1) {
-      static_cast<typename BiasTraits::Storage*>(dbias.dbias)[index] = BiasTraits::from_float(x);
+    if (dbias.bias.splits == 1) {
+      static_cast<typename BiasTraits::Storage*>(dbias.bias.result)[index] = BiasTraits::from_float(x);
     } else {
-      dbias.partials[split * dbias.bias_elements + index] = x;
+      dbias.bias.partials[split * dbias.bias.bias_elements + index] = x;
     }
   };
   const int row0 = bias_q_tile * kTileQ + warp_row + (lane >> 2), column0 = bias_kv_tile * kTileKv + 2 * (lane & 3);

@@ -1,14 +1,15 @@
 // Gradients of what the score program reads: a pair adds ds * d score' / d element to each element that it read.
 //
 // Unit of the families sm80_backward_dcaptures, .._sizes and .._exact: header "sm80/backward_dcaptures.cuh", parameters
-// CapturesParams, entries backward_dcaptures<kConfig>, backward_dcaptures_sizes<kConfig>, backward_dcaptures_exact<kConfig>,
-// backward_dq_threads, backward_dq_min_blocks. Blocks walk the keys as those of dq do. The unit's ScoreProgram has the members
-// that jattn/device_gradients.py writes: which elements, with which derivatives.
+// CapturesParams, entries backward_dcaptures<kConfig>, backward_dcaptures_sizes<kConfig>,
+// backward_dcaptures_exact<kConfig>, backward_dq_threads, backward_dq_min_blocks. Blocks walk the keys as those of dq
+// do. The unit's ScoreProgram has the members that jattn/device_gradients.py writes: which elements, with which
+// derivatives.
 //
-// Any pair may read any element, so blocks add to memory, in any order. For who wants the same bits every time a first run finds
-// the size of the largest summand, and a second one adds whole numbers in units so small that 64 bits hold the sum of all
-// pairs: integers add up to the same in any order. So that blocks wait less for each other, small gradients come in several
-// copies. passes/capture_sums.cuh adds these up.
+// Any pair may read any element, so blocks add to memory, in any order. For who wants the same bits every time a first
+// run finds the size of the largest summand, and a second one adds whole numbers in units so small that 64 bits hold
+// the sum of all pairs: integers add up to the same in any order. So that blocks wait less for each other, small
+// gradients come in several copies. passes/capture_sums.cuh adds these up.
 #pragma once
 
 #include "attn/capture_units.cuh"
@@ -17,7 +18,8 @@
 
 namespace jattn::sm80 {
 
-// The scores that the program gets, kept beside those that it makes (ProgramSlope): gradients of these stay as they are.
+// The scores that the program gets, kept beside those that it makes (ProgramSlope): gradients of these stay as they
+// are.
 template <Config kConfig, int kM, int kN>
 struct ProgramInputs {
   float value[kM][kN][4];  // natural units
@@ -45,8 +47,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// What the pairs of a warp add to gradients, pairs of the same element added up first where that is cheap. Elements that many
-// pairs read would be waited for otherwise.
+// What the pairs of a warp add to gradients, pairs of the same element added up first where that is cheap. Elements
+// that many pairs read would be waited for otherwise.
 template <Config kConfig, int kM, int kN>
 class WarpSums {
  public:
@@ -175,8 +177,8 @@ class WarpSums {
       for (int row = 0; row < kRows; ++row) add(read, places[row][read], summands[row][read]);
       return;
     }
-    // Eight rows down and eight columns on is the same distance: a pair waits for the next one on its diagonal, and goes
-    // along with it if they read the same element.
+    // Eight rows down and eight columns on is the same distance: a pair waits for the next one on its diagonal, and
+    // goes along with it if they read the same element.
 #pragma unroll
     for (int row = kRows - 1; row >= 0; --row) {
       float x = summands[row][read];

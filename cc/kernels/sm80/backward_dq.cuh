@@ -1,5 +1,5 @@
-// dq with mma.sync and cp.async, by blocks that walk the keys for a tile of queries: no reductions in memory, so the same bits
-// every time.
+// dq with mma.sync and cp.async, by blocks that walk the keys for a tile of queries: no reductions in memory, so the
+// same bits every time.
 //
 // Unit of the family sm80_backward_dq: header "sm80/backward_dq.cuh", parameters BackwardParams, entry
 // backward_dq<kConfig>, backward_dq_threads, backward_dq_min_blocks.
@@ -33,15 +33,8 @@ __device__ __forceinline__ void backward_dq(const BackwardParams& params) {
   const int warp_row = (threadIdx.x / 32) * kWarpRows;
   const int end_row = end_item.tile * kConfig.tile_q + warp_row;
   const int q_length = sequence_of<kConfig>(problem, end_item.batch).q_length;
-  const int lane = threadIdx.x & 31;
   float factor[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      factor[m][h] = end_row + 16 * m + 8 * h + (lane >> 2) < q_length ? problem.scale : 0.0f;
-    }
-  }
+  row_factors(factor, end_row, q_length, problem.scale);
   const Tile<kElement, kSliceD> staging{ptx::shared_base()};
   stage_accumulator(staging, dq, factor, warp_row, 0);
   __syncwarp();

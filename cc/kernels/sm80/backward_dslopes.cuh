@@ -1,9 +1,9 @@
-// The gradient of ALiBi slopes, -sum of ds |distance| over the pairs of a head, in parts: one for each tile of queries, which
-// the caller adds up.
+// The gradient of ALiBi slopes, -sum of ds |distance| over the pairs of a head, in parts: one for each tile of queries,
+// which the caller adds up.
 //
 // Unit of the family sm80_backward_dslopes: header "sm80/backward_dslopes.cuh", parameters SlopesParams, entry
-// backward_dslopes<kConfig>, backward_dq_threads, backward_dq_min_blocks. Blocks walk the keys as those of dq do: the same
-// bits every time. Two products a tile, nothing is multiplied by ds, so wide heads need no slices.
+// backward_dslopes<kConfig>, backward_dq_threads, backward_dq_min_blocks. Blocks walk the keys as those of dq do: the
+// same bits every time. Two products a tile, nothing is multiplied by ds, so wide heads need no slices.
 #pragma once
 
 #include "sm80/query_walk.cuh"

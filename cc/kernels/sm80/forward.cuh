@@ -1,11 +1,11 @@
 // Forward attention with mma.sync and cp.async, for every device from sm_80 on.
 //
-// Unit of the family sm80_forward, parameters ForwardParams, forward_threads and forward_min_blocks. Any element type. Definition
-// of the result: core/problem.h.
+// Unit of the family sm80_forward, parameters ForwardParams, forward_threads and forward_min_blocks. Any element type.
+// Definition of the result: core/problem.h.
 //
-// A block owns tile_q queries of one head and head_dim_v columns of the result, maybe not all; a warp owns tile_q / num_warps of the
-// rows, whole, so that statistics never leave a quad. Key tiles are walked from the last to the first: masked ones come
-// first. Q stays in shared memory: a warp of 32 rows has no registers left for it.
+// A block owns tile_q queries of one head and head_dim_v columns of the result, maybe not all; a warp owns tile_q /
+// num_warps of the rows, whole, so that statistics never leave a quad. Key tiles are walked from the last to the first:
+// masked ones come first. Q stays in shared memory: a warp of 32 rows has no registers left for it.
 #pragma once
 
 #include "attn/drop_pairs.cuh"

@@ -1,8 +1,8 @@
 // Tiles of a dense bias in shared memory: one element per (query, key) pair, queries along rows.
 //
 // Reading a bias from global memory in fragment order waits for every element in the middle of a step and touches each
-// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias) the tile is
-// copied ahead of its use like K and V.
+// sector several times. Where keys are contiguous and rows start on 16-byte boundaries (Config::staged_bias) the tile
+// is copied ahead of its use like K and V.
 #pragma once
 
 #include "attn/score.cuh"

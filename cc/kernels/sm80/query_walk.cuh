@@ -1,5 +1,6 @@
 // Gradients of scores, a tile of queries by one tile of keys after another: the loop of the kernels that own queries
-// (backward_dq.cuh, backward_dslopes.cuh, backward_dcaptures.cuh). Built like the forward kernel: a warp owns whole rows of queries.
+// (backward_dq.cuh, backward_dslopes.cuh, backward_dcaptures.cuh). Built like the forward kernel: a warp owns whole
+// rows of queries.
 #pragma once
 
 #include "attn/kv_range.cuh"
@@ -27,8 +28,8 @@ __device__ __forceinline__ WorkItem query_item(const BackwardParams& params, int
                                     params.section_heads);
 }
 
-// Calls use(ds, the tile of keys in shared memory, its number) for every tile of keys that the item's queries see, ds as
-// score_gradient() makes it for the warp's rows, with `program`. Shared memory: backward_dq_shared_bytes().
+// Calls use(ds, the tile of keys in shared memory, its number) for every tile of keys that the item's queries see, ds
+// as score_gradient() makes it for the warp's rows, with `program`. Shared memory: backward_dq_shared_bytes().
 template <Config kConfig, bool kToProducts, class Program, typename Use>
 __device__ __forceinline__ void each_score_gradient(const BackwardParams& params, const WorkItem& item,
                                                     Program& program, const Use& use) {

@@ -1,4 +1,5 @@
-// ds = p (dp - delta) for a warp's rows of queries and one tile of keys: what dq and dbias are made of.
+// ds = p (dp - delta) for a warp's rows of queries and one tile of keys: what kernels that walk queries make dq, dbias
+// and the gradients of slopes and of captures of.
 #pragma once
 
 #include "attn/drop_pairs.cuh"
@@ -71,9 +72,9 @@ __device__ __forceinline__ void clear_empty_queries(const BackwardParams& params
   __syncwarp();
 }
 
-// program: the slopes of the user's program, or what else takes its place. pairs: the staged tiles, of which the warp's rows
-// start at warp_row. to_products: the gradient of q.k * scale
-// (through the softcap), otherwise that of the score that the bias was added to.
+// Turns s into ds. program: the slopes of the user's program, or what else takes its place. pairs: the staged tiles of
+// a bias, in which the warp's rows start at warp_row. to_products: whether ds is the gradient of q.k * scale, through
+// the softcap, or that of the score behind the softcap, to which the bias was added.
 template <Config kConfig, int kM, int kN, class Program>
 __device__ __forceinline__ void score_gradient(float (&s)[kM][kN][4], Program& program, const BackwardParams& params,
                                                const RowGradientStatistics<kM>& rows, const Sequence& sequence,

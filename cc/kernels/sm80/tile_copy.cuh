@@ -165,6 +165,17 @@ __device__ __forceinline__ void clear_rows(Tile<kElement, kWidth> tile, int firs
   }
 }
 
+// What the rows of a warp's part are multiplied by: 0 at or beyond the length.
+template <int kM>
+__device__ __forceinline__ void row_factors(float (&factor)[kM][2], int first_row, int length, float scale) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) factor[m][h] = first_row + 16 * m + 8 * h + (lane >> 2) < length ? scale : 0.0f;
+  }
+}
+
 // Writes one warp's accumulator rows, times factor[m][h], into rows row0.. of a staging tile of the element type;
 // negative numbers as 0 if kClamp.
 template <bool kClamp = false, Element kElement, int kWidth, int kM, int kN>

@@ -2,15 +2,15 @@
 // consumer warpgroups (docs/design/0010-hopper-backward.md).
 //
 // Units of two families with parameters sm90::BackwardParams, backward_threads and backward_min_blocks:
-//   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to 192,
-//                                       above 128 with a warpgroup of its own for dq (num_warps 16)
-//   sm90_backward_dkv  backward_dkv<C>  dk and dv only: beside sm90_backward_dq above head dim 192 and, for the same bits every time,
-//                                       where one kernel cannot order dq; alone where no dq is wanted
+//   sm90_backward      backward<C>      dk, dv, and dq into a float32 accumulator by reductions in memory; head dims to
+//                                       192, above 128 with a warpgroup of its own for dq (num_warps 16)
+//   sm90_backward_dkv  backward_dkv<C>  dk and dv only: beside sm90_backward_dq above head dim 192 and, for the same
+//                                       bits every time, where one kernel cannot order dq; alone where no dq is wanted
 // Element float16 or bfloat16; tile_kv 128 (64 for head dims above 128), tile_q 64 or 128. Definition: core/problem.h.
 //
-// backward_producer.cuh copies; backward_keys.cuh computes, above head dim 128 backward_split.cuh and backward_gather.cuh. Warps
-// beside the producer add dq up (backward_sender.cuh) and cast it (backward_caster.cuh), store gradients of scores
-// (backward_storer.cuh) and find the pairs that dropout removes (backward_drops.cuh).
+// backward_producer.cuh copies; backward_keys.cuh computes, above head dim 128 backward_split.cuh and
+// backward_gather.cuh. Warps beside the producer add dq up (backward_sender.cuh) and cast it (backward_caster.cuh),
+// store gradients of scores (backward_storer.cuh) and find the pairs that dropout removes (backward_drops.cuh).
 #pragma once
 
 #include "sm90/backward_caster.cuh"

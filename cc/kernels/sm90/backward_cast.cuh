@@ -1,26 +1,28 @@
 // dq from the float32 accumulator of sm90_backward: multiplied by the scale, rounded, in rows.
 //
-// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last heads first:
-// their sums are the latest, which L2 may still hold. A block ends at once if a caster has written its tile (backward_caster.cuh).
-// Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
+// Unit of the family backward_cast; reads element, head_dim and tile_q. One block per query tile of a head, the last
+// heads first: their sums are the latest, which L2 may still hold. A block ends at once if a caster has written its
+// tile (backward_caster.cuh). Tiles lie on the grid or, of packed documents, as CastParams::row_tiles says.
 //
-// Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns() columns.
-// Part 4 w + i, of warp i of consumer warpgroup w, has 16 rows from 16 i on: of the 64 rows from 64 w on if tile_q is 128, else of
-// the columns from dq_part_columns() w on. In a part, blocks of eight columns follow each other, each as lane after lane holds it.
+// Order of the accumulator: tile after tile of tile_q x head_dim, in it eight parts of 16 rows and dq_part_columns()
+// columns. Part 4 w + i, of warp i of consumer warpgroup w, has 16 rows from 16 i on: of the 64 rows from 64 w on if
+// tile_q is 128, else of the columns from dq_part_columns() w on. In a part, blocks of eight columns follow each other,
+// each as lane after lane holds it.
 #pragma once
 
+#include "attn/sequence.cuh"
 #include "sm90/backward_consumer.cuh"
 
 namespace jattn::sm90 {
 
-// Which queries a tile of the accumulator holds: [begin, end), in rows from `first` on. is_box: the whole tile may be written, since
-// none of it is another's.
+// Which queries a tile of the accumulator holds: [begin, end), in rows from `first` on. is_box: the whole tile may be
+// written, since none of it is another's.
 struct CastRows {
   int first, begin, end;
   bool is_box;
 };
 __device__ __forceinline__ CastRows cast_rows(const CastParams& params, int entry, int tile, int tile_q) {
-  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int length = params.q_lengths ? clamped_length(params.q_lengths, entry, params.q_len) : params.q_len;
   if (params.row_tiles == nullptr || params.counters[kDocumentsRefused] != 0) {
     return {tile * tile_q, tile * tile_q, length, true};
   }

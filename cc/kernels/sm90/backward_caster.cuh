@@ -1,10 +1,10 @@
-// The warp that writes dq of heads whose items are all done, while its block works on others (casts_beside()): sums times the
-// scale, rounded, as backward_cast does, which writes the tiles of queries that are left.
+// The warp that writes dq of heads whose items are all done, while its block works on others (casts_beside()): sums
+// times the scale, rounded, as backward_cast does, which writes the tiles of queries that are left.
 //
-// Tiles are taken by a counter, in the order in which heads are handed out, and belong to no block. Senders count the items whose
-// parts they have added (BackwardCounter). Who has taken a tile waits until those of its key/value head are all counted, writes it
-// and marks it in its counter of turns (DqTurnState). Nobody waits for this warp. It ends, also within a tile, when its block has
-// no items left: the multiprocessor is better used by backward_cast then.
+// Tiles are taken by a counter, in the order in which heads are handed out, and belong to no block. Senders count the
+// items whose parts they have added (BackwardCounter). Who has taken a tile waits until those of its key/value head are
+// all counted, writes it and marks it in its counter of turns (DqTurnState). Nobody waits for this warp. It ends, also
+// within a tile, when its block has no items left: the multiprocessor is better used by backward_cast then.
 #pragma once
 
 #include "base/ptx.cuh"
@@ -12,8 +12,8 @@
 
 namespace jattn::sm90 {
 
-// A step of a caster writes 16 rows and 32 columns of a tile, those of its next 512 sums, whose order is in backward_cast.cuh. Returns
-// how far from there the next step writes.
+// A step of a caster writes 16 rows and 32 columns of a tile, those of its next 512 sums, whose order is in
+// backward_cast.cuh. Returns how far from there the next step writes.
 inline constexpr int kCastStepFloats = 16 * 32;
 struct CastMove {
   int rows, columns;
@@ -27,8 +27,9 @@ __device__ __forceinline__ CastMove move_after_step(int step) {
   return move;
 }
 
-// Of the four lanes that share two rows of a step, eight apart, each has four columns of either half of the 32, in two neighbouring
-// groups of four sums. Returns the first of these, in such groups; those of the second half are kCastHalf further.
+// Of the four lanes that share two rows of a step, eight apart, each has four columns of either half of the 32, in two
+// neighbouring groups of four sums. Returns the first of these, in such groups; those of the second half are kCastHalf
+// further.
 inline constexpr int kCastHalf = kCastStepFloats / 2 / 4;
 __device__ __forceinline__ unsigned cast_sums(unsigned lane) { return lane % 4 / 2 * 32 + lane / 4 * 4 + lane % 2 * 2; }
 
@@ -61,7 +62,8 @@ struct DqCaster {
     return Traits::pack(low * params.problem.scale, high * params.problem.scale);
   }
 
-  // A lane's share of a step. source: its first sums, in groups of four; target: of its first row, in groups of four columns.
+  // A lane's share of a step. source: its first sums, in groups of four; target: of its first row, in groups of four
+  // columns.
   __device__ __forceinline__ void run_step(unsigned source, unsigned target) const {
     const float4* const sums = reinterpret_cast<const float4*>(params.dq_accumulator) + source;
     uint2* const out = static_cast<uint2*>(params.rows_dq) + target;

@@ -1,20 +1,18 @@
-// What consumer warpgroups of all backward kernels share: where a thread stands, and how 64 rows of a result leave.
+// What consumer warpgroups of all backward kernels share: their barriers, how transposed scores are finished, and how
+// 64 rows of a result leave.
 #pragma once
 
 #include "base/numeric.cuh"
 #include "sm90/backward_score.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/warpgroup.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace jattn::sm90 {
 
 inline constexpr int kConsumersBarrier = 1;       // named barrier of both consumer warpgroups
 inline constexpr int kFirstWarpgroupBarrier = 2;  // one more for each warpgroup
-
-__device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % kWarpgroupThreads; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_row() { return warpgroup_thread() / 32 * 16; }
 
 template <int kWarpgroups = kBackwardConsumers>
 __device__ __forceinline__ void sync_consumers() {
@@ -33,8 +31,8 @@ __device__ __forceinline__ void release_by_warp(Barrier* empty) {
   if (lane() == 0) arrive(empty);
 }
 
-// Where this lane's part of the 16 x 16 block `step` of a warp's rows lies, for ldmatrix and stmatrix: lanes 0 to 15 give
-// the rows of the left eight columns, the others those of the right. kRows: of the whole tile; row: the warp's first.
+// fragment_address() for any rows and lane; row: the warp's first in the tile. One sum for both would be another order
+// of instructions in one of them.
 template <int kRows>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int step, int lane) {
   const int own_row = row + lane % 16;
@@ -46,8 +44,8 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int st
   return block_address<kRows>(tile, row, step, lane());
 }
 
-// Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first value in
-// the tiles. bias_tile: address of the first slot.
+// Raw transposed products of one step become p and weights (backward_score.cuh). row, column: of this thread's first
+// value in the tiles. bias_tile: address of the first slot.
 template <Config C, int kCount, int kBiasSlots>
 __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], unsigned (&p)[kCount / 2], int flags,
                                                          const Drops<C, kCount, true>& drops,
@@ -95,8 +93,8 @@ __device__ __forceinline__ void finish_transposed_scores(float (&s)[kCount], uns
   }
 }
 
-// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows rows. A row
-// whose factor is 0 becomes 0 whatever was summed.
+// Rounds factor * gradient of the 64 rows of this warpgroup into rows [first_row, first_row + 64) of a tile of kRows
+// rows. A row whose factor is 0 becomes 0 whatever was summed.
 template <Element kElement, int kRows, int kColumns>
 __device__ __forceinline__ void stage_gradient(const float (&gradient)[kColumns / 2], const float (&factor)[2],
                                                unsigned tile, int first_row) {
@@ -124,8 +122,8 @@ __device__ __forceinline__ void copy_gradient(const TensorMap* map, unsigned til
   }
 }
 
-// The same of the first `rows` rows alone, by all threads of the warpgroup. width: columns of the array; target: its row
-// `target_row` of the head, `stride` bytes before the next.
+// The same of the first `rows` rows alone, by all threads of the warpgroup. width: columns of the array; target: its
+// row `target_row` of the head, `stride` bytes before the next.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void copy_gradient_rows(char* target, int64_t stride, int width, unsigned tile,
                                                    int first_row, int rows) {

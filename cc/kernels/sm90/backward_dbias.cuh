@@ -1,15 +1,16 @@
 // dbias on Hopper: the gradient of the scores, summed over the axes that the bias is broadcast along.
 //
-// Unit of the family sm90_backward_dbias, parameters sm90::DbiasParams, backward_threads and backward_min_blocks. Element
-// float16 or bfloat16; tile_q 128; head dims multiples of 64 up to 256.
+// Unit of the family sm90_backward_dbias, parameters sm90::DbiasParams, backward_threads and backward_min_blocks.
+// Element float16 or bfloat16; tile_q 128; head dims multiples of 64 up to 256.
 //
-// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and visits the score tiles
-// that add to it in a fixed order, with the sum in registers: two products a step, no reductions in memory, the same bits
-// every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial sums, which
-// passes/sum_partials.cuh adds in order.
+// A block owns one tile of the bias (the whole axis where it is broadcast over queries or keys) and visits the score
+// tiles that add to it in a fixed order, with the sum in registers: two products a step, no reductions in memory, the
+// same bits every time. Where the bias has too few tiles to fill a device, `splits` blocks share one and write partial
+// sums, which passes/sum_partials.cuh adds in order.
 //
-// A step takes two places of a ring, one with q and k, one with dout and v, so that the next q and k arrive while dp and ds
-// are worked on. Nothing is multiplied by ds here: padding rows need not be cleared, their pairs are selected away.
+// A step takes two places of a ring, one with q and k, one with dout and v, so that the next q and k arrive while dp
+// and ds are worked on. Nothing is multiplied by ds here: padding rows need not be cleared, their pairs are selected
+// away.
 #pragma once
 
 #include "base/integers.cuh"
@@ -48,21 +49,37 @@ struct DbiasWork {
   __device__ __forceinline__ DbiasWork(const DbiasParams& dbias, int tile_q, int tile_kv) {
     const ProblemParams& problem = dbias.backward.problem;
     int rest = blockIdx.x;
-    split = rest % dbias.splits;
-    rest /= dbias.splits;
-    kv_tile = rest % dbias.tiles_key;
-    rest /= dbias.tiles_key;
-    q_tile = rest % dbias.tiles_query;
-    rest /= dbias.tiles_query;
-    head = rest % dbias.extent_head;
-    batch = rest / dbias.extent_head;
-    all_queries = dbias.extent_query == 1 && problem.q_len != 1;
-    all_keys = dbias.extent_key == 1 && problem.kv_len != 1;
+    split = rest % dbias.bias.splits;
+    rest /= dbias.bias.splits;
+    kv_tile = rest % dbias.bias.tiles_key;
+    rest /= dbias.bias.tiles_key;
+    q_tile = rest % dbias.bias.tiles_query;
+    rest /= dbias.bias.tiles_query;
+    head = rest % dbias.bias.extent_head;
+    batch = rest / dbias.bias.extent_head;
+    all_queries = dbias.bias.extent_query == 1 && problem.q_len != 1;
+    all_keys = dbias.bias.extent_key == 1 && problem.kv_len != 1;
     step_keys = all_keys ? ceil_div(problem.kv_len, tile_kv) : 1;
     step_queries = all_queries ? ceil_div(problem.q_len, tile_q) : 1;
-    step_heads = dbias.extent_head == 1 ? problem.num_heads : 1;
-    step_batch = dbias.extent_batch == 1 ? problem.batch : 1;
+    step_heads = dbias.bias.extent_head == 1 ? problem.num_heads : 1;
+    step_batch = dbias.bias.extent_batch == 1 ? problem.batch : 1;
     steps = int64_t(step_batch) * step_heads * step_queries * step_keys;
+  }
+
+  // A score tile that adds to this tile of the bias; they are numbered with the keys running fastest.
+  struct Step {
+    int kv_tile, q_tile, head, batch;
+  };
+  __device__ __forceinline__ Step step(int64_t index) const {
+    int64_t rest = index;
+    Step found;
+    found.kv_tile = all_keys ? int(rest % step_keys) : kv_tile;
+    rest /= step_keys;
+    found.q_tile = all_queries ? int(rest % step_queries) : q_tile;
+    rest /= step_queries;
+    found.head = step_heads == 1 ? head : int(rest % step_heads);
+    found.batch = step_batch == 1 ? batch : int(rest / step_heads);
+    return found;
   }
 };
 
@@ -161,14 +178,8 @@ struct DbiasProducer {
                           work.q_tile * C.tile_q, work.kv_tile * C.tile_kv);
       }
     }
-    for (int64_t index = work.split; index < work.steps; index += dbias.splits) {
-      int64_t rest = index;
-      const int kv_tile = work.all_keys ? int(rest % work.step_keys) : work.kv_tile;
-      rest /= work.step_keys;
-      const int q_tile = work.all_queries ? int(rest % work.step_queries) : work.q_tile;
-      rest /= work.step_queries;
-      const int head = work.step_heads == 1 ? work.head : int(rest % work.step_heads);
-      const int batch = work.step_batch == 1 ? work.batch : int(rest / work.step_heads);
+    for (int64_t index = work.split; index < work.steps; index += dbias.bias.splits) {
+      const auto [kv_tile, q_tile, head, batch] = work.step(index);
       const BackwardItem item = backward_item<C>(dbias.backward, {batch, head, q_tile, 0}, q_tile * C.tile_q);
       const int flags = flags_of(item, q_tile, kv_tile);
       if (flags >= 0) load_step(item, kv_tile * C.tile_kv, kv_tile, flags);
@@ -318,10 +329,10 @@ struct DbiasConsumer {
 
   __device__ __forceinline__ void write(const DbiasWork& work, int64_t index, float x) const {
     using Traits = ElementTraits<C.bias_element>;
-    if (dbias.splits == 1) {
-      static_cast<typename Traits::Storage*>(dbias.dbias)[index] = Traits::from_float(x);
+    if (dbias.bias.splits == 1) {
+      static_cast<typename Traits::Storage*>(dbias.bias.result)[index] = Traits::from_float(x);
     } else {
-      dbias.partials[work.split * dbias.bias_elements + index] = x;
+      dbias.bias.partials[work.split * dbias.bias.bias_elements + index] = x;
     }
   }
 
@@ -358,7 +369,8 @@ struct DbiasConsumer {
       }
       return;
     }
-    // A sum per column, or of everything: first over a warp's rows, then over warps, in memory that no tile needs any more.
+    // A sum per column, or of everything: first over a warp's rows, then over warps, in memory that no tile needs any
+    // more.
     sync_consumers();
     constexpr int kWarps = kBackwardConsumers * kWarpgroupThreads / 32;
     const int warp = threadIdx.x / 32 - kWarpgroupThreads / 32;

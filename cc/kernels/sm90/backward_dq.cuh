@@ -1,8 +1,8 @@
 // dq on Hopper by blocks that own 128 queries: no reductions in memory, so the same bits every time.
 //
 // Unit of the family sm90_backward_dq, parameters sm90::BackwardParams, backward_threads and backward_min_blocks. One
-// producer warp, two consumer warpgroups of 64 queries each. Element float16 or bfloat16; tile_q 128; head dims multiples of
-// 64 up to 256. Definition of the result: core/problem.h.
+// producer warp, two consumer warpgroups of 64 queries each. Element float16 or bfloat16; tile_q 128; head dims
+// multiples of 64 up to 256. Definition of the result: core/problem.h.
 #pragma once
 
 #include "sm90/backward_queries.cuh"

@@ -1,18 +1,19 @@
-// The drop warps of the backward: two warps of the producer's warpgroup find the pairs that dropout removes from a step, as bits,
-// while the consumers compute, each for the keys of a consumer warpgroup. As in the forward (drops.cuh) a call of Philox then
-// serves two consumer warps, where one of these can use but half of its pairs, and wide multiplications stand in no
-// consumer's row of instructions. A consumer thread is left with a word for 32 of its scores. What a call has of its queries
-// alone is made by idle lanes of the producer, what it has of its keys once for an item.
+// The drop warps of the backward: two warps of the producer's warpgroup find the pairs that dropout removes from a
+// step, as bits, while the consumers compute, each for the keys of a consumer warpgroup. As in the forward (drops.cuh)
+// a call of Philox then serves two consumer warps, where one of these can use but half of its pairs, and wide
+// multiplications stand in no consumer's row of instructions. A consumer thread is left with a word for 32 of its
+// scores. What a call has of its queries alone is made by idle lanes of the producer, what it has of its keys once for
+// an item.
 //
-// Protocol. The producer writes a record of each step, and these parts, before it waits for room for the tiles (drop_step_full).
-// It has found room for those of the step before, so consumers are done with all but `stages` steps before that, and drop
-// warps have read their records: one place more than stages is enough. There is one place for the bits of a warpgroup's
-// step: a drop warp holds those of the next one in registers until the warps of the warpgroup have read those at hand
-// (drops_empty), writes them and says so (drops_full). A record without a batch entry ends its work.
-// tests/compile/test_backward_item_steps.py has a model of it.
+// Protocol. The producer writes a record of each step, and these parts, before it waits for room for the tiles
+// (drop_step_full). It has found room for those of the step before, so consumers are done with all but `stages` steps
+// before that, and drop warps have read their records: one place more than stages is enough. There is one place for the
+// bits of a warpgroup's step: a drop warp holds those of the next one in registers until the warps of the warpgroup
+// have read those at hand (drops_empty), writes them and says so (drops_full). A record without a batch entry ends its
+// work. tests/compile/test_backward_item_steps.py has a model of it.
 #pragma once
 
-#include "sm90/backward_terms.cuh"
+#include "sm90/backward_dropped_pairs.cuh"
 
 namespace jattn::sm90 {
 
@@ -24,8 +25,8 @@ struct BackwardDropWarp {
   BackwardControl<C, false>& control;
   int warp;  // among the drop warps, as its consumer warpgroup among the consumers
 
-  // Words of the four consumer threads that the two calls of this lane serve, by the parity of their keys and the half of 32 keys that
-  // their warp has.
+  // Words of the four consumer threads that the two calls of this lane serve, by the parity of their keys and the half
+  // of 32 keys that their warp has.
   struct Found {
     unsigned words[2][2];
   };

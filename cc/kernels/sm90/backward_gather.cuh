@@ -1,7 +1,7 @@
 // The warpgroup that makes dq = ds k of what the others give it, and adds it up in memory (has_dq_warpgroup()).
 //
-// ds passes through two buffers in shared memory, tiles [keys][queries]. Neither this product nor its reductions hold up the
-// warpgroups that work on scores, and these do not wait for each other.
+// ds passes through two buffers in shared memory, tiles [keys][queries]. Neither this product nor its reductions hold
+// up the warpgroups that work on scores, and these do not wait for each other.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"

@@ -1,9 +1,9 @@
 // Consumer warpgroups for head dims up to 128: each owns 64 of the block's 128 keys and their dk and dv.
 //
-// Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and
-// dk += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. dq is computed a step late: by then the other
-// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and one with
-// its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
+// Scores are transposed (keys along rows): p and ds are then, as they stand, register operands of dv += p dout and dk
+// += ds q. Only dq = ds k needs ds in shared memory, of both warpgroups. dq is computed a step late: by then the other
+// warpgroup has written its part, and neither waits for the other while half a step apart, one with its products and
+// one with its scores. Two buffers of ds are enough for that. The rules of consumer.cuh for accumulators apply.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -43,8 +43,8 @@ struct KeyConsumer {
   unsigned staging_slot = 0;
   BackwardItem finished;  // the item, once its tiles and record are let go
 
-  // A turn begins with the products of ds and p and ends when the next scores and dp are started. Their barriers come behind
-  // those of sync_warpgroup().
+  // A turn begins with the products of ds and p and ends when the next scores and dp are started. Their barriers come
+  // behind those of sync_warpgroup().
   __device__ __forceinline__ Turns<C.take_turns, kBackwardConsumers, kFirstWarpgroupBarrier + kBackwardConsumers>
   turns() const {
     return {warpgroup};
@@ -98,8 +98,8 @@ struct KeyConsumer {
     return {control.item.first + row, control.headers[ring.index].first + column, row, column};
   }
 
-  // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited for
-  // then, so that nothing else is done.
+  // Which pairs of a step dropout removes. Found while the last products of the step before run: scores are not waited
+  // for then, so that nothing else is done.
   __device__ __forceinline__ void decide_drops(Drops<C, kScores, true>& drops, RingPosition<C.stages> step) const {
     if constexpr (C.dropout && !C.drops_beside) {
       wait(&control.first_full[step.index], step.parity);
@@ -170,7 +170,7 @@ struct KeyConsumer {
     sums.clear();
     transposed_gradients<C, kScores>(ds, sums, weights, dp, delta, dropout_factor());
     if constexpr (!kClearsProducts) clear_hidden<C>(ds, p, hides);
-    add_key_sums(sums);
+    add_key_sums(control, sums);
     if constexpr (kFused) {
       wait(ds_empty(step), ~step >> 1 & 1);
       store_ds(ds);
@@ -191,8 +191,8 @@ struct KeyConsumer {
     }
   }
 
-  // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which nobody
-  // uses: as a branch, ptxas would serialise all products (C7518).
+  // Starts dq of the step before. In the first step, which has none before it, the product of what lies there, which
+  // nobody uses: as a branch, ptxas would serialise all products (C7518).
   __device__ __forceinline__ void start_late_dq(Dq& dq) const {
     if constexpr (kFused) {
       wait(ds_full(step - 1), (step - 1) >> 1 & 1);
@@ -200,12 +200,14 @@ struct KeyConsumer {
     }
   }
 
-  // Gradients of the scores of this warpgroup's keys, [queries][64 keys], take the place of the bias that they come from.
+  // Gradients of the scores of this warpgroup's keys, [queries][64 keys], take the place of the bias that they come
+  // from.
   __device__ __forceinline__ unsigned stored_ds_address() const {
     return tiles + kLayout.bias + bias_ring.index * bias_tile_bytes(C) + warpgroup * C.tile_q * kChunkRowBytes;
   }
 
-  // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is contiguous.
+  // Where this warp's 16 x kPartColumns part of dq begins, in the order of backward_cast.cuh: every access is
+  // contiguous.
   __device__ __forceinline__ Target dq_target(int stage) const {
     if constexpr (!kFused) {
       return kNoTarget;
@@ -226,7 +228,8 @@ struct KeyConsumer {
     return tiles + kLayout.staging + staging_slot * kLayout.staging_bytes + part * kPartFloats * 4;
   }
 
-  // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as well.
+  // With bulk reductions, the part is only staged: start_reduction() sends it off, behind a fence that others need as
+  // well.
   __device__ __forceinline__ void add_dq(const Dq& dq, Target target) {
     if constexpr (kFused && C.bulk_reduce) {
       if constexpr (has_senders(C)) {
@@ -296,8 +299,9 @@ struct KeyConsumer {
   }
   __device__ __forceinline__ void wait_dout() const { wait(&control.second_full[ring.index], ring.parity); }
 
-  // Leaves out the step at hand, whose pairs with this warpgroup's keys are all hidden: its part of ds is 0. The product of dq is due
-  // in the next step, and so is the end of the turn. Returns false where there is no next step, or something to see.
+  // Leaves out the step at hand, whose pairs with this warpgroup's keys are all hidden: its part of ds is 0. The
+  // product of dq is due in the next step, and so is the end of the turn. Returns false where there is no next step, or
+  // something to see.
   __device__ __forceinline__ bool leaves_out_step() {
     const int flags = wait_queries();
     const int last_query = control.headers[ring.index].first + C.tile_q - 1;
@@ -399,8 +403,8 @@ struct KeyConsumer {
     }
   }
 
-  // Where dv and dk leave shared memory: by the tiles of keys, or, where the next item's keys are on their way, by ds, and dk by
-  // the staging of dq if ds has no room for both.
+  // Where dv and dk leave shared memory: by the tiles of keys, or, where the next item's keys are on their way, by ds,
+  // and dk by the staging of dq if ds has no room for both.
   static constexpr int kBlockBytes = C.tile_kv * kChunkRowBytes;
   static constexpr int kDkOffset = num_chunks(C.head_dim_v) * kBlockBytes;
   static constexpr bool kDkBySlot = takes_items(C) && kDkOffset + num_chunks(C.head_dim) * kBlockBytes > 2 * kDsBytes;
@@ -427,54 +431,11 @@ struct KeyConsumer {
                                         item.kv_length - first);
   }
 
-  // Of the two keys of a quad of lanes, whose first lane alone touches them.
-  __device__ __forceinline__ static int key_of_quad(int r) {
-    const int thread = ptx::thread_index_anew() - kWarpgroupThreads;
-    return thread / 32 * 16 + thread % 32 / 4 + 8 * r;
-  }
-  __device__ __forceinline__ static bool leads_quad() { return ptx::thread_index_anew() % 4 == 0; }
-
-  __device__ __forceinline__ void clear_key_sums() const {
-    if constexpr (C.sums_bias) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (leads_quad()) control.key_sums[key_of_quad(r)] = 0.0f;
-      }
-    }
-  }
-
-  // In shared memory, where registers are short in the loop.
-  __device__ __forceinline__ void add_key_sums(const KeySums<C>& sums) const {
-    if constexpr (C.sums_bias) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float sum = quad_sum(sums.key[r]);
-        if (leads_quad()) control.key_sums[key_of_quad(r)] += sum;
-      }
-    }
-  }
-
-  // Writes the sums of this warpgroup's keys; those of keys beyond their length are 0.
-  __device__ __forceinline__ void write_key_sums(const BackwardItem& item) const {
-    if constexpr (C.sums_bias) {
-      const ProblemParams& problem = params.problem;
-      const int64_t head = int64_t(item.batch) * problem.num_kv_heads + item.head;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = item.first + key_of_quad(r);
-        if (leads_quad() && key < problem.kv_len) {
-          const bool inside = key < item.kv_length;  // beyond it the sum may be NaN
-          params.key_sums[head * problem.kv_len + key] = inside ? control.key_sums[key_of_quad(r)] : 0.0f;
-        }
-      }
-    }
-  }
-
   // Sends off the last dq and the results. Keys beyond their length get 0.
   __device__ __forceinline__ void write(const Dk& dk, const Dv& dv) {
     const BackwardItem item = takes_items(C) ? finished : control.item;  // not kept: registers are short in the loop
     const int first = item.first + first_row();
-    write_key_sums(item);
+    write_key_sums(params, control, item);
     float dk_factor[2], dv_factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -542,7 +503,7 @@ struct KeyConsumer {
       for (int i = 0; i < C.head_dim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < C.head_dim_v / 2; ++i) dv[i] = 0.0f;
-      clear_key_sums();
+      clear_key_sums(control);
       if (control.item.runs) {
         visit(dk, dv);
       } else {

@@ -14,8 +14,8 @@ enum BackwardCounter {
   kItemsDone  // of each key/value head, [B, K]: items whose parts of dq have been added, by each sender
 };
 
-// What BackwardParams::dq_turns says of dq of a tile of queries, where sums are in any order. In the order of the key tiles it says
-// how many of these there are up to the last that was added; 0 and kDqCast are as here.
+// What BackwardParams::dq_turns says of dq of a tile of queries, where sums are in any order. In the order of the key
+// tiles it says how many of these there are up to the last that was added; 0 and kDqCast are as here.
 enum DqTurnState {
   kDqNothing,
   kDqStoring,        // the first part is on its way
@@ -24,8 +24,8 @@ enum DqTurnState {
 };
 
 // One struct for the kernels that own keys (sm90_backward, sm90_backward_dkv) and for the one that owns queries
-// (sm90_backward_dq). Boxes of inputs are (64, tile_q, 1, 1) and (64, tile_kv, 1, 1), those of results (64, 64, 1, 1), all
-// with 128-byte swizzle.
+// (sm90_backward_dq). Boxes of inputs are (64, tile_q, 1, 1) and (64, tile_kv, 1, 1), those of results (64, 64, 1, 1),
+// all with 128-byte swizzle.
 struct BackwardParams {
   TensorMap q;     // axes (D, T, N, B)
   TensorMap k;     // axes (D, S, K, B)
@@ -35,8 +35,8 @@ struct BackwardParams {
   TensorMap dk;    // axes (D, S, K, B); read if wants_dk
   TensorMap dv;    // axes (Dv, S, K, B); read if wants_dv
   ProblemParams problem;
-  // [B, N, rows_padded]: lse * log2(e), and rowsum(dout * out) - dlse; +inf and 0 for rows that see no key and beyond T. If
-  // has_scaled_statistics(), less the logarithm of the factor of kept pairs, and over it.
+  // [B, N, rows_padded]: lse * log2(e), and rowsum(dout * out) - dlse; +inf and 0 for rows that see no key and beyond
+  // T. If has_scaled_statistics(), less the logarithm of the factor of kept pairs, and over it.
   const float* lse_log2;
   const float* delta;
   const uint8_t* row_flags;  // [B, N, rows_padded / kStatisticsRows]: 1 if one of the rows inside T sees no key
@@ -47,28 +47,30 @@ struct BackwardParams {
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left
   int32_t rotation;       // key tile n visits its query tiles from the (n * rotation)-th on, round the end
-  // Not 0: all heads of a group visit a tile of queries before the next. Key tiles below this one then begin at their last tile of
-  // queries, others at the first (walks_groups()).
+  // Not 0: all heads of a group visit a tile of queries before the next. Key tiles below this one then begin at their
+  // last tile of queries, others at the first (walks_groups()).
   int32_t descending_tiles;
   bool wants_dk, wants_dv;
   TensorMap bias;      // axes (S, T, N or 1, B or 1), box (64, tile_q, 1, 1); read if Config::staged_bias
   PackedMask mask;     // for the axis that the kernel owns; read if Config::mask
   bool batch_fastest;  // neighbouring blocks work on batch entries, not heads: they share tiles of a bias
-  // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads) of the batch
-  // entries [first_entry, first_entry + launched_entries).
+  // Config::stores_ds: a launch works on the key/value heads [first_kv_head, first_kv_head + launched_kv_heads) of the
+  // batch entries [first_entry, first_entry + launched_entries).
   TensorMap ds;  // axes (S, T, query heads of the launch or all, entries of a launch), box (64, tile_q, 1, 1)
   int32_t first_kv_head, launched_kv_heads, first_entry, launched_entries;
   int32_t first_ds_head;  // query head that stands first in ds
   bool adds_ds;           // to what an earlier launch left there for other batch entries
   // Config::schedule 2
   int32_t items;
-  // DocumentCounter, BackwardCounter. Items taken beside the first of each block; if orders_dq() all. Zeroed by backward_prepare.
+  // DocumentCounter, BackwardCounter. Items taken beside the first of each block; if orders_dq() all. Zeroed by
+  // backward_prepare.
   int32_t* next_item;
   // Config::documents
   const DocumentTile* documents;  // of keys
   void *rows_dk, *rows_dv;        // [B, S, K, D] and [B, S, K, Dv], where dk and dv may not write a whole box
-  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows of the accumulator begin,
-  // by each of num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if Config::dq_order
+  // [B, N, rows_padded / kDqTurnRows, 2]: what has been added to dq of a tile of queries, where its rows of the
+  // accumulator begin, by each of num_senders() (backward_sender.cuh); zeroed by backward_prepare; read and written if
+  // Config::dq_order
   int32_t* dq_turns;
   void* rows_dq;  // dq, [B, T, N, D]; written if casts_beside()
   // [B, K, S]: of the gradients of scores, over the queries and heads of a key; written if Config::sums_bias
@@ -78,12 +80,7 @@ struct BackwardParams {
 // backward_dbias.cuh
 struct DbiasParams {
   BackwardParams backward;  // tiles, section_heads and what follows them are not read, but for bias and mask
-  void* dbias;              // shape and strides of the bias; written if splits == 1
-  float* partials;          // [splits, elements of the bias]; written otherwise
-  int64_t bias_elements;
-  int32_t extent_batch, extent_head, extent_query, extent_key;  // of the bias: 1 or B, N, T, S
-  int32_t tiles_query, tiles_key;                               // tiles of the bias: 1 for a broadcast axis
-  int32_t splits;                                               // blocks that share one tile of the bias
+  DbiasTiles bias;
 };
 
 // backward_sum.cuh

@@ -1,13 +1,14 @@
-// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; a flag for each
-// kStatisticsRows rows, of whether some see no key; and zeros in the accumulator of dq, or in the counters of its turns, and in the
-// counter of items.
+// What the backward kernels need per query row: delta = rowsum(dout * out) - dlse and lse in base 2, padded; a flag for
+// each kStatisticsRows rows, of whether some see no key; and zeros in the accumulator of dq, or in the counters of its
+// turns, and in the counter of items.
 //
 // Unit of the family backward_prepare. Reads element and head_dim_v of Config. One block per kStatisticsRows rows of a
-// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still hold what
-// was read last.
+// head, blocks of a head in a row, the last heads first: the main kernel begins with the first, of which L2 may still
+// hold what was read last.
 #pragma once
 
 #include "attn/dropout.cuh"
+#include "attn/sequence.cuh"
 #include "attn/softmax.cuh"
 #include "base/numeric.cuh"
 #include "sm90/backward_params.cuh"
@@ -27,7 +28,7 @@ __device__ __forceinline__ void backward_prepare(const PrepareParams& params) {
   const int block = number - flat_head * blocks;
   const int entry = flat_head / params.num_heads;
   const int head = flat_head - entry * params.num_heads;
-  const int length = params.q_lengths ? min(max(params.q_lengths[entry], 0), params.q_len) : params.q_len;
+  const int length = params.q_lengths ? clamped_length(params.q_lengths, entry, params.q_len) : params.q_len;
   const int column = threadIdx.x % kLanes * 8;
   const int first = block * kStatisticsRows + threadIdx.x / kLanes;
   const int64_t row_stride = int64_t(params.num_heads) * params.head_dim_v;

@@ -1,5 +1,5 @@
-// The producer warp of the kernels that own keys: copies k and v once, then q, dout, lse and delta of every query tile that
-// a query head of the group needs.
+// The producer warp of the kernels that own keys: copies k and v once, then q, dout, lse and delta of every query tile
+// that a query head of the group needs.
 #pragma once
 
 #include "sm90/backward_work.cuh"
@@ -30,8 +30,8 @@ struct KeyProducer {
   int terms_head = -1;        // query head of the records in control.terms
   int terms_unwritten = 0;    // stages whose record is still another
   bool by_documents = false;  // items are those of the list of documents
-  // Of the document at hand: the query from which tiles are counted, and how far the rows of dq_accumulator are from those of
-  // statistics. 0 on the grid.
+  // Of the document at hand: the query from which tiles are counted, and how far the rows of dq_accumulator are from
+  // those of statistics. 0 on the grid.
   int q_first = 0, accumulator_shift = 0;
 
   __device__ __forceinline__ static bool leads() { return threadIdx.x % 32 == 0; }
@@ -85,7 +85,8 @@ struct KeyProducer {
     __syncwarp();
   }
 
-  // Gives the consumers an item when they have let go of the one before. They need v for its last dp, k for dq, a product later.
+  // Gives the consumers an item when they have let go of the one before. They need v for its last dp, k for dq, a
+  // product later.
   __device__ __forceinline__ void start_item(const BackwardItem& item, bool has_padding) {
     if constexpr (takes_items(C)) {
       wait_as_warp(&control.values_empty, own_parity);
@@ -288,7 +289,7 @@ struct KeyProducer {
       range = queries_of_keys<C>(item, item.first, end);
     }
     const Predecessor<C> predecessor(item);
-    RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, 0, of_document};  // the start is set by the shift
     walk.shift_start(int64_t(place.tile) * params.rotation);
     const bool walks_group = walks_groups(C) && params.descending_tiles > 0;
     if (walks_group) walk.descends = place.tile < params.descending_tiles;
@@ -355,8 +356,8 @@ struct KeyProducer {
     Step step{walks_group ? heads.start : heads.first, walk.next(), 0};
     if constexpr (C.mask) step = step_from(step);
     item.runs = step.tile >= 0;
-    // Tiles of queries go where the item before has left room, before its consumers let go of its keys. So do tiles of a bias,
-    // whose places are needed again when this item's consumers have read them, not before.
+    // Tiles of queries go where the item before has left room, before its consumers let go of its keys. So do tiles of
+    // a bias, whose places are needed again when this item's consumers have read them, not before.
     constexpr int kAhead = bias_tile_bytes(C) > 0 && kLayout.bias_slots < C.stages ? kLayout.bias_slots : C.stages;
     int ahead = takes_items(C) && !is_first ? kAhead : 0;
     if (!takes_items(C)) start_item(item, has_padding);
@@ -383,8 +384,8 @@ struct KeyProducer {
       run_item(blockIdx.x, true);
       end_ds();
     } else {
-      // Where blocks wait for each other (backward_sender.cuh), no item is a block's for its place in the grid: it may not
-      // have begun.
+      // Where blocks wait for each other (backward_sender.cuh), no item is a block's for its place in the grid: it may
+      // not have begun.
       const int given = orders_dq(C) ? 0 : gridDim.x;
       bool is_first = true;
       const auto take = [&] {
@@ -398,8 +399,8 @@ struct KeyProducer {
         if (by_documents) items = params.next_item[kDocumentTiles] * params.problem.num_kv_heads;
       }
       while (number < items) {
-        // Always so. With the comparison ptxas (13.0) gives the consumers' loop at head dim 128 with a band the order that
-        // was measured (docs/kernels/log-backward.md); without, another, of 624 instructions instead of 618.
+        // Always so. With the comparison ptxas (13.0) gives the consumers' loop at head dim 128 with a band the order
+        // that was measured (docs/kernels/log-backward.md); without, another, of 624 instructions instead of 618.
         if (number >= 0) run_item(number, orders_dq(C) ? is_first : number == blockIdx.x);
         is_first = false;
         number = take();

@@ -8,8 +8,8 @@ namespace jattn::sm90 {
 // Words of a thread for `steps` steps of a left operand in registers; an array has one at least.
 JATTN_HOST_DEVICE constexpr int fragment_words(int steps) { return steps > 0 ? 4 * steps : 1; }
 
-// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, all rows of a tile of kRowsB. The first kRegisterSteps steps
-// take a as fragments.
+// c = a b^T over kDepth columns: 64 rows of a tile of kRowsA rows, all rows of a tile of kRowsB. The first
+// kRegisterSteps steps take a as fragments.
 template <Element kElement, int kRowsA, int kRowsB, int kDepth, int kRegisterSteps>
 __device__ __forceinline__ void start_row_product(float (&c)[kRowsB / 2],
                                                   unsigned (&fragments)[fragment_words(kRegisterSteps)],

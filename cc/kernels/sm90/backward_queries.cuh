@@ -1,5 +1,5 @@
-// Producer and consumers of the kernel that owns queries. Scores lie as in the forward pass, queries along rows: ds is then
-// a register operand of dq += ds k as it stands.
+// Producer and consumers of the kernel that owns queries. Scores lie as in the forward pass, queries along rows: ds is
+// then a register operand of dq += ds k as it stands.
 #pragma once
 
 #include "sm90/backward_consumer.cuh"
@@ -130,7 +130,7 @@ struct QueryProducer {
     if (end > item.first) {
       range = visible_tiles<has_index_band(C)>(item.first, end, band_of(item), item.kv_length, C.tile_kv);
     }
-    RoundWalk<C> walk{range.begin, range.end - range.begin, 0};
+    RoundWalk<C> walk{range.begin, range.end - range.begin, RoundWalk<C>::kFirstTiles};
     walk.filter.template load<false>(problem, item.batch, place.tile, {problem.band_left, problem.band_right, 0});
     if constexpr (C.mask) walk.look_at_mask(params.mask, item.batch, item.head, place.tile);
     int tile = walk.next();

@@ -1,10 +1,11 @@
 // From raw products to probabilities and to gradients of scores: the score stage with its derivative, and the masks.
 //
-// Fragments as in sm90/softmax.cuh: value 4 i + 2 r + c of a thread is row lane / 4 + 8 r of its warp's 16 rows and column
-// 8 i + 2 (lane % 4) + c. Kernels that own keys hold scores transposed: rows are keys, columns queries.
+// Fragments as in sm90/softmax.cuh: value 4 i + 2 r + c of a thread is row lane / 4 + 8 r of its warp's 16 rows and
+// column 8 i + 2 (lane % 4) + c. Kernels that own keys hold scores transposed: rows are keys, columns queries.
 #pragma once
 
 #include "base/numeric.cuh"
+#include "sm90/backward_key_sums.cuh"
 #include "sm90/backward_terms.cuh"
 #include "sm90/cap_series.cuh"
 
@@ -20,9 +21,9 @@ template <Config C>
 struct BackwardScoreStage {
   static constexpr bool kMakesExponents = has_score_terms(C);  // by make_exponents(), and this is not used
 
-  // Raw products become what the exponent of weights() multiplies: with a softcap the tanh. By whole warps. Below the cap, where
-  // nearly all scores are, tanh takes no special operations, of which the exponentials need all there are: two more for each
-  // score kept the softcap at 0.79 of plain (head dim 128).
+  // Raw products become what the exponent of weights() multiplies: with a softcap the tanh. By whole warps. Below the
+  // cap, where nearly all scores are, tanh takes no special operations, of which the exponentials need all there are:
+  // two more for each score kept the softcap at 0.79 of plain (head dim 128).
   template <int kCount>
   __device__ __forceinline__ static void finish_products(float (&s)[kCount], const ProblemParams& problem) {
     if constexpr (C.softcap) {
@@ -50,8 +51,8 @@ struct BackwardScoreStage {
     }
   }
 
-  // p, and the derivative of the score by the scaled product, which is not negative. A masked score is -inf and gives 0 for p
-  // and, with a softcap, for both: saturation comes with the instruction.
+  // p, and the derivative of the score by the scaled product, which is not negative. A masked score is -inf and gives 0
+  // for p and, with a softcap, for both: saturation comes with the instruction.
   struct Weights {
     float p, slope;
   };
@@ -66,7 +67,8 @@ struct BackwardScoreStage {
   }
 
  private:
-  // Whether the short series of the softcap holds for all of the warp. Not with a warpgroup for dq: it spills 12 bytes there.
+  // Whether the short series of the softcap holds for all of the warp. Not with a warpgroup for dq: it spills 12 bytes
+  // there.
   template <int kCount>
   __device__ __forceinline__ static bool caps_by_series(const float (&s)[kCount], const ProblemParams& problem) {
     if constexpr (has_dq_warpgroup(C)) return false;
@@ -247,8 +249,8 @@ __device__ __forceinline__ float score_gradient(float weight, float dp, float de
   return fabsf(weight) * (dropped ? -delta : fmaf(dp, factor, -delta));
 }
 
-// The flags of tiles with hidden pairs whose dout . v may be infinite: lengths hide rows of zeros (behind the keys of a document
-// are those of the next), and products of float16, at most 2^32 each, add up to finite numbers.
+// The flags of tiles with hidden pairs whose dout . v may be infinite: lengths hide rows of zeros (behind the keys of a
+// document are those of the next), and products of float16, at most 2^32 each, add up to finite numbers.
 template <Config C>
 inline constexpr int kHidingFlags =
     C.element == Element::kF16 ? 0
@@ -262,8 +264,8 @@ __device__ __forceinline__ bool hides_pairs(int flags) {
   return (C.program && C.element != Element::kF16) || (flags & kHidingFlags<C>) != 0;
 }
 
-// What stands behind a mask may be any finite numbers, of which a dp may overflow, and 0 * infinity is NaN: where the weight is
-// 0, dp becomes 0, before a gradient is made of it.
+// What stands behind a mask may be any finite numbers, of which a dp may overflow, and 0 * infinity is NaN: where the
+// weight is 0, dp becomes 0, before a gradient is made of it.
 template <int kCount>
 __device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&weights)[kCount], bool hides) {
   if (!hides) return;
@@ -273,8 +275,8 @@ __device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&
   }
 }
 
-// The same of the gradients themselves, packed as their weights are: half the instructions. A weight that is not 0 is not
-// rounded to 0 by bfloat16, which has the exponents of float32; by float16 it may be.
+// The same of the gradients themselves, packed as their weights are: half the instructions. A weight that is not 0 is
+// not rounded to 0 by bfloat16, which has the exponents of float32; by float16 it may be.
 template <Config C, int kWords>
 __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsigned (&weights)[kWords], bool hides) {
   if constexpr (C.element == Element::kBF16) {
@@ -284,9 +286,9 @@ __device__ __forceinline__ void clear_hidden(unsigned (&ds)[kWords], const unsig
   }
 }
 
-// What weights are multiplied by where they pass from thread to thread in 16 bits: float16 has few bits for probabilities below
-// 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight, without slopes of a program, is 1 at most, and 2.83
-// where the lse of scores near 10^7 is rounded.
+// What weights are multiplied by where they pass from thread to thread in 16 bits: float16 has few bits for
+// probabilities below 2^-14 and none below 2^-25, whose ds may be all that a key gets. A weight, without slopes of a
+// program, is 1 at most, and 2.83 where the lse of scores near 10^7 is rounded.
 template <Config C>
 inline constexpr float kWeightUnit = C.element == Element::kF16 ? 16384.0f : 1.0f;
 
@@ -299,20 +301,6 @@ __device__ __forceinline__ void pack_weights(unsigned (&packed)[kCount / 2], con
     packed[i] = ElementTraits<C.element>::pack(kWeightUnit<C> * weights[2 * i], kWeightUnit<C> * weights[2 * i + 1]);
   }
 }
-
-// Sums of the gradients of scores over a thread's queries, for its two keys: of them the gradient of a bias of the keys is
-// made. Nothing without Config::sums_bias.
-template <Config C>
-struct KeySums {
-  float key[C.sums_bias ? 2 : 1];
-
-  __device__ __forceinline__ void clear() {
-    if constexpr (C.sums_bias) key[0] = key[1] = 0.0f;
-  }
-  __device__ __forceinline__ void add(int r, float low, float high) {
-    if constexpr (C.sums_bias) key[r] += low + high;
-  }
-};
 
 // ds = weights (dp - delta), packed as the operand of dk = ds q.
 template <Config C, int kCount>

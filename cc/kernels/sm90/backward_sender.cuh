@@ -1,15 +1,17 @@
-// The warps that add dq up in memory (Config::dq_order), one for each consumer warpgroup, whose parts they send from staging
-// memory, or, beside drop warps, one for both, whose parts of a tile lie beside each other and are sent as one. Blocks that
-// own keys of one head add to the same tiles of dq; who is first there stores its part instead, so that the accumulator need
-// not be zeroed. Each half of a tile of the accumulator, or each tile, has a counter in memory that says so (DqTurnState).
+// The warps that add dq up in memory (Config::dq_order), one for each consumer warpgroup, whose parts they send from
+// staging memory, or, beside drop warps, one for both, whose parts of a tile lie beside each other and are sent as one.
+// Blocks that own keys of one head add to the same tiles of dq; who is first there stores its part instead, so that the
+// accumulator need not be zeroed. Each half of a tile of the accumulator, or each tile, has a counter in memory that
+// says so (DqTurnState).
 //
-// In any order: who has a part and finds nothing there says that it stores, and whoever comes until it has done so waits.
+// In any order: who has a part and finds nothing there says that it stores, and whoever comes until it has done so
+// waits.
 //
-// In the order of the key tiles (orders_dq()): the counter is the number of key tiles up to the last that was added, and a
-// warp waits until its predecessor's number stands there. So the sums have the same bits every time. Which tile precedes
-// another is known without looking (Predecessor). No block waits in vain: items are taken by a counter alone, in the order in
-// which they wait for each other, so the oldest of the unfinished waits for nobody. Of one head that is the order of its
-// key tiles; all walk down the same queries, so that a block which began later hardly ever waits.
+// In the order of the key tiles (orders_dq()): the counter is the number of key tiles up to the last that was added,
+// and a warp waits until its predecessor's number stands there. So the sums have the same bits every time. Which tile
+// precedes another is known without looking (Predecessor). No block waits in vain: items are taken by a counter alone,
+// in the order in which they wait for each other, so the oldest of the unfinished waits for nobody. Of one head that is
+// the order of its key tiles; all walk down the same queries, so that a block which began later hardly ever waits.
 #pragma once
 
 #include "sm90/backward_work.cuh"
@@ -47,7 +49,8 @@ struct DqSender {
     while (orders_dq(C) ? load_turn(counter) != value : load_turn(counter) < value) {}
   }
 
-  // Whether somebody has been there, as far as can be told before the part is staged; in order, waits for the predecessor.
+  // Whether somebody has been there, as far as can be told before the part is staged; in order, waits for the
+  // predecessor.
   __device__ __forceinline__ static bool finds_sums(const int32_t* counter, const DqTurn& turn) {
     if constexpr (!orders_dq(C)) return load_turn(counter) >= kDqStored;
     if (turn.after == 0) return false;

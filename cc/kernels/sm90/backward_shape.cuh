@@ -1,18 +1,11 @@
 // Sizes of the backward kernels that follow from a Config. Plain C++20: the host launches by them.
 #pragma once
 
-#include "sm90/shape.cuh"
+#include "sm90/backward_choices.cuh"
+#include "sm90/tile_shape.cuh"
 
 namespace jattn::sm90 {
 
-// One producer warpgroup and two that work on scores, whatever the tile.
-inline constexpr int kBackwardConsumers = 2;
-inline constexpr int kScoreWarps = (1 + kBackwardConsumers) * kWarpgroupThreads / 32;
-
-// A third consumer warpgroup that computes dq and nothing else: head dims above 128, to 192. Told by the number of warps.
-JATTN_HOST_DEVICE constexpr bool has_dq_warpgroup(const Config& config) {
-  return config.num_warps == kScoreWarps + kWarpgroupThreads / 32;
-}
 JATTN_HOST_DEVICE constexpr int backward_threads(const Config& config) {
   return (1 + kBackwardConsumers + (has_dq_warpgroup(config) ? 1 : 0)) * kWarpgroupThreads;
 }
@@ -20,39 +13,7 @@ JATTN_HOST_DEVICE constexpr int backward_threads(const Config& config) {
 // One block per multiprocessor; without a bound ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int backward_min_blocks(const Config&) { return 1; }
 
-// Head dims above 128 do not leave registers for both gradients of 64 keys in one warpgroup: one takes dv, the other dk.
-JATTN_HOST_DEVICE constexpr bool splits_gradients(const Config& config) {
-  return config.head_dim > 128 || config.head_dim_v > 128;
-}
-
-// Blocks stay and take item after item, by a counter: the tiles of the next item are copied while the results of the last one
-// leave. Told by Config::schedule, 2 as in the forward pass.
-JATTN_HOST_DEVICE constexpr bool takes_items(const Config& config) { return config.schedule == 2; }
-
-// Warps of the producer's warpgroup add dq up, each what a consumer warpgroup staged, or, beside drop warps, one for both;
-// nothing need be zeroed before. In the order of the key tiles if orders_dq(): the same bits every time (backward_sender.cuh).
-JATTN_HOST_DEVICE constexpr bool has_senders(const Config& config) { return config.dq_order != 0; }
-JATTN_HOST_DEVICE constexpr int num_senders(const Config& config) {
-  return config.drops_beside ? 1 : kBackwardConsumers;
-}
-JATTN_HOST_DEVICE constexpr bool orders_dq(const Config& config) { return config.dq_order == 2; }
-
-// A warp beside the senders writes dq of heads whose items are all done (backward_caster.cuh). Not where sums are in order, which
-// gains nothing at head dim 128, and not beside sums for the gradient of a bias, where registers would spill.
-inline constexpr int kCasterWarp = 1 + kBackwardConsumers;
-JATTN_HOST_DEVICE constexpr bool casts_beside(const Config& config) {
-  return config.dq_order == 1 && !config.drops_beside && !config.documents && !config.stores_ds && !config.sums_bias;
-}
-
-// Registers per thread after the hand-over; together as many as at launch (168 * 384). A producer that looks at segments, and at
-// positions or from item to item, does not do with 24; consumers spare them where they have them.
-JATTN_HOST_DEVICE constexpr bool has_wide_producer(const Config& config) {
-  const bool spares =
-      config.tile_q == 64 && (splits_gradients(config) || config.head_dim == 64) && !has_dq_warpgroup(config);
-  const bool is_narrow = config.head_dim == 64 && config.head_dim_v == 64;
-  const bool sends = has_senders(config) && (config.segments || (is_narrow && config.band && config.lengths));
-  return (config.segments && ((config.positions && spares) || (takes_items(config) && is_narrow))) || sends;
-}
+// Registers per thread after the hand-over; together as many as at launch (168 * 384).
 JATTN_HOST_DEVICE constexpr int backward_consumer_registers(const Config& config) {
   return has_wide_producer(config) ? 232 : 240;
 }
@@ -61,46 +22,21 @@ JATTN_HOST_DEVICE constexpr int backward_producer_registers(const Config& config
   return has_wide_producer(config) ? 40 : 24;
 }
 
-// With a warpgroup for dq the launch takes 128 * 512 registers; the producer leaves this to those of dv and dk, that of dq
-// keeps its 128. ptxas (13.0) refuses instructions with more than 128 registers then (C7602): head dims to 192.
+// With a warpgroup for dq the launch takes 128 * 512 registers; the producer leaves this to those of dv and dk, that of
+// dq keeps its 128. ptxas (13.0) refuses instructions with more than 128 registers then (C7602): head dims to 192.
 inline constexpr int kDvRegisters = 176, kDkRegisters = 184;
 
 // Bytes of lse or delta of the queries of one stage.
 JATTN_HOST_DEVICE constexpr int statistics_bytes(const Config& config) { return 4 * config.tile_q; }
-
-// Scores have summands beside the product, or pass through a program: exponents are then made in one pass over the fragment.
-JATTN_HOST_DEVICE constexpr bool has_score_terms(const Config& config) {
-  return config.bias || config.alibi || config.program;
-}
-JATTN_HOST_DEVICE constexpr bool has_step_terms(const Config& config) {
-  return has_score_terms(config) || (config.dropout && !config.drops_beside);
-}
-
-// Whether all heads of a group may visit a tile of queries before the next (BackwardParams::descending_tiles). A dense mask may leave
-// heads different tiles, and terms of a step would be looked up in every step.
-JATTN_HOST_DEVICE constexpr bool walks_groups(const Config& config) {
-  return config.band && !config.mask && !has_step_terms(config);
-}
-
-// Whether lse and delta of the queries are such that weights have the factor of kept pairs already, which spares an operation a
-// score. No other kernel reads these statistics then.
-JATTN_HOST_DEVICE constexpr bool has_scaled_statistics(const Config& config) { return config.drops_beside; }
 
 // Bytes of one tile of a bias in shared memory, chunks of 64 keys, queries along rows; 0 if it is read where it lies.
 JATTN_HOST_DEVICE constexpr int bias_tile_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
 }
 
-// Whether the second warpgroup leaves out the first step of an item if the band hides all of its keys there, as that on the diagonal:
-// the first warpgroup then has the matrix unit for itself. Walks begin with that step. Not beside tiles of a bias, which may have to
-// take gradients of scores.
-JATTN_HOST_DEVICE constexpr bool may_begin_late(const Config& config) {
-  return has_index_band(config) && config.tile_q == kWarpgroupRows && config.dq_order == 1 &&
-         bias_tile_bytes(config) == 0;
-}
-
-// Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside, backward_drops.cuh), one for the
-// keys of each consumer warpgroup: for each of its threads a word, with a bit for each of 32 pairs.
+// Warps of the producer's warpgroup that find the pairs which dropout removes (Config::drops_beside,
+// backward_drops.cuh), one for the keys of each consumer warpgroup: for each of its threads a word, with a bit for each
+// of 32 pairs.
 inline constexpr int kBackwardDropWarps = kBackwardConsumers;
 inline constexpr int kDropSteps = 3;      // records of steps for them; more than stages
 inline constexpr int kDropStepParts = 8;  // groups of the queries of a step
@@ -112,7 +48,10 @@ JATTN_HOST_DEVICE constexpr int step_drops_bytes(const Config& config) {
 }
 
 inline constexpr int kStepTermsBytes = 32;  // of the terms of a step: StepTerms
-// Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps it waits for.
+// Numbers of warps of the producer's warpgroup, behind those that send dq: the one that casts it (casts_beside()).
+inline constexpr int kCasterWarp = 1 + kBackwardConsumers;
+// Of the warp that stores gradients of scores (Config::stores_ds): its number, behind those that send dq, and the warps
+// it waits for.
 inline constexpr int kStorerWarp = 1 + kBackwardConsumers;
 inline constexpr int kDsWriters = kBackwardConsumers * kWarpgroupThreads / 32;
 inline constexpr int kDsPlaceBytes = 24;  // record and barrier of a tile of gradients of scores that is stored
@@ -120,8 +59,8 @@ inline constexpr int kDqStepsBytes = 64;  // records and barriers between the wa
 inline constexpr int kDqTurns = 4;        // records of steps for the warps that add dq up
 inline constexpr int kSendersBytes = 32 * kDqTurns + 64 + 16;
 inline constexpr int kMaskRowBytes = 16;  // of a tile: 128 bits
-// What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of stored
-// gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.
+// What the control block holds for features: positions, packed mask, terms of steps, barriers of bias tiles, places of
+// stored gradients, sums of keys, dropout. owned, visited: rows of a tile of either axis.
 JATTN_HOST_DEVICE constexpr int backward_feature_bytes(const Config& config, int owned, int visited) {
   const int positions = config.positions ? 4 * (owned + config.stages * visited) : 0;
   const int mask = config.mask ? config.stages * owned * kMaskRowBytes : 0;
@@ -154,7 +93,8 @@ struct KeyLayout {
   int staging_bytes;  // of one
 };
 
-// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by thread.
+// fused: dq too. ds holds two tiles of score gradients [tile_kv][tile_q], exchange as many of weights, thread by
+// thread.
 JATTN_HOST_DEVICE constexpr KeyLayout key_layout(const Config& config, bool fused) {
   KeyLayout layout{};
   layout.v = tile_bytes(config.tile_kv, config.head_dim);
@@ -205,7 +145,8 @@ JATTN_HOST_DEVICE constexpr QueryLayout query_layout(const Config& config) {
 
 JATTN_HOST_DEVICE constexpr int backward_dq_shared_bytes(const Config& config) { return query_layout(config).bytes; }
 
-// Places in the shared memory of the kernel for dbias: a ring of C.stages places, each for q and k or dout and v; the bias.
+// Places in the shared memory of the kernel for dbias: a ring of C.stages places, each for q and k or dout and v; the
+// bias.
 struct DbiasLayout {
   int place_bytes, bias, control, bytes;
 };
@@ -240,8 +181,8 @@ JATTN_HOST_DEVICE constexpr DbiasLayout dbias_layout(const Config& config) {
 
 JATTN_HOST_DEVICE constexpr int backward_dbias_shared_bytes(const Config& config) { return dbias_layout(config).bytes; }
 
-// How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A warp
-// holds 16 rows and dq_part_columns() columns.
+// How the two consumer warpgroups share the product dq = ds k: by rows if the tile has 128 queries, else by columns. A
+// warp holds 16 rows and dq_part_columns() columns.
 JATTN_HOST_DEVICE constexpr int dq_part_columns(const Config& config) {
   return config.tile_q == 128 ? config.head_dim : config.head_dim / 2;
 }

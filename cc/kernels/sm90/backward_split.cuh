@@ -1,5 +1,5 @@
-// Consumer warpgroups for head dims above 128: both work on the same 64 keys. The first computes probabilities and dv, the
-// second gradients of the scores and dk, so that each holds one accumulator of up to 64 x 256.
+// Consumer warpgroups for head dims above 128: both work on the same 64 keys. The first computes probabilities and dv,
+// the second gradients of the scores and dk, so that each holds one accumulator of up to 64 x 256.
 //
 // The first hands its weights (probabilities times the slope of the score stage) to the second through two buffers in
 // shared memory, thread to thread, in 16 bits (kWeightUnit). Neither warpgroup waits for the other but there, so one

@@ -1,5 +1,5 @@
-// The warp that stores the gradients of scores (Config::stores_ds). The consumers leave them where the tile of the bias lay that
-// they come from, in the order of queries; the producer left a record beside that tile, of where they go.
+// The warp that stores the gradients of scores (Config::stores_ds). The consumers leave them where the tile of the bias
+// lay that they come from, in the order of queries; the producer left a record beside that tile, of where they go.
 #pragma once
 
 #include "sm90/backward_work.cuh"

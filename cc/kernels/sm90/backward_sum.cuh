@@ -1,7 +1,7 @@
 // Adds up the parts of the gradient of a bias that batch entries share, in their order, in float32.
 //
-// Unit of the family backward_sum; reads element. Each part is the sum of the gradients of scores of some batch entries, rounded
-// to the element type by the kernel that made it (Config::stores_ds).
+// Unit of the family backward_sum; reads element. Each part is the sum of the gradients of scores of some batch
+// entries, rounded to the element type by the kernel that made it (Config::stores_ds).
 #pragma once
 
 #include "base/numeric.cuh"

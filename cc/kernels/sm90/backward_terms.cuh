@@ -1,24 +1,25 @@
-// What is added to scores beside the product (bias, slopes), and which pairs dropout removes, for one score fragment.
+// What enters a score fragment beside the product q.k, in three places:
 //
-// Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries. A bias changes the exponent of p, so
-// scores, bias and lse meet in one pass: exponent = scale q.k + bias - slope |distance| - lse, in log2 units. A program stands
-// between the terms and lse; one whose slopes are not 1 is not for these kernels.
+// Added to the exponent of p, in log2 units: the bias (BiasSource, FetchedBias), -slope |distance| of ALiBi, and -lse.
+// They meet in one pass over the fragment, make_exponents(): exponent = scale q.k + bias - slope |distance| - lse.
+// Applied to the score before its lse is taken off: a softcap, to the product alone, and the user's program, to the
+// product with the terms.
+// Multiplied with p, for the gradient of the product: the slopes of the softcap and of the program (KeptSlopes). Which
+// p dropout takes away is in backward_dropped_pairs.cuh.
+//
+// Coordinates as in backward_score.cuh; kTransposed: rows are keys, columns queries.
 #pragma once
 
 #include "attn/score_program.cuh"
 #include "base/shared_memory.cuh"
+#include "sm90/backward_dropped_pairs.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace jattn::sm90 {
 
-// Where the first value of this thread lies, in the sequences and in their tiles.
-struct FragmentOrigin {
-  int row, column;
-  int row_in_tile, column_in_tile;
-};
-
-// An element of global memory, or 0 unless it is inside the array. Volatile: the compiler must not read it where it is used.
+// An element of global memory, or 0 unless it is inside the array. Volatile: the compiler must not read it where it is
+// used.
 template <Element kElement>
 __device__ __forceinline__ typename ElementTraits<kElement>::Storage load_inside(const void* address, bool inside) {
   typename ElementTraits<kElement>::Storage x;
@@ -67,14 +68,14 @@ struct BiasSource {
     }
   }
 
-  // Outside the array 0. Values shared by all columns are read in the first step and kept. In order, or the compiler reads the
-  // whole tile ahead, for which there are no registers.
+  // Outside the array 0. Values shared by all keys are read in the first step and kept. In order, or the compiler reads
+  // the whole tile ahead, for which there are no registers.
   __device__ __forceinline__ void load_direct(float (&bias)[8], int step) const {
+    static_assert(!kTransposed);  // transposed fragments use FetchedBias
     const BroadcastArray& array = problem.bias;
-    const int rows = kTransposed ? problem.kv_len : problem.q_len;
-    const int columns = kTransposed ? problem.q_len : problem.kv_len;
-    const int64_t row_stride = kTransposed ? array.stride_key : array.stride_query;
-    const int64_t column_stride = kTransposed ? array.stride_query : array.stride_key;
+    // Copies: with the members in their places nvcc (13.0) makes longer code of the loop.
+    const int rows = problem.q_len, columns = problem.kv_len;
+    const int64_t row_stride = array.stride_query, column_stride = array.stride_key;
     if (column_stride == 0 && step > 0) return;
     constexpr int kBytes = element_bytes(C.bias_element);
     const auto* data = static_cast<const unsigned char*>(array.data);
@@ -90,6 +91,7 @@ struct BiasSource {
 
   // Values that this thread has kept in shared memory, as it needs them.
   __device__ __forceinline__ unsigned kept_address(int step) const {
+    static_assert(!kTransposed);
     return tile + (2 * step * kBackwardConsumers * kWarpgroupThreads + threadIdx.x - kWarpgroupThreads) * 16;
   }
   static constexpr int kKeptHalf = kBackwardConsumers * kWarpgroupThreads * 16;
@@ -117,8 +119,8 @@ struct BiasSource {
   }
 };
 
-// A bias that transposed fragments read where it lies, fetched before the scores are waited for: the two keys of this thread
-// where all queries share it (Config::row_bias), else every pair. Outside the array 0.
+// A bias that transposed fragments read where it lies, fetched before the scores are waited for: the two keys of this
+// thread where all queries share it (Config::row_bias), else every pair. Outside the array 0.
 template <Config C, int kCount>
 struct FetchedBias {
   static constexpr bool kUsed = C.bias && !C.staged_bias;
@@ -147,9 +149,9 @@ struct FetchedBias {
   }
 };
 
-// Slopes of the softcap and of the user's program, kept in 16 bits while scores become exponents. Those of a softcap are numbers
-// of 0 to 1: half precision, an absolute error of 2^-12 at most. Those of a program are any numbers, rounded as the gradients
-// of the scores will be.
+// Slopes of the softcap and of the user's program, kept in 16 bits while scores become exponents. Those of a softcap
+// are numbers of 0 to 1: half precision, an absolute error of 2^-12 at most. Those of a program are any numbers,
+// rounded as the gradients of the scores will be.
 template <Config C, int kCount>
 struct KeptSlopes {
   static constexpr bool kUsed = has_score_terms(C) && (C.softcap || has_program_slopes<C>());
@@ -163,8 +165,8 @@ struct KeptSlopes {
     if constexpr (!kUsed) return 1.0f;
     return index % 2 == 0 ? Traits::low(words[index / 2]) : Traits::high(words[index / 2]);
   }
-  // p times the slope; of a hidden pair that may be anything. p has a sign that marks what dropout removes, a softcap's slope
-  // none to spoil it.
+  // p times the slope; of a hidden pair that may be anything. p has a sign that marks what dropout removes, a softcap's
+  // slope none to spoil it.
   __device__ __forceinline__ float weight(float p, int index) const {
     if constexpr (!kUsed) return p;
     if constexpr (!has_program_slopes<C>()) return p * fabsf((*this)[index]);
@@ -211,8 +213,8 @@ struct ProgramPairs {
   }
 };
 
-// Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both its
-// rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
+// Turns raw products into exponents. lse(i): of the columns 8 i and 8 i + 1 of this thread if kTransposed; else both
+// its rows. row_positions, column_positions: of the tiles, read if there are slopes and positions.
 template <Config C, bool kTransposed, int kCount, class Lse>
 __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C, kCount>& slopes,
                                                const StepTerms& terms, const BackwardItem& item,
@@ -285,103 +287,5 @@ __device__ __forceinline__ void make_exponents(float (&s)[kCount], KeptSlopes<C,
     }
   }
 }
-
-// Which of the sixteen pairs of a call are kept, keys being rows, in the lower half of a word; where the pair of value 2 h + e of
-// block n has its bit.
-__device__ __forceinline__ unsigned kept_pairs(const KeyRowBits& bits) {
-  unsigned of_blocks[2];  // 2 n and 2 n + 1, in the upper byte
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    // The upper two bits of each byte, by h. A product adds them up where they belong, none of them to another.
-    const unsigned by_bytes = (bits.kept[n][0] & 0x80808080u) | (bits.kept[n][1] >> 1 & 0x40404040u);
-    of_blocks[n] = by_bytes * (1u << 18 | 1u << 12 | 1u << 6 | 1u);
-  }
-  return __byte_perm(of_blocks[0], of_blocks[1], 0x4473u);
-}
-__device__ __forceinline__ constexpr int kept_bit(int n, int h, int e) {
-  return n / 2 * 8 + 2 * KeyRowBits::byte(n, h, e) + (1 - h);
-}
-
-// Which pairs of a fragment dropout removes, one bit each.
-template <Config C, int kCount, bool kTransposed>
-struct Drops {
-  using Bits = LaneBits<kTransposed>;
-
-  unsigned words[C.dropout ? (kCount + 31) / 32 : 1];
-
-  // Of value 2 h + e of block n, as index = 4 n + 2 h + e: in its byte of LaneBits, one bit for each of their words. The drop warps
-  // put those of neighbours into one byte: seven bits of a byte become predicates by one instruction.
-  __device__ __forceinline__ static constexpr int bit_of(int index) {
-    if (C.drops_beside) return kept_bit(index / 4 % 8, index / 2 % 2, index % 2);
-    const int n = index / 4 % 8, h = index / 2 % 2;
-    return 8 * Bits::byte(n, h, index % 2) + (kTransposed ? n / 2 * 2 + h : n);
-  }
-
-  __device__ __forceinline__ bool operator[](int index) const {
-    if constexpr (!C.dropout) return false;
-    const bool bit = (words[index / 32] >> bit_of(index) & 1) != 0;
-    return C.drops_beside ? !bit : bit;  // what drop warps write is which pairs are kept
-  }
-
-  // origin: of this fragment. q_ids, positions: of the tiles; read only if rows have keys of their own. Whole warps.
-  __device__ __forceinline__ void decide(const StepTerms& terms, const FragmentOrigin& origin, const int* q_ids,
-                                         const int* row_positions, const int* column_positions,
-                                         const ProblemParams& problem) {
-    if constexpr (C.dropout) {
-#pragma unroll
-      for (unsigned& word : words) word = 0;
-      const unsigned threshold = __shfl_sync(~0u, terms.threshold, 0);
-      if constexpr (C.dropout_rows) {
-#pragma unroll
-        for (int w = 0; w < (kCount + 31) / 32; ++w) {
-#pragma unroll 1
-          for (int bit = 0; bit < min(32, kCount); ++bit) {
-            const int index = 32 * w + bit;
-            const int row = origin.row_in_tile + index / 2 % 2 * 8;
-            const int column = origin.column_in_tile + index / 4 * 8 + index % 2;
-            const int query = kTransposed ? column_positions[column] : row_positions[row];
-            const int key = kTransposed ? row_positions[row] : column_positions[column];
-            const PhiloxKey words_of_row = dropout_row_key(problem, q_ids[kTransposed ? column : row], terms.head);
-            const PhiloxPart part = philox_row_part(words_of_row, dropout_group(query));
-            words[w] |= unsigned(pair_dropped(words_of_row, part, query, key, threshold)) << bit_of(bit);
-          }
-        }
-      } else {
-        const int lane = threadIdx.x % 32;
-        const Dropout dropout{
-            {__shfl_sync(~0u, terms.key.low, 0), __shfl_sync(~0u, terms.key.high, 0)}, threshold, 0.0f};
-        const int row0 = origin.row - lane / 4, column0 = origin.column - lane % 4 * 2;
-        const RowDrops<kTransposed> drops(dropout, row0);
-        // Bits of the first or the second half of a word.
-        const auto bits_of_call = [&](const PairWords& pairs, int call) {
-          const Bits bits = drops.bits_of(pairs);
-          unsigned found = 0;
-#pragma unroll
-          for (int word = 0; word < 4; ++word) {
-            const int bit = 4 * call + word;
-            found |= ~bits.kept[word / 2][word % 2] >> (7 - bit) & 0x01010101u << bit;
-          }
-          return found;
-        };
-        if constexpr (kCount == 16) {
-          words[0] = bits_of_call(drops.words(column0), 0);
-        } else {
-          // A loop, one word at a time: two at once take registers that the running products do not leave. Words move down as
-          // others come.
-          constexpr int kWords = sizeof(words) / sizeof(unsigned);
-          static_assert(kCount % 32 == 0);
-#pragma unroll 1
-          for (int made = 0; made < kWords; ++made) {
-            const auto two = drops.two(column0 + 64 * made);
-#pragma unroll
-            for (int w = 0; w + 1 < kWords; ++w) words[w] = words[w + 1];
-            words[kWords - 1] = bits_of_call(two.words[0], 0) | bits_of_call(two.words[1], 1);
-          }
-        }
-      }
-      pin_registers(words);
-    }
-  }
-};
 
 }  // namespace jattn::sm90

@@ -30,8 +30,8 @@ struct StepHeader {
   int64_t accumulator_row;  // of the first query in dq_accumulator; kernels that own keys
 };
 
-// Where a block stands. Query t sees keys t + lower_offset <= j < min(t + upper_offset, kv_length); the offsets are read
-// only if there is a band.
+// Where a block stands. Query t sees keys t + lower_offset <= j < min(t + upper_offset, kv_length); the offsets are
+// read only if there is a band.
 struct BackwardItem {
   int first;  // key or query that the block owns first
   int head;   // key/value head or query head
@@ -224,9 +224,9 @@ __device__ __forceinline__ TileRange queries_of_keys(const BackwardItem& item, i
   return visible_tiles<has_index_band(C)>(first, end, transposed(band_of(item)), item.q_length, C.tile_q);
 }
 
-// If orders_dq(): the key tiles that must have been added to dq of a tile of queries before the item adds to it: all up to its
-// own, or none if it is the first there. Key tiles that see a tile of queries are neighbours, so its predecessor answers
-// for all.
+// If orders_dq(): the key tiles that must have been added to dq of a tile of queries before the item adds to it: all up
+// to its own, or none if it is the first there. Key tiles that see a tile of queries are neighbours, so its predecessor
+// answers for all.
 template <Config C>
 struct Predecessor {
   int number = 0;  // of the item's key tile
@@ -268,8 +268,8 @@ __device__ __forceinline__ WorkItem place_of_item(const BackwardParams& params, 
   return work_item<kHeaviest>(number, heads, batch, params.tiles, 1, params.section_heads, params.last_section);
 }
 
-// An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them. These are in tiles that
-// are counted from q_first on, whose places in dq_accumulator are number q_number and the following.
+// An item of the list of documents: its keys end with their run, and queries [q_begin, q_end) see them. These are in
+// tiles that are counted from q_first on, whose places in dq_accumulator are number q_number and the following.
 struct DocumentKeys {
   BackwardItem item;
   int q_begin, q_end;
@@ -300,17 +300,18 @@ __device__ __forceinline__ TileRange document_queries(const DocumentKeys& docume
                                           transposed(band_of(document.item)), document.q_end - origin, C.tile_q);
 }
 
-// Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out those in which
-// no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the range comes before the one
-// at `start`, which is another then. A warp looks at 32 tiles with one load; all its lanes get the same answer. If orders_dq()
-// downwards: blocks of one head that begin together are then at the same tile until their diagonal, and the one with lower keys,
-// for which the others wait, is never behind for want of work.
+// Walks tiles upwards from position `start` of a range, round its end, or downwards from the last tile, leaving out
+// those in which no pair is visible by segments, positions or the dense mask. If may_begin_late() the first tile of the
+// range comes before the one at `start`, which must be another. A warp looks at 32 tiles with one load; all its lanes
+// get the same answer. If orders_dq() downwards: blocks of one head that begin together are then at the same tile until
+// their diagonal, and the one with lower keys, for which the others wait, is never behind for want of work.
 template <Config C>
 struct RoundWalk {
   static constexpr bool kFilters = TileFilter<C>::kActive || C.mask;
   static constexpr int kFirstTiles = may_begin_late(C) ? 1 : 0;  // that precede the one at `start`
 
-  int begin, count, start;
+  int begin, count;
+  int start;               // read if there are more tiles than kFirstTiles: at least that, less than `count`
   bool takes_all = false;  // whatever the filter says; read if Config::documents
   bool descends = orders_dq(C);
   TileFilter<C> filter;
@@ -344,7 +345,8 @@ struct RoundWalk {
     if constexpr (C.mask) return filter.meets(tile) && state(tile) != kMaskTileEmpty;
     return (C.documents && takes_all) || filter.meets(tile);
   }
-  // Begins `shift` tiles further on, round the end. Called where may_begin_late(), before any tile is asked for.
+  // Sets `start`, `shift` tiles behind the first that it may be, round the end. To be called before any tile is asked
+  // for.
   __device__ __forceinline__ void shift_start(int64_t shift) {
     const int others = count - kFirstTiles;
     if (others > 0) start = uniform(kFirstTiles + int(shift % others));
@@ -369,14 +371,15 @@ struct RoundWalk {
   }
 };
 
-// The query heads of a key/value head, [first, end), that visit a tile of queries one after the other: from `start` on, round the end.
+// The query heads of a key/value head, [first, end), that visit a tile of queries one after the other: from `start` on,
+// round the end.
 struct HeadCycle {
   int first, end, start;
 
   __device__ __forceinline__ int next(int head) const { return head + 1 == end ? first : head + 1; }
 };
-// Blocks that are at the same tile of queries begin with different heads, not to wait for each other's dq. In the order of the key
-// tiles they wait less if all begin with the first.
+// Blocks that are at the same tile of queries begin with different heads, not to wait for each other's dq. In the order
+// of the key tiles they wait less if all begin with the first.
 template <Config C>
 __device__ __forceinline__ HeadCycle head_cycle(const BackwardItem& item, int group_size) {
   const int first = item.head * group_size;
@@ -442,8 +445,8 @@ __device__ __forceinline__ void load_positions(int* target, const int32_t* posit
   }
 }
 
-// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it, or a tile of ds;
-// bias_readers: warps that read tiles of a bias last.
+// releases: arrivals that free a stage; givers: warps that fill an exchange buffer, and as many read it, or a tile of
+// ds; bias_readers: warps that read tiles of a bias last.
 template <Config C, bool kOwnsQueries>
 __device__ __forceinline__ void init_control(BackwardControl<C, kOwnsQueries>& control, int releases, int givers,
                                              int bias_readers) {

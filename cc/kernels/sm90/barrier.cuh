@@ -1,5 +1,5 @@
-// Barriers in shared memory, named barriers of the block, register hand-over: one instruction per function. And the place in a ring
-// of buffers that such barriers guard.
+// Barriers in shared memory, named barriers of the block, register hand-over: one instruction per function. And the
+// place in a ring of buffers that such barriers guard.
 // Source: PTX ISA, parallel synchronization and communication instructions.
 #pragma once
 
@@ -29,7 +29,8 @@ struct SharedBarrier {
 
   __device__ __forceinline__ SharedBarrier(Barrier* barrier) : address(shared_address(barrier)) {}
 
-  // One of an array. The index is multiplied as a number of 32 bits: NVRTC, other than nvcc, computes pointers to shared memory in 64.
+  // One of an array. The index is multiplied as a number of 32 bits: NVRTC, other than nvcc, computes pointers to
+  // shared memory in 64.
   template <int kCount>
   __device__ __forceinline__ SharedBarrier(Barrier (&barriers)[kCount], int index)
       : address(shared_address(barriers) + unsigned(index) * unsigned(sizeof(Barrier))) {}
@@ -80,8 +81,8 @@ __device__ __forceinline__ void wait(SharedBarrier barrier, unsigned parity) {
   sleep_at_random();
 }
 
-// The same for a producer warp, whose lanes go on together. Its first lane alone fills the buffers and may run ahead of the
-// others; a lane that waited by itself, late, could find that the next phase has ended, too, and wait for ever.
+// The same for a producer warp, whose lanes go on together. Its first lane alone fills the buffers and may run ahead of
+// the others; a lane that waited by itself, late, could find that the next phase has ended, too, and wait for ever.
 __device__ __forceinline__ void wait_as_warp(SharedBarrier barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"

@@ -1,5 +1,6 @@
-// A softcap as a polynomial of the raw product, for products far below the cap, where nearly all are: no special operations, of
-// which the exponentials need all there are. Plain C++20 but for the tests: the host compiler reads it too.
+// A softcap as a polynomial of the raw product, for products far below the cap, where nearly all are: no special
+// operations, of which the exponentials need all there are. Plain C++20 but for the tests: the host compiler reads it
+// too.
 #pragma once
 
 #include "base/types.cuh"
@@ -14,15 +15,16 @@ struct CapSeries {
   float factor[kTerms];
 };
 
-// The same of three terms as s * ((root s^2 + shift)^2 + rest): as many instructions, but every coefficient is an operand of one
-// with two registers at most, and so need not be in a third. Beside products an instruction costs its reads of registers.
+// The same of three terms as s * ((root s^2 + shift)^2 + rest): as many instructions, but every coefficient is an
+// operand of one with two registers at most, and so need not be in a third. Beside products an instruction costs its
+// reads of registers.
 struct SquaredCapSeries {
   float limit;  // 0: never
   float root, shift, rest;
 };
 
-// tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of a score
-// is then that of the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
+// tanh(x) / x in powers of x^2 for |x| below a limit, least greatest relative error (5.4e-7 and 7.7e-07). The error of
+// a score is then that of the exponential and reciprocal of float32 (tests/cpu/test_cap_series.py).
 inline constexpr double kCapSeriesLimit = 0.5;
 inline constexpr double kCapSeries[] = {0.9999994557691761, -0.33326317923363724, 0.13190296469626261,
                                         -0.044402222574614146};
@@ -44,19 +46,21 @@ CapSeries<kTerms> cap_series(double limit, const double (&coefficients)[kTerms],
   return to_argument > 1e-15 && to_argument < 1e15 ? series : CapSeries<kTerms>{};
 }
 
-// Where scores are not tested, the sums over a thread's columns of a tile, of probabilities that refer to zero, tell afterwards.
-// Below the probability of a score at kShortCapSeriesLimit all scores are below that limit: the series ascends everywhere, and
-// one beyond would exceed the sum by itself. That must be 2^10 at least, so that the sums of ordinary scores are far below.
-// From kLeastTrustedSum on, scores below the negative limit have no part in the sum that counts: their probabilities are
-// less than 2^-10, and wrong by 2e-6 of the sum together (tests/cpu/test_cap_series.py).
+// Where scores are not tested, the sums over a thread's columns of a tile, of probabilities that refer to zero, tell
+// afterwards. Below the probability of a score at kShortCapSeriesLimit all scores are below that limit: the series
+// ascends everywhere, and one beyond would exceed the sum by itself. That must be 2^10 at least, so that the sums of
+// ordinary scores are far below. From kLeastTrustedSum on, scores below the negative limit have no part in the sum that
+// counts: their probabilities are less than 2^-10, and wrong by 2e-6 of the sum together
+// (tests/cpu/test_cap_series.py).
 inline constexpr double kLeastTrustedLog2 = 10.0;
 inline constexpr float kLeastTrustedSum = 1.0f;
 
-// The largest softcap, in units of log2, whose rows settle at zero before their first tile: sums of 2^20 keys are then at most
-// 2^100 (Consumer::kLargestSum).
+// The largest softcap, in units of log2, whose rows settle at zero before their first tile: sums of 2^20 keys are then
+// at most 2^100 (Consumer::kLargestSum).
 inline constexpr float kLargestBoundLog2 = 80.0f;
 
-// The logarithm of the bound of sums, or 0: where it would be too near to them, and where probabilities refer to a maximum.
+// The logarithm of the bound of sums, or 0: where it would be too near to them, and where probabilities refer to a
+// maximum.
 constexpr double trusted_sum_log2(double softcap_log2) {
   constexpr double kSquare = kShortCapSeriesLimit * kShortCapSeriesLimit;
   constexpr double kSlope = kShortCapSeries[0] + kSquare * (kShortCapSeries[1] + kSquare * kShortCapSeries[2]);
@@ -80,8 +84,8 @@ __device__ __forceinline__ float capped_over_product(const CapSeries<kTerms>& se
   return slope;
 }
 
-// tanh(x) for |x| below kShortCapSeriesLimit. In the backward the argument is scaled first, so that factors are immediates: as
-// parameters they take registers, and 50 bytes of them spill at head dim 128.
+// tanh(x) for |x| below kShortCapSeriesLimit. In the backward the argument is scaled first, so that factors are
+// immediates: as parameters they take registers, and 50 bytes of them spill at head dim 128.
 __device__ __forceinline__ float tanh_by_short_series(float x) {
   constexpr float kFirst = kShortCapSeries[0], kSecond = kShortCapSeries[1], kThird = kShortCapSeries[2];
   const float square = x * x;
@@ -102,8 +106,8 @@ __device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit)
   return most < __float_as_int(limit) && least < __float_as_uint(-limit);
 }
 
-// The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large. NaN is not
-// below.
+// The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large.
+// NaN is not below.
 template <int kCount>
 __device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit) {
   float sums[4] = {};

@@ -1,17 +1,19 @@
-// Tiles that begin with the runs of segment ids: the work list of the forward and backward kernels for packed documents.
+// Tiles that begin with the runs of segment ids: the work list of the forward and backward kernels for packed
+// documents.
 //
 // Unit of the family document_tiles: entry document_tiles<kConfig>, parameters DocumentTilesParams; one block per batch
-// entry for its list, and further ones for the ranges of segments of the tiles of the grid (passes/tile_ranges.cuh), which the
-// kernel needs where a list is refused.
+// entry for its list, and further ones for the ranges of segments of the tiles of the grid (passes/tile_ranges.cuh),
+// which the kernel needs where a list is refused.
 //
-// Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of 16384 tokens
-// against 833, and two or three tiles a row whose pairs must be tested against one. A list is possible where the keys of each
-// id are one run of neighbours, as in packed sequences; else, with more than kMaxDocuments runs, and where documents are so
-// short that the list would be longer than document_tiles_room(), the entry is refused and the kernel takes all its tiles from
-// the grid. Runs of padding become tiles without keys, so that every row of the result has one owner.
+// Tiles that lie on a fixed grid hold ends and beginnings of documents: 884 tiles of 128 x 128 for 22 documents of
+// 16384 tokens against 833, and two or three tiles a row whose pairs must be tested against one. A list is possible
+// where the keys of each id are one run of neighbours, as in packed sequences; else, with more than kMaxDocuments runs,
+// and where documents are so short that the list would be longer than document_tiles_room(), the entry is refused and
+// the kernel takes all its tiles from the grid. Runs of padding become tiles without keys, so that every row of the
+// result has one owner.
 //
-// Order: longest document first, and of each the tile first that a diagonal leaves most to see: the last of queries, the first of
-// keys. The tiles of a document stay together because they share the other side in L2.
+// Order: longest document first, and of each the tile first that a diagonal leaves most to see: the last of queries,
+// the first of keys. The tiles of a document stay together because they share the other side in L2.
 #pragma once
 
 #include "base/integers.cuh"
@@ -119,7 +121,8 @@ struct DocumentRuns {
   }
 };
 
-// Lists the tiles of the other axis of a batch entry: `count` of its runs, or, if these are too many, those of the grid.
+// Lists the tiles of the other axis of a batch entry: `count` of its runs, or, if these are too many, those of the
+// grid.
 __device__ __forceinline__ void list_other_tiles(const OtherTiles& others, const DocumentRuns& runs, int count,
                                                  int length, int entry) {
   TileRows* const tiles = others.tiles + int64_t(entry) * others.room;

@@ -1,14 +1,15 @@
-// The drop warps: the three warps of the producer's warpgroup that copy nothing call Philox for the dropout of a tile, while the
-// consumers compute. What a consumer warp does stands in a row with its products, and beside products wide multiplications
-// are slow; here a call also serves two consumer warps, where one of these can use but half of its pairs. For two consumer
-// warpgroups they also find what is dropped, one bit a pair, and what a call has of its queries or keys alone is made by
-// otherwise idle lanes of the producer, once for a tile.
+// The drop warps: the three warps of the producer's warpgroup that copy nothing call Philox for the dropout of a tile,
+// while the consumers compute. What a consumer warp does stands in a row with its products, and beside products wide
+// multiplications are slow; here a call also serves two consumer warps, where one of these can use but half of its
+// pairs. For two consumer warpgroups they also find what is dropped, one bit a pair, and what a call has of its queries
+// or keys alone is made by otherwise idle lanes of the producer, once for a tile.
 //
-// Protocol. The producer writes a record of each tile, and these parts, before it waits for the place of its k (records_full),
-// drop warps make its words (words_full), consumers read these beside the product with k. The ring has stages + 2 slots and
-// no "empty" barrier. Writing record n is safe because the producer first waited for k slot n - 1: every consumer has then
-// finished q k of tile n - 1 - stages, which it starts only after reading the words of tile n - 2 - stages, whose slot record
-// n reuses. tests/compile/test_drop_steps.py has a model of it. A record without a tile ends their work.
+// Protocol. The producer writes a record of each tile, and these parts, before it waits for the place of its k
+// (records_full), drop warps make its words (words_full), consumers read these beside the product with k. The ring has
+// stages + 2 slots and no "empty" barrier. Writing record n is safe because the producer first waited for k slot n - 1:
+// every consumer has then finished q k of tile n - 1 - stages, which it starts only after reading the words of tile n -
+// 2 - stages, whose slot record n reuses. tests/compile/test_drop_steps.py has a model of it. A record without a tile
+// ends their work.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -24,7 +25,8 @@ struct DropWarp {
   int warp;  // among the drop warps
   DropRing<C> ring{};
 
-  // A warp makes the calls of 8 x 4 groups at a time, 64 rows and 32 columns; for bits those of the next 32 columns, too.
+  // A warp makes the calls of 8 x 4 groups at a time, 64 rows and 32 columns; for bits those of the next 32 columns,
+  // too.
   static constexpr bool kBits = drops_are_bits(C);
   static constexpr int kRowSteps = C.tile_q / 64, kColumnSteps = kBits ? drop_bit_words(C) : C.tile_kv / 32;
 

@@ -1,6 +1,6 @@
 // Attention forward on Hopper: tensor memory accelerator, warpgroup products, one producer warp and two or three
-// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes. Beside dropout three more
-// warps may find the pairs that it removes (drops.cuh).
+// consumer warpgroups. Work items come from work.cuh; producer.cuh copies, consumer.cuh computes. Beside dropout three
+// more warps may find the pairs that it removes (drops.cuh).
 //
 // Unit of the family sm90_forward, parameters sm90::ForwardParams, forward_threads and forward_min_blocks.
 // Element float16 or bfloat16; tile_q 128 or 192 (one warpgroup per 64 rows); head dims multiples of 16 up to 256,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     }
   } else {
     acquire_registers<consumer_registers(C)>();
-    Consumer<C>{params, control, tiles, warpgroup - 1}.run();
+    Consumer<C>{{params, control, tiles, warpgroup - 1}}.run();
   }
 }
 

@@ -34,8 +34,8 @@ __device__ __forceinline__ void forward_combine(const CombineParams& params) {
   const int64_t batch = flat_head / params.num_heads;
   const int64_t head = flat_head - batch * params.num_heads;
 
-  // Sums are told in units of the part that has the largest one; rows of others that have settled (softmax.cuh) may have the
-  // greater maximum. NaN if one is, as in a kernel that sees all keys.
+  // Sums are told in units of the part that has the largest one; rows of others that have settled (softmax.cuh) may
+  // have the greater maximum. NaN if one is, as in a kernel that sees all keys.
   RowPart largest{-infinity(), 0.0f, 0.0f, 0.0f};
   int largest_exponent = 0;
 #pragma unroll 8  // loads of several parts under way at once

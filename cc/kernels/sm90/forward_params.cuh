@@ -18,29 +18,29 @@ struct alignas(16) RowPart {
   float row_max, row_sum, unit_log2, unit;
 };
 
-// A tile of one run of equal segment ids, and the run of the same id on the other axis, empty where there is none. The forward
-// kernel owns queries, the backward keys.
+// A tile of one run of equal segment ids, and the run of the same id on the other axis, empty where there is none. The
+// forward kernel owns queries, the backward keys.
 struct alignas(32) DocumentTile {
   int32_t batch;
   int32_t begin, end;  // rows from this tile's first to the run's last
   int32_t other_begin, other_end;
   bool own_padded, others_padded;  // rows of padding are among those of the batch entry
-  // If the other axis has tiles of its own (OtherTiles): the first row of the one that other_begin is in, and its number among
-  // those of the batch entry.
+  // If the other axis has tiles of its own (OtherTiles): the first row of the one that other_begin is in, and its
+  // number among those of the batch entry.
   int32_t other_first, other_number;
 };
 static_assert(sizeof(DocumentTile) == 32);
 
-// Rows [begin, end) of a tile of the other axis, none if there is no such tile. It begins at the multiple of kRowAlignment that
-// they begin at or behind.
+// Rows [begin, end) of a tile of the other axis, none if there is no such tile. It begins at the multiple of
+// kRowAlignment that they begin at or behind.
 struct TileRows {
   int32_t begin, end;
 };
 inline constexpr int kRowAlignment = 4;  // of float32 statistics of rows, for bulk copies of 16 bytes
 JATTN_HOST_DEVICE constexpr int32_t aligned_row(int32_t row) { return row / kRowAlignment * kRowAlignment; }
 
-// Tiles of the axis that a kernel does not own: they begin with its runs, too, or, where more than `room` would be needed, lie on
-// the grid.
+// Tiles of the axis that a kernel does not own: they begin with its runs, too, or, where more than `room` would be
+// needed, lie on the grid.
 struct OtherTiles {
   TileRows* tiles;  // [B, room]; or null: nobody needs them
   int32_t tile;     // rows of one
@@ -55,8 +55,8 @@ JATTN_HOST_DEVICE constexpr int64_t document_tiles_room(int64_t length, int tile
   return kMostDocumentTiles * ceil_div(length, tile);
 }
 
-// Tiles of the other axis: a quarter more than on the grid, since each of them has a place in an accumulator. Enough for
-// documents of two tiles.
+// Tiles of the other axis: a quarter more than on the grid, since each of them has a place in an accumulator. Enough
+// for documents of two tiles.
 JATTN_HOST_DEVICE constexpr int64_t other_tiles_room(int64_t length, int tile) {
   const int64_t tiles = ceil_div(length, tile);
   return tiles + ceil_div(tiles, 4);
@@ -88,7 +88,7 @@ struct ForwardParams {
   float* lse;             // [B, N, T]
   int32_t* next_item;     // zero at launch, or null if there is a block for every item
   int32_t tiles;          // query tiles of one head, or of one group
-  int32_t items;          // B * N * tiles, or B * K * tiles
+  int32_t items;          // B * N * tiles, or B * K * tiles; times key_splits if Config::partial_results
   int32_t first_rows;     // queries of the first tile, at most tile_q; read if cuts_first_tile()
   int32_t section_heads;  // heads whose tiles are scheduled together, heaviest first (attn/schedule.cuh)
   int32_t last_section;   // the section that has all heads that are left

@@ -1,9 +1,11 @@
-// The producer warp of the forward: decides which tiles a block visits, copies them in, and tells the consumers what each needs.
+// The producer warp of the forward: decides which tiles a block visits, copies them in, and tells the consumers what
+// each needs.
 #pragma once
 
 #include "attn/score.cuh"
 #include "base/integers.cuh"
 #include "sm90/clear_rows.cuh"
+#include "sm90/item_tiles.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/work.cuh"
 
@@ -31,103 +33,6 @@ struct ItemQueue {
   }
 
   __device__ __forceinline__ void advance() { item = gridDim.x + __shfl_sync(~0u, fetched, 0); }
-};
-
-// The filter of the walk, with the states of the tiles of a dense mask.
-template <Config C, bool kMask = C.mask>
-struct ItemFilter : TileFilter<C> {};
-template <Config C>
-struct ItemFilter<C, true> : TileFilter<C> {
-  static constexpr bool kActive = true;
-
-  const uint8_t* states;  // of the item's row of tiles
-  int stride;
-
-  __device__ __forceinline__ void load_mask(const PackedMask& mask, const ItemRecord& record) {
-    states = mask.states + record.batch * mask.states_batch + record.head * mask.states_head +
-             int64_t(record.q_begin / C.tile_q) * mask.states_row_tile;
-    stride = mask.states_column_tile;
-  }
-  __device__ __forceinline__ int state(int tile) const { return states[tile * stride]; }
-  __device__ __forceinline__ bool meets(int tile) const {
-    return TileFilter<C>::meets(tile) && state(tile) != kMaskTileEmpty;
-  }
-};
-
-// The same for items of the list of documents, of whose range every tile may be visible, and for others.
-template <Config C>
-struct DocumentFilter : ItemFilter<C> {
-  bool by_documents;
-
-  __device__ __forceinline__ bool meets(int tile) const { return by_documents || ItemFilter<C>::meets(tile); }
-  __device__ __forceinline__ bool same_segment(int tile) const {
-    return by_documents || ItemFilter<C>::same_segment(tile);
-  }
-  __device__ __forceinline__ bool padding(int tile) const { return !by_documents && ItemFilter<C>::padding(tile); }
-};
-template <Config C, bool kDocuments = C.documents>
-struct WalkFilter {
-  using Type = ItemFilter<C>;
-};
-template <Config C>
-struct WalkFilter<C, true> {
-  using Type = DocumentFilter<C>;
-};
-
-// The key tiles of one item: which to visit, from the last to the first, and what each needs.
-template <Config C>
-struct ItemTiles {
-  TileRange range;
-  TileWalk<C, typename WalkFilter<C>::Type> walk;
-  bool v_ends_early;  // rows of v behind the keys of this batch entry exist
-  int kv_length;
-
-  // by_documents: the item is one of the list of documents, among padded keys or not.
-  __device__ __forceinline__ ItemTiles(const ForwardParams& params, const ItemRecord& record, bool by_documents,
-                                       bool keys_are_padded)
-      : range(item_tiles<C>(params, record)), kv_length(record.kv_length) {
-    const ProblemParams& problem = params.problem;
-    v_ends_early = C.lengths && kv_length < problem.kv_len;
-    walk.begin = range.begin;
-    if constexpr (C.documents) {
-      walk.filter.by_documents = by_documents;
-      if (by_documents) {
-        v_ends_early = keys_are_padded;
-        return;
-      }
-    }
-    walk.filter.template load<false>(problem, record.batch, record.q_begin / C.tile_q,
-                                     {problem.band_left, problem.band_right, 0}, queries_of_tile<C>(params));
-    if constexpr (C.mask) walk.filter.load_mask(params.mask, record);
-  }
-
-  // Leaves one part of the range, a contiguous piece that may be empty.
-  __device__ __forceinline__ void take_part(int part, int parts) {
-    const int tiles = ceil_div(max(range.end - range.begin, 0), parts);
-    range.end = min(range.end, range.begin + (part + 1) * tiles);
-    range.begin += part * tiles;
-    walk.begin = range.begin;
-  }
-
-  __device__ __forceinline__ int last() { return walk.at_or_below(range.end - 1); }
-  __device__ __forceinline__ int before(int tile) { return walk.at_or_below(tile - 1); }
-
-  __device__ __forceinline__ int flags(int tile) const {
-    int flags = tile >= range.full_end ? kMaskUpper : 0;
-    if constexpr (has_index_band(C)) flags |= tile < range.full_begin ? kMaskLower : 0;
-    if constexpr (C.segments) flags |= walk.filter.same_segment(tile) ? 0 : kMaskSegments;
-    if constexpr (has_position_band(C)) flags |= walk.filter.inside_band(tile) ? 0 : kMaskPositions;
-    if constexpr (C.mask) flags |= walk.filter.state(tile) == kMaskTileFull ? 0 : kMaskDense;
-    return flags;
-  }
-
-  // Rows of v behind the keys of the batch entry, or of padding among them, may hold anything, and 0 * NaN is NaN: such
-  // tiles pass through clear_padding. Rows beyond the array arrive as zeros.
-  __device__ __forceinline__ bool has_padding(int tile) const {
-    bool padding = (C.lengths || C.documents) && v_ends_early && (tile + 1) * C.tile_kv > kv_length;
-    padding = padding || walk.filter.padding(tile);
-    return padding;
-  }
 };
 
 template <Config C>
@@ -355,8 +260,8 @@ struct Producer {
     }
   }
 
-  // What each warpgroup needs of a tile: its queries see keys from that of the first one's lower limit to that of the last one's
-  // upper limit.
+  // What each warpgroup needs of a tile: its queries see keys from that of the first one's lower limit to that of the
+  // last one's upper limit.
   __device__ __forceinline__ int flags_of_warpgroups(const ItemRecord& record, int kv_tile) const {
     int flags = 0;
     const int first_key = kv_tile * C.tile_kv;
@@ -377,8 +282,8 @@ struct Producer {
     return flags;
   }
 
-  // From here down lower offsets are those of items without a lower limit. Measured on H100: with a window of 1024 keys halves
-  // gain 3 % at head_dim 64 and lose 2 % at 128.
+  // From here down lower offsets are those of items without a lower limit. Measured on H100: with a window of 1024 keys
+  // halves gain 3 % at head_dim 64 and lose 2 % at 128.
   static constexpr int kOpenBelow = -(1 << 29);
 
   __device__ __forceinline__ void load_k(const ItemRecord& record, int kv_tile, int flags) {
@@ -477,10 +382,10 @@ struct Producer {
     }
   }
 
-  // Whether behind items of few keys the next one is looked up, and its first k copied, before the place of the last v of this one
-  // is free. Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %, 64 -1.4 and 0 %; full: 128
-  // 0 and 0 %, 192 -2.8 and -0.5 %; on H100, with early exponentials, 128 +1 and -2 %. Beside terms not measured; with dropout and
-  // a row of a bias 24 bytes more spill.
+  // Whether behind items of few keys the next one is looked up, and its first k copied, before the place of the last v
+  // of this one is free. Measured on H200, causal, 1024 and 8192 keys: head_dim 128 +1.3 and 0 %, 256 +1.2 and +0.3 %,
+  // 64 -1.4 and 0 %; full: 128 0 and 0 %, 192 -2.8 and -0.5 %; on H100, with early exponentials, 128 +1 and -2 %.
+  // Beside terms not measured; with dropout and a row of a bias 24 bytes more spill.
   static constexpr bool kLooksAhead = C.band && C.head_dim_v > 64 && !has_control_extras(C);
   static constexpr int kFewTiles = 1024 / C.tile_kv;
 

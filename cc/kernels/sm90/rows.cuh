@@ -1,8 +1,9 @@
 // What a row of a tile of queries is in the forward.
 //
-// A row is a query of one head. With Config::packed_heads it is a query of one head of a group, and the heads of a query follow
-// each other: row r of the sequence of T * 2^group_shift rows is query r >> group_shift of the group's head r % 2^group_shift. Groups
-// that are no power of two have rows of heads that do not exist, which arrive as zeros and are not written.
+// A row is a query of one head. With Config::packed_heads it is a query of one head of a group, and the heads of a
+// query follow each other: row r of the sequence of T * 2^group_shift rows is query r >> group_shift of the group's
+// head r % 2^group_shift. Groups that are no power of two have rows of heads that do not exist, which arrive as zeros
+// and are not written.
 #pragma once
 
 #include "sm90/forward_params.cuh"

@@ -1,5 +1,6 @@
-// What happens to a score of the forward between the first product and the softmax: the score stage (softcap, bias, slopes; then
-// the user's program, score_program.cuh), then the masks. And which probabilities dropout removes behind it.
+// What happens to a score of the forward between the first product and the softmax: the score stage (softcap, bias,
+// slopes; then the user's program, score_program.cuh), then the masks. And which probabilities dropout removes behind
+// it.
 #pragma once
 
 #include "attn/dropout.cuh"
@@ -39,8 +40,9 @@ struct TileContext {
 };
 
 // The place where anything acts on scores. Raw scores stay as they are, and the softmax multiplies by the scale in its
-// exponent. Else raw products become finished scores, in natural units if terms are added to them, or if they pass through a
-// program: a score may then be as large as any float, and the multiplication by log2(e) is part of the exponent.
+// exponent. Else raw products become finished scores, in natural units if terms are added to them, or if they pass
+// through a program: a score may then be as large as any float, and the multiplication by log2(e) is part of the
+// exponent.
 template <Config C>
 struct ScoreStage {
   static constexpr bool kAddsTerms = C.bias || C.alibi || C.program;
@@ -48,8 +50,9 @@ struct ScoreStage {
                                        : C.softcap || C.scale_first ? ScoreUnits::kLog2
                                                                     : ScoreUnits::kRaw;
 
-  // Whether the term of a tile without masks can be the addend of the exponent, once rows are settled at zero: it depends on
-  // the key alone. (Slopes as well, but they lose by it: docs/kernels/log.md, "The row of the bias as an addend".)
+  // Whether the term of a tile without masks can be the addend of the exponent, once rows are settled at zero: it
+  // depends on the key alone. (Slopes as well, but they lose by it: docs/kernels/log.md, "The row of the bias as an
+  // addend".)
   static constexpr bool kMergesRowBias = C.row_bias && !C.softcap && !C.alibi && !C.program;
 
   // all_visible: no test hides a pair of the tile, so that a NaN may spread over its row.
@@ -151,9 +154,9 @@ __device__ __forceinline__ void add_bias_directly(float (&s)[C.tile_kv / 2], con
   }
 }
 
-// Adds what depends on the distance of key and query alone; term(n) is that of the upper row, n columns from this thread's
-// first. The rows of a fragment are eight apart, and so are its pairs of columns: the lower row has the terms of the pair
-// before, so that two scores share one.
+// Adds what depends on the distance of key and query alone; term(n) is that of the upper row, n columns from this
+// thread's first. The rows of a fragment are eight apart, and so are its pairs of columns: the lower row has the terms
+// of the pair before, so that two scores share one.
 template <Config C, class Term>
 __device__ __forceinline__ void add_by_distance(float (&s)[C.tile_kv / 2], float scale, Term term) {
   using Stage = ScoreStage<C>;
@@ -205,7 +208,8 @@ __device__ __forceinline__ void add_slopes(float (&s)[C.tile_kv / 2], const Tile
   }
 }
 
-// A number of each column to add(score, number, row). numbers: of this thread's first columns, in the order of place_in_row().
+// A number of each column to add(score, number, row). numbers: of this thread's first columns, in the order of
+// place_in_row().
 template <int kCount, class Add>
 __device__ __forceinline__ void for_columns(float (&s)[kCount], const float* numbers, Add add) {
 #pragma unroll
@@ -229,8 +233,8 @@ __device__ __forceinline__ void merge_row_bias(float (&s)[C.tile_kv / 2], const 
               [&](float& score, float term, int r) { softmax.add_merged(score, term, r); });
 }
 
-// Bias and slopes. fragment_address(step): where this lane's part of the 16 x 16 block `step` of a staged bias lies, of the warp's
-// rows (Consumer::fragment_address).
+// Bias and slopes. fragment_address(step): where this lane's part of the 16 x 16 block `step` of a staged bias lies, of
+// the warp's rows (fragment_address() of warpgroup.cuh).
 template <Config C, class FragmentAddress>
 __device__ __forceinline__ void add_terms(float (&s)[C.tile_kv / 2], const TileContext<C>& context,
                                           FragmentAddress fragment_address) {
@@ -287,8 +291,8 @@ __device__ __forceinline__ void drop_pairs_by_rows(float (&p)[C.tile_kv / 2], co
   }
 }
 
-// Which pairs of a tile dropout removes: the words of the calls of this lane, made or read (drops.cuh) before the scores are waited
-// for, or the bits of its pairs.
+// Which pairs of a tile dropout removes: the words of the calls of this lane, made or read (drops.cuh) before the
+// scores are waited for, or the bits of its pairs.
 template <Config C>
 struct TileDrops {
   static constexpr bool kAhead = C.dropout && !C.dropout_rows;
@@ -340,8 +344,8 @@ struct TileDrops {
     }
   }
 
-  // Probabilities of dropped pairs become 0. Their row sum is known before; the factor of the kept ones comes at the end
-  // of the row.
+  // Probabilities of dropped pairs become 0. Their row sum is known before; the factor of the kept ones comes at the
+  // end of the row.
   __device__ __forceinline__ void apply(unsigned (&p)[C.tile_kv / 4], const TileContext<C>& context) const {
     if constexpr (kBits) {
 #pragma unroll

@@ -1,27 +1,14 @@
-// Sizes of the forward kernel and of its small companions that follow from a Config: threads, registers, shared memory. Plain
-// C++20: the host launches by them. The first lines hold for all sm90 kernels.
+// Sizes of the forward kernel and of its small companions that follow from a Config: threads, registers, shared memory.
+// Plain C++20: the host launches by them.
 #pragma once
 
 #include "base/integers.cuh"
 #include "config.cuh"
+#include "sm90/forward_choices.cuh"
+#include "sm90/tile_shape.cuh"
 
 namespace jattn::sm90 {
 
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kWarpgroupRows = 64;  // rows of one wgmma
-inline constexpr int kChunkColumns = 64;   // 128 bytes of a 16-bit type: the span of the swizzle
-inline constexpr int kChunkRowBytes = 128;
-inline constexpr int kMaxSharedBytes = 232448;  // 227 KiB: opt-in limit of one block on sm_90
-
-// A tile in shared memory is an array of chunks [ceil(columns / 64)][rows][64], each row swizzled over 128 bytes.
-JATTN_HOST_DEVICE constexpr int num_chunks(int columns) { return ceil_div(columns, kChunkColumns); }
-JATTN_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) {
-  return num_chunks(columns) * rows * kChunkRowBytes;
-}
-
-// Consumer warpgroups, each with 64 queries of the tile.
-inline constexpr int kMostConsumers = 3;
-JATTN_HOST_DEVICE constexpr int num_consumers(const Config& config) { return config.tile_q / kWarpgroupRows; }
 JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
   return (1 + num_consumers(config)) * kWarpgroupThreads;
 }
@@ -29,19 +16,15 @@ JATTN_HOST_DEVICE constexpr int forward_threads(const Config& config) {
 // One block per multiprocessor. Launch bounds must say so: without it ptxas ignores the hand-over of registers (C7508).
 JATTN_HOST_DEVICE constexpr int forward_min_blocks(const Config&) { return 1; }
 
-// The warps beside the producer that call Philox (Config::drops_beside, drops.cuh), and the tiles whose pairs they have found that
-// there is room for.
+// The warps beside the producer that call Philox (Config::drops_beside, drops.cuh), and the tiles whose pairs they have
+// found that there is room for.
 inline constexpr int kDropWarps = 3;
 JATTN_HOST_DEVICE constexpr int drop_places(const Config& config) { return config.stages + 2; }
 
-// Whether they leave a consumer thread the bits of its pairs, or the words of its calls. Measured on H200, bits over words: 128 rows
-// 1.01 to 1.06; 192 rows 0.86 to 0.92, since these warps then have more to do than the consumers.
-JATTN_HOST_DEVICE constexpr bool drops_are_bits(const Config& config) { return num_consumers(config) == 2; }
-
 // Bits: words of a consumer thread, of 64 columns each.
 JATTN_HOST_DEVICE constexpr int drop_bit_words(const Config& config) { return ceil_div(config.tile_kv, 64); }
-// Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither what stores
-// nor what loads meets in a bank.
+// Words of the calls of a row of groups, by columns: rows lie 64 bytes apart from a multiple of 128, so that neither
+// what stores nor what loads meets in a bank.
 JATTN_HOST_DEVICE constexpr int drop_row_words(const Config& config) {
   const int words = config.tile_kv / 8 * 4;
   return words % 32 == 16 ? words : words + 16;
@@ -58,13 +41,6 @@ JATTN_HOST_DEVICE constexpr int drop_parts_bytes(const Config& config) {
   return drops_are_bits(config) ? 16 * kDropParts : 0;
 }
 
-// Whether a producer with 24 registers would spill: it looks up segments, fetches slopes or the numbers of dropout beside a softcap,
-// or makes parts of Philox for drop warps.
-JATTN_HOST_DEVICE constexpr bool has_busy_producer(const Config& config) {
-  const bool fetches_numbers = config.alibi || (config.dropout && config.softcap);
-  return num_consumers(config) == 2 && (config.segments || fetches_numbers || config.drops_beside);
-}
-
 // Registers per thread after the hand-over. The pool is what the launch took: 168 * 384 or 128 * 512 registers.
 JATTN_HOST_DEVICE constexpr int producer_registers(const Config& config) {
   if (num_consumers(config) == 2) return has_busy_producer(config) ? 40 : 24;
@@ -78,8 +54,8 @@ JATTN_HOST_DEVICE constexpr int consumer_registers(const Config& config) {
 // Records of items: one is written when q's place is free again, while the item before may still be in its last tile.
 inline constexpr int kItemSlots = 2;
 
-// Room for the items that are lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item, sees the
-// first of them: as many as have a record and the one that it begins then. Each of their warps may list it.
+// Room for the items that are lost (Consumer::list_if_lost) before the producer, which looks at the begin of each item,
+// sees the first of them: as many as have a record and the one that it begins then. Each of their warps may list it.
 JATTN_HOST_DEVICE constexpr int lost_items_room(const Config& config) {
   return (kItemSlots + 1) * num_consumers(config) * (kWarpgroupThreads / 32);
 }
@@ -89,41 +65,10 @@ JATTN_HOST_DEVICE constexpr int staged_bias_bytes(const Config& config) {
   return config.bias && config.staged_bias ? tile_bytes(config.tile_q, config.tile_kv) : 0;
 }
 
-// Whether the first tile of a head takes the rows that are left over, not the last: with a diagonal it visits fewest keys. Of
-// 1024 causal queries in tiles of 192 x 128 the tiles then visit 27 tiles of keys instead of 32. Rows of a tile must be whole
-// boxes of kWarpgroupRows.
-JATTN_HOST_DEVICE constexpr bool cuts_first_tile(const Config& config) {
-  const bool by_index = config.band && !config.positions && !config.lengths && !config.segments && !config.mask;
-  return by_index && config.tile_q == 192 && !config.partial_results && !config.packed_heads;
-}
+// Queries of the first tile of a head if cuts_first_tile(): whole boxes of kWarpgroupRows.
 JATTN_HOST_DEVICE constexpr int64_t rows_of_first_tile(const Config& config, int64_t q_len) {
   const int64_t left_over = q_len % config.tile_q;
   return left_over % kWarpgroupRows == 0 && left_over > 0 ? left_over : config.tile_q;
-}
-
-// Whether a warpgroup computes the first half of the scores of its first tile alone where it sees no key of the other half: on the
-// diagonal the first of two warpgroups. Measured on H100, causal, 1024 / 2048 / 4096 / 8192 keys: head_dim 64 +2 / 1 / 1 / 0 %, 128
-// +2 / 2 / 1 / 2 %.
-JATTN_HOST_DEVICE constexpr bool halves_first_tile(const Config& config) {
-  const bool plain = !config.bias && !config.alibi && !config.program && !config.softcap && !config.mask &&
-                     !config.positions && !config.dropout && !config.scale_first;
-  return plain && config.band && !config.in_series && config.tile_kv == 128 &&
-         (config.head_dim == 64 || config.head_dim == 128) && config.head_dim_v == config.head_dim;
-}
-
-// Exponentials of a tile that a thread computes before it waits for the output product of the tile before. ptxas's own choice is
-// 0 to 55 of 64, by luck: any change of the source moves it.
-inline constexpr int kLeftToCompiler = -1;
-// Measured on H100 over 10 of 64 exponentials. head_dim 128, full: 8 0.96, 12 0.95 to 1.00, 16 and 18 1.01, 20 and 22 1.03 to 1.06, 24 1.02
-// to 1.04, 32 1.01 to 1.04, 51 0.97 (1024 keys: 1.01, the last two 0.98 and 0.94). (192, 128): 24 1.00 to 1.02. head_dim 64: full
-// any number 0.91 to 0.96, beside halves 0 best; 192 and 256 equal. Beside a bias, a mask or dropout 20 costs 1 to 2 %.
-JATTN_HOST_DEVICE constexpr int early_exponentials(const Config& config) {
-  const bool adds_terms =
-      config.bias || config.alibi || config.program || config.softcap || config.mask || config.dropout;
-  if (config.in_series || adds_terms || config.tile_kv != 128) return kLeftToCompiler;
-  if (config.head_dim == 64 && halves_first_tile(config)) return 0;
-  if (config.take_turns || config.head_dim_v != 128) return kLeftToCompiler;
-  return config.head_dim == 128 ? 20 : config.head_dim == 192 ? 24 : kLeftToCompiler;
 }
 
 // Numbers of an item's head that the consumers need: slope, sink, dropout. With packed heads a sink is one of the row.
@@ -135,14 +80,7 @@ JATTN_HOST_DEVICE constexpr bool has_control_extras(const Config& config) {
   return config.mask || config.row_bias || config.positions || config.partial_results || has_head_numbers(config);
 }
 
-// Whether a k tile is freed before the row of the bias that travelled beside it is added to the exponents, which takes most of a
-// tile's time. A warp frees a tile when it has done with those before, so that one more place for rows is enough.
-// Measured on H200: head dim 64 to 128, 4096 keys 0.97 to 1.05 of the speed, 1.015 in the mean, 16384 keys 1.005 to 1.06; 256
-// 0.97 to 1.00.
-JATTN_HOST_DEVICE constexpr bool frees_k_before_row(const Config& config) {
-  return config.row_bias && !config.softcap && !config.alibi && !config.program && !config.dropout_rows &&
-         config.head_dim <= 128;
-}
+// A warp frees a tile of k when it has done with those before, so that one more place for rows is enough.
 JATTN_HOST_DEVICE constexpr int row_bias_places(const Config& config) {
   return config.stages + (frees_k_before_row(config) ? 1 : 0);
 }
@@ -176,10 +114,10 @@ JATTN_HOST_DEVICE constexpr int bytes_without_q(const Config& config) {
   return config.stages * stage_bytes(config) + control_bytes(config);
 }
 
-// Chunks of the output tile that have a place of their own. 0: the tile takes q's place, and the next q waits for its store.
-// Where not all fit, the others pass through those that do; measured with 256 columns, two places for four chunks: +9 % at
-// 1024 keys, +1 to +7 % at 8192. With 192 columns (two places) or 128 beside a q of 192 (one) q's place is better: causal 7 and
-// 3 % faster, full equal.
+// Chunks of the output tile that have a place of their own. 0: the tile takes q's place, and the next q waits for its
+// store. Where not all fit, the others pass through those that do; measured with 256 columns, two places for four
+// chunks: +9 % at 1024 keys, +1 to +7 % at 8192. With 192 columns (two places) or 128 beside a q of 192 (one) q's place
+// is better: causal 7 and 3 % faster, full equal.
 JATTN_HOST_DEVICE constexpr int out_chunks(const Config& config) {
   const int chunk_bytes = tile_bytes(config.tile_q, kChunkColumns), chunks = num_chunks(config.head_dim_v);
   const int places = (kMaxSharedBytes - q_bytes(config) - bytes_without_q(config)) / chunk_bytes;
@@ -216,14 +154,6 @@ JATTN_HOST_DEVICE constexpr int forward_shared_bytes(const Config& config) {
 // Warps read what travels beside k after the product with k.
 JATTN_HOST_DEVICE constexpr bool reads_beside_k(const Config& config) {
   return config.segments || config.positions || config.mask || config.row_bias || config.staged_bias;
-}
-
-// Whether what a softcap's series made of scores is judged by its sums (cap_series.cuh), not the scores before. A float16 has no room
-// for probabilities that refer to zero, and three warpgroups have no registers for it. Measured at head dim 128: 6 % less
-// time; at 192 and 256 0 to 3 % more.
-JATTN_HOST_DEVICE constexpr bool proves_by_sums(const Config& config) {
-  return config.cap_series && config.element == Element::kBF16 && num_consumers(config) == 2 && !config.in_series &&
-         !config.q_in_registers && !config.dropout_rows && config.head_dim == 128 && config.head_dim_v == 128;
 }
 
 // Warps still read the k tile, or what travels beside it, after the product with it.

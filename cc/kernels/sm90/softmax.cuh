@@ -1,5 +1,5 @@
-// Online softmax over the score fragments of one warpgroup, in base 2. The row maximum follows late, and rests once rows are
-// settled.
+// Online softmax over the score fragments of one warpgroup, in base 2. The row maximum follows late, and rests once
+// rows are settled.
 //
 // Fragment of m64nN, per thread: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows (index 0 and 1 below); value
 // 4 i + 2 r + c is row r, column 8 i + 2 (lane % 4) + c. A row lives in the four lanes of a quad.
@@ -93,16 +93,16 @@ enum class ScoreUnits {
 };
 
 // row_max is the maximum that probabilities refer to, not always the true one. The results out / row_sum and lse do not
-// depend on it but for rounding: p = exp2(score - row_max) has the same relative error whatever its size. So no maximum is
-// computed once the rows of a warp are settled: each has seen a key, and its row_max is of ordinary size. Until then row_max
-// follows when a row of the warp has outgrown it by kLazyLog2, and p stays below 2^8 (source of the lazy maximum:
-// FlashAttention-4). A settled row whose later scores exceed row_max by far ends with a sum or an output that is too large
-// for its type; the sum tells (Consumer::list_if_lost), and the item is computed again with rows that do not settle.
-// Measured on H200: +8 % at head_dim 128, +10 to 13 % at 64.
+// depend on it but for rounding: p = exp2(score - row_max) has the same relative error whatever its size. So no maximum
+// is computed once the rows of a warp are settled: each has seen a key, and its row_max is of ordinary size. Until then
+// row_max follows when a row of the warp has outgrown it by kLazyLog2, and p stays below 2^8 (source of the lazy
+// maximum: FlashAttention-4). A settled row whose later scores exceed row_max by far ends with a sum or an output that
+// is too large for its type; the sum tells (Consumer::list_if_lost), and the item is computed again with rows that do
+// not settle. Measured on H200: +8 % at head_dim 128, +10 to 13 % at 64.
 //
-// kNearZeroLog2: if positive, rows settle at zero where their maxima are no farther from it. Then exponents have no shift, and
-// a term of the score can be their addend (add_merged). For float16 no farther below than 1: small probabilities are rounded to
-// multiples of 2^-24, which must be little of the greatest.
+// kNearZeroLog2: if positive, rows settle at zero where their maxima are no farther from it. Then exponents have no
+// shift, and a term of the score can be their addend (add_merged). For float16 no farther below than 1: small
+// probabilities are rounded to multiples of 2^-24, which must be little of the greatest.
 template <ScoreUnits kUnits, bool kIntegerMax, int kNearZeroLog2 = 0>
 struct OnlineSoftmax {
   static constexpr bool kScaled = kUnits == ScoreUnits::kLog2;
@@ -120,16 +120,22 @@ struct OnlineSoftmax {
   float row_sum[2];  // over this thread's columns
   float alpha[2];    // factor of the output so far; 1 unless rescale
   bool rescale;
-  // Of the exponents of both rows. As one number of 64 bits ptxas tends to give them a register of even and one of odd number,
-  // and then keeps them in the operand cache (.reuse) while exponents of both rows take turns; each register read less leaves more
-  // of the register file to the products. Measured on H200, head_dim 64, full: two even registers take 4 to 6 % more time.
+  // Of the exponents of both rows. As one number of 64 bits ptxas tends to give them a register of even and one of odd
+  // number, and then keeps them in the operand cache (.reuse) while exponents of both rows take turns; each register
+  // read less leaves more of the register file to the products. Measured on H200, head_dim 64, full: two even registers
+  // take 4 to 6 % more time.
   uint64_t shifts;
 
   __device__ __forceinline__ float unit() const {
     return kScaled ? 1.0f : kUnits == ScoreUnits::kNatural ? kLog2E : scale_log2;
   }
 
-  // A row that must take no part (beyond q_length) starts at +inf: all its p are 0 and it never asks for rescaling.
+  // A row that must take no part (beyond q_length, or of no head) starts at +inf: it never asks for rescaling and keeps
+  // no other row from settling. In units of kLog2 every p of it is 0, if the score is finite. In the other units
+  // set_shift() makes the shift 0, as it does from kLargestExactShift on, and p = exp2(score) may be as large as
+  // infinity, or NaN. No result depends on these numbers: sum_beyond(), update_unproven() and Consumer::list_if_lost()
+  // select by row_max; OutputWriter::finish_rows() gives rows beyond q_length the factor 0, by which those who write
+  // the output select; rows of no head are not written.
   __device__ __forceinline__ void reset(bool first_takes_part, bool second_takes_part, bool may_settle) {
     row_max[0] = first_takes_part ? -infinity() : infinity();
     row_max[1] = second_takes_part ? -infinity() : infinity();
@@ -239,8 +245,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // update_capped() where nothing is known of the scores, of rows settled at zero. Returns whether what this thread has of the tile
-  // proves that the series holds for them (cap_series.cuh); if not, nothing has been added to row_sum.
+  // update_capped() where nothing is known of the scores, of rows settled at zero. Returns whether what this thread has
+  // of the tile proves that the series holds for them (cap_series.cuh); if not, nothing has been added to row_sum.
   template <int kCount>
   __device__ __forceinline__ bool update_unproven(float (&s)[kCount], const SquaredCapSeries& series,
                                                   float trusted_sum) {
@@ -264,8 +270,8 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into probabilities relative to row_max; sets rescale and alpha for the output accumulated before.
-  // has_room: whether rows may settle by this tile. kEarly: if not negative, pause(row_sum, shift) is called behind that many
-  // exponentials of a thread, with their sums, and before the others, which take the shift that it leaves.
+  // has_room: whether rows may settle by this tile. kEarly: if not negative, pause(row_sum, shift) is called behind
+  // that many exponentials of a thread, with their sums, and before the others, which take the shift that it leaves.
   template <int kEarly, int kCount, class Pause>
   __device__ __forceinline__ void update(float (&s)[kCount], bool has_room, const Pause& pause) {
     static_assert(kEarly < 0 || (kEarly % 4 == 0 && kEarly < kCount));
@@ -359,8 +365,8 @@ struct OnlineSoftmax {
     return settled() && beyond;
   }
 
-  // Completes the row sums over the quad. After it a sum of 0 means: no visible key. An infinite sum is that of a score of +inf
-  // (items whose sums overflow are computed again), and becomes NaN, as the row must.
+  // Completes the row sums over the quad. After it a sum of 0 means: no visible key. An infinite sum is that of a score
+  // of +inf (items whose sums overflow are computed again), and becomes NaN, as the row must.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

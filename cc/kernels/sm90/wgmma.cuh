@@ -50,8 +50,9 @@ __device__ __forceinline__ void pin_registers(unsigned (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Has the values computed before what follows, such as the wait for a product. ptxas puts arithmetic that is merely written
-// there behind the wait, where nothing hides it; an instruction with an effect, which depends on the values, it leaves in place.
+// Has the values computed before what follows, such as the wait for a product. ptxas puts arithmetic that is merely
+// written there behind the wait, where nothing hides it; an instruction with an effect, which depends on the values, it
+// leaves in place.
 template <int kCount>
 __device__ __forceinline__ void finish_here(const unsigned (&values)[kCount]) {
   unsigned all = 0;
@@ -69,8 +70,8 @@ __device__ __forceinline__ void finish_here(const float (&values)[kCount]) {
   finish_here(bits);
 }
 
-// The other way round: has what uses the values computed behind what came before. They come out of it as they were, by way of a vote
-// that no thread takes part in, which ptxas leaves in its place.
+// The other way round: has what uses the values computed behind what came before. They come out of it as they were, by
+// way of a vote that no thread takes part in, which ptxas leaves in its place.
 template <int kCount>
 __device__ __forceinline__ void begin_here(float (&values)[kCount]) {
   unsigned none;
@@ -99,7 +100,8 @@ struct QueryWords {
   static constexpr int kCount = C.q_in_registers ? C.head_dim / 4 : 1;
 };
 
-// Starts s = q k^T for the 64 rows at q_address and the first 2 kCount keys: q and k are tiles in shared memory, K-major.
+// Starts s = q k^T for the 64 rows at q_address and the first 2 kCount keys: q and k are tiles in shared memory,
+// K-major.
 template <Config C, int kCount>
 __device__ __forceinline__ void start_scores(float (&s)[kCount], Descriptor q_tile, Descriptor k_tile) {
   const unsigned long long k = k_tile.bits();

@@ -5,6 +5,7 @@
 #include "attn/dropout.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/schedule.cuh"
+#include "attn/sequence.cuh"
 #include "sm90/barrier.cuh"
 #include "sm90/forward_params.cuh"
 #include "sm90/rows.cuh"
@@ -58,8 +59,8 @@ struct HeadNumbers {
   Dropout dropout;
 };
 
-// Where the number of a column of the tile stands in a row of numbers of all columns: those of a thread in two neighbouring
-// blocks of eight columns, which a fragment has in pairs, beside each other.
+// Where the number of a column of the tile stands in a row of numbers of all columns: those of a thread in two
+// neighbouring blocks of eight columns, which a fragment has in pairs, beside each other.
 __device__ __forceinline__ int place_in_row(int column) {
   return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
 }
@@ -136,8 +137,15 @@ struct ForwardControl : ControlExtras<C>, DropControl<C> {
   int kv_ids[C.segments ? C.stages : 1][C.segments ? C.tile_kv : 1];
 };
 
-__device__ __forceinline__ int clamped_length(const int32_t* lengths, int batch, int extent) {
-  return lengths == nullptr ? extent : min(max(lengths[batch], 0), extent);
+// Named barriers: one of each consumer warpgroup, one of each one's turn, one of all consumers.
+inline constexpr int kWarpgroupBarriers = 1;
+template <Config C>
+inline constexpr int kTurnBarriers = kWarpgroupBarriers + num_consumers(C);
+template <Config C>
+inline constexpr int kAllConsumersBarrier = kTurnBarriers<C> + num_consumers(C);
+
+__device__ __forceinline__ void sync_consumer_warpgroup(int warpgroup) {
+  sync_named(kWarpgroupBarriers + warpgroup, kWarpgroupThreads);
 }
 
 template <Config C>
@@ -164,8 +172,8 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   record.q_length = problem.q_len;
   record.kv_length = problem.kv_len;
   if constexpr (C.lengths) {
-    record.q_length = clamped_length(problem.q_lengths, place.batch, problem.q_len);
-    record.kv_length = clamped_length(problem.kv_lengths, place.batch, problem.kv_len);
+    if (problem.q_lengths) record.q_length = clamped_length(problem.q_lengths, place.batch, problem.q_len);
+    if (problem.kv_lengths) record.kv_length = clamped_length(problem.kv_lengths, place.batch, problem.kv_len);
   }
   const int offset = problem.lower_right ? record.kv_length - record.q_length : 0;
   record.upper_offset = offset + problem.band_right + 1;

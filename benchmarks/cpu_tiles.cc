@@ -1,11 +1,12 @@
 // The parts of the CPU kernel in isolation, on one thread: the multiply-add peak of the instruction set that this file
-// is compiled for (of the matrix unit and of AVX-512-BF16: of their products), the tile products, the softmax of a tile,
-// and the whole passes. benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right before the peak, many times, on
-// the thread's CPU clock; the least time counts, so that a busy machine disturbs it little.
+// is compiled for (of the matrix unit and of AVX-512-BF16: of their products), the tile products, the softmax of a
+// tile, and the whole passes. benchmarks/cpu_tiles.py compiles and runs it for every set. Each part is measured right
+// before the peak, many times, on the thread's CPU clock; the least time counts, so that a busy machine disturbs it
+// little.
 //
-// Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak in
-// FLOP/s (of the type), products of bfloat16 that make one of the type (0: multiply-adds of the type itself). An argument
-// limits how often each part is timed.
+// Prints a line of words for each: part, type, head dim, mask, keys ("-" for what does not apply), seconds, FLOPs, peak
+// in FLOP/s (of the type), products of bfloat16 that make one of the type (0: multiply-adds of the type itself). An
+// argument limits how often each part is timed.
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -86,7 +87,8 @@ double peak_gflops() {
 }
 
 #if defined(__AMX_BF16__)
-// Independent products of the matrix unit, of numbers like those of the operands: with zeros its clock is a third higher.
+// Independent products of the matrix unit, of numbers like those of the operands: with zeros its clock is a third
+// higher.
 double product_peak_gflops() {
   constexpr int kSteps = 400;
   uint16_t numbers[2][kAmxRows * kAmxInner];
@@ -116,7 +118,8 @@ double product_peak_gflops() {
   return 4.0 * kSteps * 2 * kAmxRows * kAmxRows * kAmxInner / seconds * 1e-9;
 }
 #elif defined(__AVX512BF16__)
-// As peak_gflops: independent products of pairs, all of the same numbers, which leaves the clock of this machine as it is.
+// As peak_gflops: independent products of pairs, all of the same numbers, which leaves the clock of this machine as it
+// is.
 double product_peak_gflops() {
   constexpr int kChains = 24, kSteps = 2000;
   float total = 0;

@@ -1,12 +1,13 @@
 // What an instruction of a warp costs on Hopper alone, and while two warpgroups keep the matrix unit busy beside it.
 //
-//   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Icc/kernels -o build/instruction_costs tools/instruction_costs.cu
+//   nvcc -std=c++20 -O3 -arch=sm_90a -Icc/kernels -o build/instruction_costs tools/instruction_costs.cu
 //   build/instruction_costs
 //
-// A block has one warp in each of the four schedulers that issues nothing but chains of one instruction, and two warpgroups
-// that issue m64n128k16 products of zeros, eight a group, A in shared memory ("shared") or in registers ("registers"). One line
-// for an instruction: cycles between two of a warp, and in brackets which part of their peak the products keep beside it. Sixteen
-// words in turn hide the latency. What ptxas made of a chain is to be looked up in the machine code: it folds constants.
+// A block has one warp in each of the four schedulers that issues nothing but chains of one instruction, and two
+// warpgroups that issue m64n128k16 products of zeros, eight a group, A in shared memory ("shared") or in registers
+// ("registers"). One line for an instruction: cycles between two of a warp, and in brackets which part of their peak
+// the products keep beside it. Sixteen words in turn hide the latency. What ptxas made of a chain is to be looked up in
+// the machine code: it folds constants.
 #include <cstdint>
 #include <cstdio>
 

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <charconv>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <unordered_map>
 
 #include "core/require.h"
+#include "core/text_map.h"
 
 namespace jattn::cpu {
 namespace {
@@ -22,13 +21,6 @@ struct Operation {
   InstructionKernel run[kNumProgramSets];
   int num_operands, num_numbers, lane_bytes;
 };
-
-struct TextHash {
-  using is_transparent = void;
-  size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-};
-template <typename T>
-using TextMap = std::unordered_map<std::string, T, TextHash, std::equal_to<>>;
 
 std::string name_of(const ProgramOperation& operation) {
   std::string name = operation.name;

@@ -6,11 +6,13 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "core/kernel_unit.h"
 #include "core/require.h"
 #include "core/sha256.h"
+#include "core/text_map.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/embedded.h"
 #include "cuda/nvrtc.h"
@@ -30,14 +32,9 @@ struct Entry {
   std::string origin;
 };
 
-struct TextHash {
-  using is_transparent = void;
-  size_t operator()(std::string_view text) const { return std::hash<std::string_view>()(text); }
-};
-
 struct Store {
   std::shared_mutex mutex;
-  std::unordered_map<std::string, Entry*, TextHash, std::equal_to<>> by_text;  // as callers spell it, and canonical
+  TextMap<Entry*> by_text;  // as callers spell it, and canonical
   std::map<std::string, std::unique_ptr<Entry>> by_canonical_text;
 
   std::mutex settings_mutex;

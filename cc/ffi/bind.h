@@ -6,8 +6,9 @@
 //   backward: q, k, v, out, lse, dout, then the optional operands, then dlse if `has_dlse`
 // Result order:
 //   forward:  out, lse, scratch
-//   backward: dq, dk, dv, dbias, dslopes, dcaptures, scratch      (a gradient that is not wanted has zero elements; dslopes
-//             comes in parts, (batch, heads, parts); dcaptures has one axis, for those of all captures)
+//   backward: dq, dk, dv, dbias, dslopes, dcaptures, scratch
+// A gradient that is not wanted has zero elements. dslopes comes in parts, (batch, heads, parts); dcaptures has one
+// axis, for those of all captures.
 #pragma once
 
 #include <cstdint>

@@ -22,9 +22,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// One parallel loop on XLA's thread pool. The calling thread is often a worker of that pool itself, so waiting for tasks
-// that were only scheduled could wait for ever. Here the caller takes items like every other worker and at the end waits
-// only for items that are already being worked on; a task that starts late finds nothing left and touches no buffer.
+// One parallel loop on XLA's thread pool. The calling thread is often a worker of that pool itself, so waiting for
+// tasks that were only scheduled could wait for ever. Here the caller takes items like every other worker and at the
+// end waits only for items that are already being worked on; a task that starts late finds nothing left and touches no
+// buffer.
 class Loop {
  public:
   Loop(int64_t count, const std::function<void(int64_t)>& body) : count_(count), body_(&body) {}
@@ -79,8 +80,8 @@ cpu::Threads threads_of(ffi::ThreadPool pool) {
   return {pool.num_threads(), parallel_for};
 }
 
-// Runs a pass, which returns whether `scratch` was large enough. XLA aligns every buffer to 64 bytes on CPU; the layout of
-// scratch relies on it.
+// Runs a pass, which returns whether `scratch` was large enough. XLA aligns every buffer to 64 bytes on CPU; the layout
+// of scratch relies on it.
 template <class Pass>
 ffi::Error run_pass(ffi::AnyBuffer scratch, int64_t wanted_bytes, const Pass& pass) {
   const auto bytes = static_cast<int64_t>(scratch.size_bytes());

@@ -1,9 +1,10 @@
 // Checks the CPU kernel where there is no Python, such as under an emulator: forward and backward passes of a few
-// problems and of random ones, in every element type and on every instruction set of the machine, against plain loops over doubles.
+// problems and of random ones, in every element type and on every instruction set of the machine, against plain loops
+// over doubles.
 //
 // Inputs are numbers of eight bits, so they are the same in every type. What may hold anything holds NaN: rows that are
-// padding, scratch memory, results before they are written. Every pass runs on one thread and on three, with the same bits,
-// with the largest numbers in keys and values that no query sees, and whatever its memory held before.
+// padding, scratch memory, results before they are written. Every pass runs on one thread and on three, with the same
+// bits, with the largest numbers in keys and values that no query sees, and whatever its memory held before.
 //
 // Prints a line for each instruction set, and one for each tensor that is wrong; the exit status is 1 if there is any.
 #include <atomic>
@@ -353,8 +354,9 @@ Results run(const Operands& operands, const Solution& solution, const Type& type
   return r;
 }
 
-// How far results may be off, as a share of the largest of these sizes: eight units of the type for the steps of a pass,
-// and the random walk of a sum of `terms` in the type of sums; in float64 twice that, for the loops round as well.
+// How far results may be off, as a share of the largest of these sizes: eight units of the type for the steps of a
+// pass, and the random walk of a sum of `terms` in the type of sums; in float64 twice that, for the loops round as
+// well.
 double error_limit(const Type& type, const std::vector<double>& sizes, int64_t terms) {
   double largest = 0;
   for (const double size : sizes) largest = std::isfinite(size) ? std::max(largest, std::abs(size)) : largest;
@@ -363,8 +365,8 @@ double error_limit(const Type& type, const std::vector<double>& sizes, int64_t t
   return (is_double ? 2 : 1) * (8 * type.unit() + walk) * largest;
 }
 
-// The largest error over its limit; infinite where an element must be exactly 0 or infinite and is not. `reached` tells of
-// `row_size` elements at a time whether any pair contributes to them.
+// The largest error over its limit; infinite where an element must be exactly 0 or infinite and is not. `reached` tells
+// of `row_size` elements at a time whether any pair contributes to them.
 double error_ratio(const Type& type, const Memory& got, const std::vector<double>& want, double limit,
                    const std::vector<bool>* reached, size_t row_size) {
   double worst = 0;

@@ -1,8 +1,8 @@
-// The tile instructions of the matrix unit (AMX) in software, in the place of the compiler's own: included before everything
-// else, with JATTN_EMULATED_TILES, it lets machines with AVX-512 alone run the kernel that is made of them.
+// The tile instructions of the matrix unit (AMX) in software, in the place of the compiler's own: included before
+// everything else, with JATTN_EMULATED_TILES, it lets machines with AVX-512 alone run the kernel that is made of them.
 //
-// Registers are always full size: 16 rows of 64 bytes. Products as in the Intel SDM, volume 2, TDPBF16PS: sums over the pairs of
-// one instruction, of even and of odd elements, start at 0 and are then added to the result.
+// Registers are always full size: 16 rows of 64 bytes. Products as in the Intel SDM, volume 2, TDPBF16PS: sums over the
+// pairs of one instruction, of even and of odd elements, start at 0 and are then added to the result.
 #pragma once
 
 #if defined(__AVX512F__) && defined(__AMX_BF16__)
@@ -31,8 +31,8 @@ inline void store(int tile, void* to, int64_t stride_bytes) {
 
 inline void clear(int tile) { std::memset(tiles[tile], 0, sizeof(tiles[tile])); }
 
-// The even or the odd ones of pairs of bfloat16 as floats. Not by intrinsics: of those for shifts GCC 12 says that they read
-// what nobody has written.
+// The even or the odd ones of pairs of bfloat16 as floats. Not by intrinsics: of those for shifts GCC 12 says that they
+// read what nobody has written.
 using Words = uint32_t __attribute__((vector_size(kRowBytes)));
 inline __m512 even_elements(__m512i pairs) { return reinterpret_cast<__m512>(reinterpret_cast<Words>(pairs) << 16); }
 inline __m512 odd_elements(__m512i pairs) {

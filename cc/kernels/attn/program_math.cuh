@@ -1,8 +1,8 @@
-// What the text of a ScoreProgram is made of (jattn/device_code.py): functions of numbers with the semantics of XLA, without
-// branches, loops or calls. nvcc, NVRTC and, for tests, a host compiler read it.
+// What the text of a ScoreProgram is made of (jattn/device_code.py): functions of numbers with the semantics of XLA,
+// without branches, loops or calls. nvcc, NVRTC and, for tests, a host compiler read it.
 //
-// Errors in units of the last place of float32, found on an H200 against float64; tests/cpu/test_device_code.py finds them, or
-// smaller ones, on the host. Results below 2^-126 may be 0.
+// Errors in units of the last place of float32, found on an H200 against float64; tests/cpu/test_device_code.py finds
+// them, or smaller ones, on the host. Results below 2^-126 may be 0.
 //   correctly rounded, but for rare cases: divide, sqrt, cbrt
 //   1.5: expm1, log, log1p, rsqrt, erf, atan; sin and cos for |x| < 2^20 (beyond that some number within [-1, 1])
 //   2.5: exp2, tanh, asin, acos, asinh, acosh, atanh; tan for |x| < 2^20 (beyond that some number within [-2, 2])
@@ -33,13 +33,14 @@ inline constexpr float kNaturalLog2 = 0.6931471805599453f;
 inline constexpr float kNaturalLog2Low = -1.904654299957768e-9f;
 inline constexpr float kHalfPi = 1.5707963267948966f;
 
-// ---- What a device has instructions for --------------------------------------------------------------------------------
+// ---- What a device has instructions for -----------------------------------------------------------------------------
 
 #ifdef __CUDACC__
 
 JATTN_PROGRAM_FUNCTION float fused(float a, float b, float c) { return fmaf(a, b, c); }
 JATTN_PROGRAM_FUNCTION double fused(double a, double b, double c) { return ::fma(a, b, c); }
-// Rounded, also where a sum follows, with which the compiler would fuse a product: for those whose rounding errors are used.
+// Rounded, also where a sum follows, with which the compiler would fuse a product: for those whose rounding errors are
+// used.
 JATTN_PROGRAM_FUNCTION float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 JATTN_PROGRAM_FUNCTION uint32_t bits_of(float x) { return __float_as_uint(x); }
 // The compiler makes a branch of a selection if that spares it much; of this one it does not know what it is.
@@ -123,7 +124,8 @@ JATTN_PROGRAM_FUNCTION double fused(double a, double b, double c) { return __bui
 JATTN_PROGRAM_FUNCTION float rounded_product(float a, float b) { return a * b; }
 JATTN_PROGRAM_FUNCTION uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
 JATTN_PROGRAM_FUNCTION float select(bool which, float x, float y) { return which ? x : y; }
-// By a polynomial, so that compilers make vectors of loops over it. Within 1 unit; beyond what float32 has 0 or infinity.
+// By a polynomial, so that compilers make vectors of loops over it. Within 1 unit; beyond what float32 has 0 or
+// infinity.
 JATTN_PROGRAM_FUNCTION float approximate_exp2(float x) {
   const float held = x < -151.0f ? -151.0f : x > 129.0f ? 129.0f : x;
   const float to_integer = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
@@ -178,7 +180,7 @@ JATTN_PROGRAM_FUNCTION void prefetch(const void* data, int64_t index) {
 
 #endif
 
-// ---- Elements of captures ----------------------------------------------------------------------------------------------
+// ---- Elements of captures -------------------------------------------------------------------------------------------
 
 template <class T>
 JATTN_PROGRAM_FUNCTION T read(const void* data, int64_t index) {
@@ -192,7 +194,7 @@ JATTN_PROGRAM_FUNCTION float read_bfloat16(const void* data, int64_t index) {
   return float_of_bits(uint32_t(load<uint16_t>(data, index)) << 16);
 }
 
-// ---- Integers ----------------------------------------------------------------------------------------------------------
+// ---- Integers -------------------------------------------------------------------------------------------------------
 
 template <class T>
 struct IntTraits;
@@ -280,8 +282,8 @@ JATTN_PROGRAM_FUNCTION uint64_t unsigned_quotient(uint64_t x, uint64_t y) {
   return high + low + uint64_t(rest - low * y >= y);
 }
 
-// Toward zero. By 0: -1, and the number itself remains; the least number by -1: itself, and 0 remains. Signs go by bits: the
-// compiler makes branches of selections around a division.
+// Toward zero. By 0: -1, and the number itself remains; the least number by -1: itself, and 0 remains. Signs go by
+// bits: the compiler makes branches of selections around a division.
 template <class T>
 JATTN_PROGRAM_FUNCTION T quotient(T x, T y) {
   using Bits = Wide<T>;
@@ -322,7 +324,8 @@ JATTN_PROGRAM_FUNCTION T clz(T x) {
   return T(count_leading_zeros(Wide<T>(Unsigned<T>(x))) - (kBits<Wide<T>> - kBits<T>));
 }
 
-// An integer of at most 2^22 in size, without a conversion: those take turns with exponentials, which kernels are short of.
+// An integer of at most 2^22 in size, without a conversion: those take turns with exponentials, which kernels are short
+// of.
 JATTN_PROGRAM_FUNCTION float small_to_float(int x) { return float_of_bits(0x4b400000u + uint32_t(x)) - 12582912.0f; }
 
 // Toward zero, saturating; NaN becomes 0.
@@ -339,7 +342,7 @@ JATTN_PROGRAM_FUNCTION To bit_cast(From x) {
   return __builtin_bit_cast(To, x);
 }
 
-// ---- Exact functions of floats -----------------------------------------------------------------------------------------
+// ---- Exact functions of floats --------------------------------------------------------------------------------------
 
 JATTN_PROGRAM_FUNCTION double select(bool which, double x, double y) { return which ? x : y; }
 JATTN_PROGRAM_FUNCTION double max(double x, double y) { return x != x || x > y ? x : y; }
@@ -378,10 +381,10 @@ JATTN_PROGRAM_FUNCTION float reduce_precision(float x) {
   return reduce_precision(x, kExponentBits, kMantissaBits);
 }
 
-// ---- Quotients and roots -----------------------------------------------------------------------------------------------
+// ---- Quotients and roots --------------------------------------------------------------------------------------------
 
-// inverse: 1 / y, rounded. One step of Newton's method makes the quotient right where it can be represented; where that step
-// leaves the finite numbers, the first result stands.
+// inverse: 1 / y, rounded. One step of Newton's method makes the quotient right where it can be represented; where that
+// step leaves the finite numbers, the first result stands.
 JATTN_PROGRAM_FUNCTION float refine_quotient(float first, float x, float y, float inverse) {
   const float refined = fused(fused(-first, y, x), inverse, first);
   return select(abs(refined) < kInfinity, refined, first);
@@ -429,7 +432,7 @@ JATTN_PROGRAM_FUNCTION Float remainder_of_floats(Float x, Float y) {
 JATTN_PROGRAM_FUNCTION float rem(float x, float y) { return remainder_of_floats(x, y); }
 JATTN_PROGRAM_FUNCTION double rem(double x, double y) { return remainder_of_floats(x, y); }
 
-// ---- Exponentials and logarithms ---------------------------------------------------------------------------------------
+// ---- Exponentials and logarithms ------------------------------------------------------------------------------------
 
 JATTN_PROGRAM_FUNCTION float exp2(float x) { return approximate_exp2(x); }
 
@@ -547,7 +550,7 @@ JATTN_PROGRAM_FUNCTION float cbrt(float x) {
   return select(size > 0.0f && size < kInfinity, with_sign_of(refined, x), x);
 }
 
-// ---- Sigmoids and error functions --------------------------------------------------------------------------------------
+// ---- Sigmoids and error functions -----------------------------------------------------------------------------------
 
 JATTN_PROGRAM_FUNCTION float logistic(float x) { return approximate_inverse(1.0f + exp(-x)); }
 
@@ -596,7 +599,7 @@ JATTN_PROGRAM_FUNCTION float erf(float x) {
   return select(abs(x) < 1.0f, small, with_sign_of(1.0f - erfc_above_zero(abs(x)), x));
 }
 
-// ---- Angles ------------------------------------------------------------------------------------------------------------
+// ---- Angles ---------------------------------------------------------------------------------------------------------
 
 // x = quarter * pi / 2 + rest, |rest| not much above pi / 4. By three parts of pi / 2: right for |x| < 2^20.
 struct Turn {
@@ -656,7 +659,7 @@ JATTN_PROGRAM_FUNCTION float atan(float x) { return atan2(x, 1.0f); }
 JATTN_PROGRAM_FUNCTION float asin(float x) { return atan2(x, sqrt((1.0f - x) * (1.0f + x))); }
 JATTN_PROGRAM_FUNCTION float acos(float x) { return atan2(sqrt((1.0f - x) * (1.0f + x)), x); }
 
-// ---- Hyperbolic functions ----------------------------------------------------------------------------------------------
+// ---- Hyperbolic functions -------------------------------------------------------------------------------------------
 
 JATTN_PROGRAM_FUNCTION float sinh(float x) {
   const float m = expm1(abs(x));
@@ -685,10 +688,10 @@ JATTN_PROGRAM_FUNCTION float atanh(float x) {
   return with_sign_of(0.5f * log1p(divide(2.0f * size, 1.0f - size)), x);
 }
 
-// ---- Gradients of captures ---------------------------------------------------------------------------------------------
+// ---- Gradients of captures ------------------------------------------------------------------------------------------
 
-// What decides, beside the batch entry, about the place of an element that a pair reads: the head alone, the query or the key too,
-// or both.
+// What decides, beside the batch entry, about the place of an element that a pair reads: the head alone, the query or
+// the key too, or both.
 enum class Reach { kHead, kQuery, kKey, kPair };
 
 }  // namespace jattn::program

@@ -42,6 +42,7 @@ from jattn.fusion.graph import (
     known_array,
     through,
 )
+from jattn.fusion.repeats import before_repeats
 from jattn.fusion.rows import Reduced, is_same_row, log_of_sum, reduction
 from jattn.spec import FLOAT_DTYPES
 
@@ -57,7 +58,8 @@ class Match:
       node: what is replaced: the product with the values, or its division by the sum of weights.
       q, k, v: with the axes ``batch``, ``row`` or "column", and "depth" or "width".
       batch: names of the leading axes, in the order of q.
-      head, group: names of the axes of key/value heads and of query heads that share one; None without.
+      head, group: names of the axes of key/value heads and of query heads that share one; None without. Where there is
+        no group the axis of heads may be longer in q than in k and v, by a whole factor.
       row: name of the axis of queries; keys are "column".
       result: axes of the result.
       scale: multiplier of q.k.
@@ -561,6 +563,10 @@ class _Search:
         except ValueError as error:
             raise Miss(str(error)) from error
         batch, head, group, row = roles(q)
+        shared = tuple(name for name in q.axes if name.startswith("batch"))
+        if group is None and (repeated := before_repeats(k, v, shared)) is not None:
+            head, k, v = repeated
+            batch = tuple(name for name in shared if name != head)
         rows, columns = (x.value.shape[x.axes.index(name)] for x, name in ((q, row), (k, "column")))
         band, masks = _split_bands(self.masks, row, rows, columns)
         return Match(

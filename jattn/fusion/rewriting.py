@@ -301,8 +301,11 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
 
     def tokens(named: Named, row: str, of_heads: Axes, width: str) -> Any:
         array = _arranged(read(named.value), named.axes, (*match.batch, row, *of_heads, width))
-        shape = size(match.batch), extents[row], size(of_heads), extents[width]
-        return _reshaped(array, shape)
+        own = extents_of(named)
+        num_heads = math.prod(
+            own.get(name, 1) for name in of_heads
+        )  # fewer of keys than of queries, maybe
+        return _reshaped(array, (size(match.batch), extents[row], num_heads, extents[width]))
 
     def scores(named: Named) -> Any:
         order = (*match.batch, *heads, match.row, "column")

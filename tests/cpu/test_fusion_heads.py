@@ -94,15 +94,8 @@ def operands(shape: tuple[int, ...]) -> tuple[Array, ...]:
     return q, k, v, jnp.asarray(shown), normal(1, n, t, s, seed=4)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", JOINED)
-def test_joined_heads(name: str, shape: tuple[int, ...]) -> None:
-    pattern, attend = JOINED[name]
-    x = operands(shape)
-    fused = jattn.fuse_attention(attend)
-    assert "dot_general" not in str(jax.make_jaxpr(fused)(*x))
-    assert found() == [pattern]
-    assert missed() == []
+def assert_same(fused: Any, attend: Attention, x: tuple[Array, ...]) -> None:
+    """Results, and gradients of all but the mask."""
 
     def both(function: Any) -> Any:
         def loss(*x: Array) -> tuple[Array, Array]:
@@ -114,12 +107,129 @@ def test_joined_heads(name: str, shape: tuple[int, ...]) -> None:
     close(both(fused), both(attend), "float32")
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_heads(name: str, shape: tuple[int, ...]) -> None:
+    pattern, attend = JOINED[name]
+    x = operands(shape)
+    fused = jattn.fuse_attention(attend)
+    assert "dot_general" not in str(jax.make_jaxpr(fused)(*x))
+    assert found() == [pattern]
+    assert missed() == []
+    assert_same(fused, attend, x)
+
+
 def test_key_value_heads_are_not_repeated() -> None:
     """The kernel reads two key/value heads for six query heads, as the program does."""
     q, k, v, m, b = operands(SHAPES[0])
     jattn.fuse_attention(capped_behind_queries)(q, k, v, m, b)
     [record] = jattn.fusion_log()
     assert record.shapes == ((2, 7, 2, 3, 8), k.shape, v.shape)
+
+
+def softmax(s: Array, m: Array) -> Array:
+    return jax.nn.softmax(jnp.where(m, s, -jnp.inf))
+
+
+def heads_behind_length(repeat: Callable[[Array, int], Array]) -> Attention:
+    """Attention of (B, S, N, D) arrays, whose keys and values are repeated first."""
+
+    def attend(q: Array, k: Array, v: Array, m: Array, b: Array) -> Array:
+        k, v = (repeat(x, q.shape[2]) for x in (k, v))
+        s = jnp.einsum("btnd,bsnd->bnts", q, k) / 3 + b
+        return jnp.einsum("bnts,bsnd->btnd", softmax(s, m[:, None]), v)
+
+    return attend
+
+
+def heads_in_front_of_length(repeat: Callable[[Array, int], Array]) -> Attention:
+    """The same by matrix products of (B, N, S, D) arrays, repeated in front of their transposition."""
+
+    def attend(q: Array, k: Array, v: Array, m: Array, b: Array) -> Array:
+        k, v = (repeat(x, q.shape[2]).swapaxes(1, 2) for x in (k, v))
+        s = q.swapaxes(1, 2) @ k.swapaxes(2, 3) / 3 + b
+        return (softmax(s, m[:, None]) @ v).swapaxes(1, 2)
+
+    return attend
+
+
+def by_groups(q: Array, k: Array, v: Array, m: Array, b: Array) -> Array:
+    """Keys and values have the axis of groups, too."""
+    q = grouped(q, k)
+    k, v = (
+        jnp.broadcast_to(x[:, :, :, None], (*x.shape[:3], *q.shape[3:4], x.shape[3]))
+        for x in (k, v)
+    )
+    s = jnp.einsum("btkgd,bskgd->bkgts", q, k) / 3 + b.reshape(1, *q.shape[2:4], *b.shape[2:])
+    out = jnp.einsum("bkgts,bskgd->btkgd", softmax(s, m[:, None, None]), v)
+    return out.reshape(*q.shape[:2], -1, v.shape[-1])
+
+
+def by_repeat(x: Array, num_heads: int) -> Array:
+    return jnp.repeat(x, num_heads // x.shape[2], axis=2)
+
+
+def by_broadcast(x: Array, num_heads: int) -> Array:
+    wide = (*x.shape[:3], num_heads // x.shape[2], x.shape[3])
+    return jnp.broadcast_to(x[:, :, :, None], wide).reshape(*x.shape[:2], num_heads, -1)
+
+
+REPEATED: dict[str, Attention] = {
+    "repeat, heads behind": heads_behind_length(by_repeat),
+    "repeat, heads in front": heads_in_front_of_length(by_repeat),
+    "broadcast_to, heads behind": heads_behind_length(by_broadcast),
+    "broadcast_to, heads in front": heads_in_front_of_length(by_broadcast),
+    "by groups": by_groups,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_heads_are_read_once(name: str, shape: tuple[int, ...]) -> None:
+    attend = REPEATED[name]
+    x = operands(shape)
+    fused = jattn.fuse_attention(attend)
+    assert "dot_general" not in str(jax.make_jaxpr(fused)(*x))
+    [record] = jattn.fusion_log()
+    assert (record.pattern, record.miss) == ("mask+bias", "")
+    assert np.prod(record.shapes[1]) == x[1].size
+    assert np.prod(record.shapes[2]) == x[2].size
+    assert_same(fused, attend, x)
+
+
+# Repetitions that are not groups of query heads in a row, alike for keys and values.
+OTHER_REPEATS: dict[str, Attention] = {
+    "heads take turns": heads_behind_length(
+        lambda x, n: jnp.tile(x, (1, 1, n // x.shape[2], 1)),
+    ),
+    "keys in a row, values in turn": heads_behind_length(
+        lambda x, n: (
+            by_repeat(x, n) if x.shape[3] == 8 else jnp.tile(x, (1, 1, n // x.shape[2], 1))
+        ),
+    ),
+    "other factors": heads_behind_length(
+        lambda x, n: by_repeat(x if x.shape[3] == 8 else x[:, :, :1], n),
+    ),
+    "changed behind": heads_behind_length(
+        lambda x, n: by_repeat(x, n) * jnp.arange(1, n + 1)[:, None],
+    ),
+    "several keys at once": heads_behind_length(
+        lambda x, n: jnp.repeat(by_repeat(x[:, : x.shape[1] // 3], n), 3, axis=1)
+    ),
+    "batch entries share keys": heads_behind_length(
+        lambda x, n: jnp.broadcast_to(by_repeat(x[:1], n), (*x.shape[:2], n, x.shape[3]))
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("name", OTHER_REPEATS)
+def test_other_repetitions_keep_their_meaning(name: str, shape: tuple[int, ...]) -> None:
+    attend = OTHER_REPEATS[name]
+    x = operands(shape)
+    fused = jattn.fuse_attention(attend)
+    assert_same(fused, attend, x)
+    assert found() == ["mask+bias"]
 
 
 def test_dropout_of_joint_probabilities() -> None:

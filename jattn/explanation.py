@@ -263,7 +263,9 @@ def explain(
                 f"{_NAME}: needs_grad is True with a function, must be left out: explain jax.grad(function) instead"
             )
         return _explain_function(arguments[0], arguments[1:], options, device, timed)
-    return _explain_call(*_parse(_NAME, arguments, options), needs_grad, device, timed)
+    spec, in_force = _parse(_NAME, arguments, options)
+    where = _device_of(in_force, device, arguments)
+    return _explain_call(spec, in_force, needs_grad, where, timed)
 
 
 def select_backend(
@@ -278,9 +280,8 @@ def select_backend(
       NoBackendError: none would.
     """
     spec, in_force = _parse("jattn.select_backend", arguments, options)
-    where = _device_of(
-        in_force, None if device is None else checked("jattn.select_backend", device)
-    )
+    named = None if device is None else checked("jattn.select_backend", device)
+    where = _device_of(in_force, named, arguments)
     # Asked directly, so that a mere question warns of no fallback; the exception is that of the call itself.
     decision = dispatch.choose(spec, where, in_force, needs_grad)
     backend = decision.backend or dispatch.choose_or_raise(
@@ -366,14 +367,13 @@ def _shape_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
-def _device_of(options: Options, named: Device | None) -> Device:
-    return named if named is not None else device.expected(options.device)
+def _device_of(options: Options, named: Device | None, arguments: tuple[Any, ...]) -> Device:
+    return named if named is not None else device.expected(options.device, arguments)
 
 
 def _explain_call(
-    spec: Spec, options: Options, needs_grad: bool, named: Device | None, timed: bool
+    spec: Spec, options: Options, needs_grad: bool, where: Device, timed: bool
 ) -> Explanation:
-    where = _device_of(options, named)
     decision = dispatch.choose(spec, where, options, needs_grad)
     names: tuple[PassName, ...] = ("forward", "backward") if needs_grad else ("forward",)
     found = Explanation(
@@ -489,7 +489,7 @@ def _explain_equation(equation: Any, timed: bool) -> Explanation:
     wants: Wants = params.get("wants", _WANTS_QKV)
     has_dlse: bool = params.get("has_dlse", False)
     needs_grad = name != "forward" or params["needs_grad"]
-    where = _device_of(options, None)
+    where = _device_of(options, None, ())
     decision = dispatch.choose(spec, where, options, needs_grad)
     assert decision.backend is not None, "a call that nobody runs raises while it is traced"
     planned = plan_pass(

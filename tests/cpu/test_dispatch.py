@@ -312,6 +312,8 @@ def test_arrays_on_a_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         transformed(on_a_cpu(1, 4, 2, 8))
     wide = on_a_cpu(1, 4, 2, 600)  # which no kernel of a GPU takes
     jattn.dot_product_attention(wide, wide, wide)
+    assert jattn.explain(wide, wide, wide).chosen == "cpu"
+    assert jattn.select_backend(wide, wide, wide) == "cpu"
     assert jattn.call_counters() == {"cpu": {"forward": 4, "backward": 1}}
 
 

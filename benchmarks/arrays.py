@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.testing import inputs
+from jattn.testing import inputs, oracle
 from jattn.testing.cases import Case
 
 
@@ -104,7 +104,7 @@ def visible_pairs(case: Case, arrays: Arrays) -> float:
     hide.
 
     A dense mask hides nothing here: whoever reads it still has to look at every pair. Nor do positions change the
-    count: the indices stand for them.
+    count where there are as many queries as keys: the indices stand for them.
     """
     if arrays.kv_lengths is not None and case.band == (None, None) and arrays.q_segments is None:
         keys = np.clip(arrays.kv_lengths, 0, case.kv_len).astype(np.int64)
@@ -115,8 +115,23 @@ def visible_pairs(case: Case, arrays: Arrays) -> float:
             else np.clip(lengths, 0, case.q_len).astype(np.int64)
         )
         return float((keys * queries).sum())
+    if case.window is None and not case.is_causal and arrays.q_segments is None:
+        return float(case.batch * case.q_len * case.kv_len)
+    if case.q_len != case.kv_len:
+        nothing = np.empty(0)
+        indices = inputs.Operands(
+            *(nothing,) * 5,
+            q_lengths=arrays.q_lengths,
+            kv_lengths=arrays.kv_lengths,
+            q_segments=arrays.q_segments,
+            kv_segments=arrays.kv_segments,
+            q_positions=arrays.q_positions,
+            kv_positions=arrays.kv_positions,
+        )
+        of_one_head = case.but(case.name, num_heads=1, num_kv_heads=1)
+        return float(oracle.visibility(of_one_head, indices).sum())
     if case.window is None and arrays.q_segments is None:
-        return case.batch * case.q_len * case.kv_len / (2.0 if case.is_causal else 1.0)
+        return case.batch * case.q_len * case.kv_len / 2.0
     left, right = case.band
     positions = np.arange(case.q_len)
     first = np.zeros_like(positions) if left is None else np.maximum(positions - left, 0)

@@ -30,6 +30,7 @@ from benchmarks import run as benchmark_run
 from benchmarks.rivals import Rival, jattn_contender, jax_contender
 from jattn import _core, call_timing
 from jattn.call_plan import Kernel
+from jattn.testing import cases
 from jattn.testing.cases import Case
 
 CASE = next(cpu.grid([64], ["float32"]))
@@ -72,6 +73,45 @@ def test_a_solution_serves_all_contenders_of_a_problem() -> None:
     verdict = check.Expected(CASE, operands).judge(wrong)
     assert not verdict.passed
     assert [name for name, ratio in verdict.ratios.items() if ratio > 1] == ["dk"]
+
+
+def test_errors_of_the_last_rows_show_beside_the_first() -> None:
+    """Under a diagonal dk and dv of the first keys are the largest by far."""
+    case = CASE.but("long", q_len=1024, kv_len=1024, head_dim=32, head_dim_v=32, dtype="bfloat16")
+    case = case.but("causal", is_causal=True, num_heads=2, num_kv_heads=2)
+    operands = arrays.make(case)
+    expected = check.Expected(case, operands)
+    contender, _ = jattn_contender(case, operands, True, "cpu")
+    called = contender.enqueue()
+    contender.wait(called)
+    results = contender.results(called)
+    assert expected.judge(results).passed
+    for name in ("dk", "dv", "out", "dq"):
+        wrong = np.array(results[name])
+        wrong[:, -256:] *= 0.7
+        ratios = expected.judge(results | {name: wrong}).ratios
+        assert [other for other, ratio in ratios.items() if ratio > 1] == [name]
+
+
+# Few queries at the end of 300 keys: pairs of one head and batch entry.
+PAIRS = {
+    "decode-plain": 300,
+    "decode-positions": 300,
+    "decode-4 queries": 297 + 298 + 299 + 300,
+    "decode-16 queries": 16 * 300 - 15 * 16 / 2,
+    "decode-mask": 300,
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_few_queries_are_counted_where_they_stand(name: str) -> None:
+    case = cases.named(name).but("short", batch=2, kv_len=300, num_heads=4, num_kv_heads=2)
+    assert arrays.visible_pairs(case, arrays.make(case)) == 2 * PAIRS[name]
+
+
+def test_pairs_of_few_queries_in_a_window() -> None:
+    case = cases.named("decode-window").but("short", batch=2, kv_len=300, window=(99, 0))
+    assert arrays.visible_pairs(case, arrays.make(case)) == 2 * 100
 
 
 @pytest.mark.parametrize("form", ["1n1s", "bn1s", "1nts", "bnts"])

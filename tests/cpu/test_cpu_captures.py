@@ -346,6 +346,7 @@ SIZED = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("lengths", "heads", "elements"), SIZED)
 def test_memory_of_sums(lengths: tuple[int, int], heads: int, elements: int) -> None:
     for batch in (1, 2, 3, 17, 64, 65, 200, 1000):

@@ -88,6 +88,7 @@ def test_values_and_slopes(case: Case) -> None:
                 assert not dq[hidden].any(), name
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("item", FUNCTIONS, ids=lambda item: item.name)
 def test_accuracy(item: Any) -> None:
     scores = np.linspace(item.low, item.high, 100_001).astype(np.float32)
@@ -278,6 +279,7 @@ def call_with(text: str, captures: tuple[Array, ...] = ()) -> Array:
     return ffi.forward(spec, given, plan, (1 << 20,))[1]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("text", BAD_PROGRAMS)
 def test_programs_of_others_are_read_with_care(text: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(BAD_PROGRAMS[text])):

@@ -100,6 +100,7 @@ def sums(
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("number", range(len(WITH_GRADIENTS)), ids=[c.name for c in WITH_GRADIENTS])
 def test_derivatives_by_elements(library: ctypes.CDLL, number: int) -> None:
     case = WITH_GRADIENTS[number]

@@ -166,6 +166,7 @@ def test_parts_add_up_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 DECODE = Spec(1, 1, 8192, 32, 8, 128, 128, "bfloat16", 0.1, kv_lengths=True)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("changes", "packs", "splits"),
     [
@@ -197,6 +198,7 @@ def test_where_it_is_faster(changes: dict[str, Any], packs: bool, splits: bool) 
     assert (parts > 1) == splits
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("queries", "dtype", "head_dim", "tile"),
     [
@@ -220,12 +222,14 @@ def test_tiles_have_the_rows_that_few_queries_need(
     assert found.tile_q == 16 * found.num_warps or queries > cuda_tiles.MOST_FEW_ROWS
 
 
+@pytest.mark.whole
 def test_parts_are_whole_tiles() -> None:
     assert few_queries.part_counts(1024) == (1, 2, 4, 8)
     assert few_queries.part_counts(384) == (1, 3)
     assert few_queries.part_counts(1000) == (1,)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("queries", "families"),
     [(1, {"sm80_forward"}), (4, {"sm80_forward", "position_ranges"})],

@@ -464,7 +464,7 @@ def test_nobody_waits_for_compilations_of_others(folder: Path, nvrtc: None) -> N
         _core.forget_unloaded_kernels()
         before = _core.cache_info()["num_compilations"]
         compiling = pool.submit(_core.prepare_kernel, LONG_KEY)
-        while _core.cache_info()["num_compilations"] == before:
+        while _core.cache_info()["num_compilations"] == before and not compiling.done():
             time.sleep(0.001)
         assert origin_of(LONG_KEY) == "on its way"
         _core.prepare_kernel(KEY)  # from disk

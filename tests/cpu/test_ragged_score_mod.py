@@ -467,6 +467,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("form", [None, "padded"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_F110_errors(name: str, form: str | None) -> None:

@@ -661,6 +661,7 @@ def _reverse_only(x: Array) -> Array:
 _reverse_only.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ERRORS)
 def test_F110_errors(name: str) -> None:
     keywords, error, text = ERRORS[name]

@@ -79,6 +79,15 @@ def test_work_counts_the_pairs_of_the_band(options: dict[str, Any], pairs: int) 
     assert forward.flops == 2 * 4 * pairs * 4 * 32
 
 
+@pytest.mark.parametrize(
+    ("alignment", "pairs"), [("upper_left", 64 * 65 // 2), ("lower_right", 64 * 32 + 64 * 65 // 2)]
+)
+def test_work_of_fewer_queries_than_keys_goes_by_the_alignment(alignment: Any, pairs: int) -> None:
+    keys = jax.ShapeDtypeStruct((2, 96, 4, 32), jnp.float32)
+    found = jattn.explain(Q, keys, keys, is_causal=True, causal_alignment=alignment)
+    assert found.passes[0].flops == 2 * 4 * pairs * 4 * 32
+
+
 def test_what_arrays_hide_makes_the_work_a_bound() -> None:
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     found = jattn.explain(Q, Q, Q, key_value_seq_lengths=lengths)

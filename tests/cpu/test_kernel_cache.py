@@ -7,6 +7,7 @@ native cache takes any bytes, so these tests need neither a GPU nor a compiler, 
 import concurrent.futures
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import stat
@@ -556,3 +557,38 @@ def test_unit_text_names_every_member() -> None:
     assert ".head_dim = 64, " in unit
     assert ".mask = true, " in unit
     assert 'extern "C" __global__' in unit
+
+
+@pytest.mark.parametrize(
+    ("variables", "enabled", "place"),
+    [
+        ({}, True, "home/.cache/jattn"),
+        ({"XDG_CACHE_HOME": "{}/xdg"}, True, "xdg/jattn"),
+        ({"XDG_CACHE_HOME": "{}/xdg", "JATTN_CACHE_DIR": "{}/own"}, True, "own"),
+        ({"JATTN_KERNEL_CACHE": "off"}, False, "home/.cache/jattn"),
+        ({"JATTN_KERNEL_CACHE": "0"}, False, "home/.cache/jattn"),
+        (
+            {"JATTN_KERNEL_CACHE": "on", "JATTN_NVRTC": "{}/libnvrtc.so.13"},
+            True,
+            "home/.cache/jattn",
+        ),
+    ],
+)
+def test_what_the_environment_says(
+    variables: dict[str, str], enabled: bool, place: str, tmp_path: Path
+) -> None:
+    """In a process of its own, as the core was told."""
+    names = ("XDG_CACHE_HOME", "JATTN_CACHE_DIR", "JATTN_KERNEL_CACHE", "JATTN_NVRTC")
+    environment = {name: x for name, x in os.environ.items() if name not in names}
+    environment |= {"HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
+    environment |= {name: x.format(tmp_path) for name, x in variables.items()}
+    program = (
+        "import json; from jattn import _core, config, ffi; assert not ffi.register_targets();"
+        "info = _core.cache_info();"
+        "print(json.dumps([info['enabled'], info['folder'], config.environment().nvrtc_path]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    nvrtc = environment.get("JATTN_NVRTC", "")
+    assert json.loads(done.stdout) == [enabled, str(tmp_path / place), nvrtc]

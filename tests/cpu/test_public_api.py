@@ -82,15 +82,11 @@ def own_functions() -> list[str]:
 
 
 @pytest.mark.parametrize("name", own_functions())
-def test_functions_are_documented_with_every_parameter(name: str) -> None:
-    function = inspect.unwrap(getattr(jattn, name))
-    docstring = inspect.getdoc(function)
+def test_docstrings_begin_with_a_verb(name: str) -> None:
+    docstring = inspect.getdoc(inspect.unwrap(getattr(jattn, name)))
     assert docstring
     verb = docstring.split()[0]
     assert verb.endswith("s"), f"{name}: the docstring begins with {verb!r}, not with a verb"
-    if name == "dot_product_attention":
-        for parameter in inspect.signature(function).parameters:
-            assert parameter in docstring
 
 
 # Each in a process of its own: the order of importing jattn and of starting JAX's backend must not matter.

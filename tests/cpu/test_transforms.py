@@ -475,3 +475,45 @@ def test_J01_integer_operands_have_no_gradient(backend: str) -> None:
     _, pullback = jax.vjp(functools.partial(loss, backend), *arrays)
     cotangents = pullback(jnp.ones(()))
     assert [str(x.dtype) == "[('float0', 'V')]" for x in cotangents] == [False] * 4 + [True] * 3
+
+
+@pytest.mark.backends("cpu", "xla")
+@pytest.mark.parametrize("kind", ["plain", "causal, bias"])
+def test_forward_mode_and_second_derivatives_over_several_tiles(kind: str, backend: str) -> None:
+    """With 64 heads of all entries a tile has fewer queries and keys than these."""
+    q, k, v, dq, dk, dv = (
+        normal(i, 4, length, 16, 8) for i, length in enumerate((150, 200, 200) * 2)
+    )
+    bias, dbias = normal(6, 1, 16, 150, 200), normal(7, 1, 16, 150, 200)
+    if kind == "plain":
+        bias, dbias = 0 * bias, 0 * dbias
+    is_causal = kind != "plain"
+
+    def ours(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return jattn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            is_causal=is_causal,
+            causal_alignment="lower_right",
+            implementation=backend,
+        )
+
+    def dense(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        s = jnp.einsum("btnd,bsnd->bnts", q, k) / 8**0.5 + bias
+        visible = jnp.arange(200) <= jnp.arange(150)[:, None] + 50
+        s = jnp.where(visible | (not is_causal), s, -jnp.inf)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(s), v)
+
+    def hessian_product(attend: Any, primals: Any, tangents: Any) -> Any:
+        gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2, 3))
+        return jax.jvp(gradient, primals, tangents)[1]
+
+    primals, tangents = (q, k, v, bias), (dq, dk, dv, dbias)
+    for derivative in (lambda *x: jax.jvp(*x)[1], hessian_product):
+        got, want = (
+            jax.jit(derivative, static_argnums=0)(f, primals, tangents) for f in (ours, dense)
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5 * float(jnp.abs(y).max()))

@@ -12,16 +12,8 @@ import numpy as np
 
 from jattn.testing.cases import Case
 from jattn.testing.inputs import Array, Operands
-from jattn.testing.oracle import (
-    Read,
-    Solution,
-    per_head,
-    per_head_sum,
-    reduce_to,
-    sum_groups,
-    sum_reads,
-)
-from jattn.testing.score_functions import SCORE_FUNCTIONS
+from jattn.testing.oracle import Solution, per_head, per_head_sum, reduce_to, sum_groups, sum_reads
+from jattn.testing.score_functions import SCORE_FUNCTIONS, Read
 
 # exp underflows below this in float32: a weight smaller than that may be lost whole.
 UNDERFLOW = 1e-30

@@ -258,7 +258,7 @@ def check_close(
     all, and for out, dq, dk and dv means of each row.
 
     Textbook attention all in 16 bits is a coarse measure: mean errors of right results were at most 0.3 of its, and
-    those of rows 0.7 of the measure of rows, in float32 0.6 and 2.4. The limits are over 4 times as much.
+    those of rows 1.0 of the measure of rows, in float32 0.6 and 2.4. The limits are at least 4 times as much.
 
     Args:
       got: out, dq, dk, dv and gradients of captures.
@@ -268,7 +268,7 @@ def check_close(
     """
     assert len(got) == len(low) == len(exact) == 4 + len(deviations)
     is_short = np.asarray(low[0]).dtype.itemsize == 2
-    of_rows = 3.0 if is_short else 10.0
+    of_rows = 4.0 if is_short else 10.0
     factors = [1.5] * 4 if is_short else [1.5, 4.0, 8.0, 8.0]
     factors += [4.0] * len(deviations)
     spreads = (*[None] * 4, *deviations)

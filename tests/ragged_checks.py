@@ -270,7 +270,7 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
     q, k, v = (np.asarray(x.values) for x in (arrays.q, arrays.k, arrays.v))
     dout, dlse = np.asarray(arrays.dout), np.asarray(arrays.dlse)
     sinks, slopes = case.per_head()
-    sums: dict[str, Array] = {}  # values and error bounds
+    sums: dict[str, Array] = {}  # values, error bounds and squares of these
     for i, (of_q, of_kv) in enumerate(zip(arrays.q_rows, arrays.kv_rows, strict=True)):
         found = {
             name: x[of_kv if name in ("dk", "dv") else of_q][None] for name, x in rows_of.items()
@@ -289,10 +289,12 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
         compare.assert_close(sequence, operands, found, solution=solution)
         limits = bounds.bounds(sequence, operands, solution, bounds.units(case.dtype), "float32")
         for name in SHARED & set(results):
-            more = np.stack([getattr(solution, name), limits[name]])
+            more = np.stack([getattr(solution, name), limits[name], np.square(limits[name])])
             sums[name] = sums.get(name, 0) + more
     for name in SHARED & set(results):
-        want, bound = sums[name]
+        # Errors of sequences are independent, as those of rows are.
+        want, bound, squares = sums[name]
+        bound = np.minimum(bound, bounds.WHOLE_ROWS * np.sqrt(squares))
         error = np.abs(results[name] - want)
         assert (error <= bound).all(), f"{name}: error {error}, bound {bound}"
     return results

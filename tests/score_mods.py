@@ -254,7 +254,11 @@ def deviations(
 def check_close(
     got: list[Array], low: list[Array], exact: list[Array], deviations: list[Array | None]
 ) -> None:
-    """Mean errors against float64 are at most multiples of those of the same formula in the type of the operands.
+    """Errors against float64 are at most multiples of those of the same formula in the type of the operands: means of
+    all, and for out, dq, dk and dv means of each row.
+
+    Textbook attention all in 16 bits is a coarse measure: mean errors of right results were at most 0.3 of its, and
+    those of rows 1.0 of the measure of rows, in float32 0.6 and 2.4. The limits are at least 4 times as much.
 
     Args:
       got: out, dq, dk, dv and gradients of captures.
@@ -263,15 +267,24 @@ def check_close(
       deviations: of the errors of ``low``, in their place for captures of few numbers.
     """
     assert len(got) == len(low) == len(exact) == 4 + len(deviations)
-    factors = (1.5, 4.0, 8.0, 8.0, *[4.0] * len(deviations))
+    is_short = np.asarray(low[0]).dtype.itemsize == 2
+    of_rows = 4.0 if is_short else 10.0
+    factors = [1.5] * 4 if is_short else [1.5, 4.0, 8.0, 8.0]
+    factors += [4.0] * len(deviations)
     spreads = (*[None] * 4, *deviations)
     for i, (a, b, c) in enumerate(zip(got, low, exact, strict=True)):
         x, y, z = (np.asarray(value, np.float64) for value in (a, b, c))
         assert not np.isnan(x).any(), i
-        spread = spreads[i]
+        spread, least = spreads[i], 1e-6 * max(1.0, np.abs(z).mean())
         error = np.abs(y - z).mean() if spread is None else spread.mean()
-        allowed = factors[i] * error + 1e-6 * max(1.0, np.abs(z).mean())
+        allowed = factors[i] * error + least
         assert np.abs(x - z).mean() <= allowed, (i, np.abs(x - z).mean(), allowed)
+        if i < 4:
+            # A row of few numbers may be lucky: a part of the largest error of rows is allowed to each.
+            errors, of_low = (np.abs(values - z).mean(axis=-1) for values in (x, y))
+            limits = of_rows * (of_low + of_low.max() / 4 + least)
+            worst = np.unravel_index(np.argmax(errors / limits), errors.shape)
+            assert errors[worst] <= limits[worst], (i, worst, errors[worst], limits[worst])
 
 
 def forms(base: Case) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,8 @@ TENSORS = ("out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes", *
 # Products of dS = P * (dP - delta).
 OF_SCORES = ("dq", "dk", "dbias")
 
-# Gradients of few numbers: too few errors for a root mean square, so their bounds alone judge.
+# Gradients of few numbers: too few errors for a root mean square, so their bounds alone judge. These are those of sums
+# over rows whose errors are independent.
 PER_HEAD = ("dsinks", "dalibi_slopes", *CAPTURES)
 
 

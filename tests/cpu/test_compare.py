@@ -286,6 +286,38 @@ def test_gradients_of_one_head_of_a_group_fail() -> None:
     assert broken(compare.check(TAILED, operands, first_only, solution=solution)) == {"dv"}
 
 
+# Gradients that are sums over rows: with how much of them the result still fails.
+SUMS = [
+    (cases.named("alibi-heads-long-causal-bf16"), "dalibi_slopes", 0.5),
+    (cases.named("alibi-heads-causal-bf16"), "dalibi_slopes", 0.5),
+    (cases.named("sinks-heads-batch-causal-bf16"), "dsinks", 0.9),
+    (cases.named("dropout-plain-everything-bf16"), "dsinks", 0.9),
+    (TAILED.but("slopes-half", dtype="float16", alibi_form="n"), "dalibi_slopes", 0.9),
+    (TAILED.but("slopes-of-batch", dtype="bfloat16", alibi_form="bn"), "dalibi_slopes", 0.5),
+    (TAILED.but("table", dtype="bfloat16", score_mod="table"), "dcapture0", 0.9),
+    (TAILED.but("gain", dtype="bfloat16", score_mod="gain"), "dcapture0", 0.5),
+    (TAILED.but("gain", dtype="bfloat16", score_mod="gain"), "dcapture1", 0.5),
+    (cases.named("bias-1n11"), "dbias", 0.5),
+    (TAILED.but("bias-of-keys", dtype="bfloat16", bias_form="b11s"), "dbias", 0.9),
+    (TAILED.but("bias-of-all", dtype="bfloat16", bias_form="1111"), "dbias", 0.5),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "most"), SUMS, ids=str)
+def test_parts_of_a_gradient_that_is_a_sum_over_rows_fail(
+    case: Case, name: str, most: float
+) -> None:
+    operands, solution = compare.solved(case)
+    want, textbook = getattr(solution, name), emulated(case, operands)[name]
+    report = compare.assert_close(case, operands, {name: textbook}, solution=solution)
+    assert report.tensors[0].bound_ratio < 0.2, str(report)
+    for factor in (-1.0, 0.0, 0.5, 0.9):
+        if factor <= most:
+            part = (factor * want).astype(textbook.dtype)
+            report = compare.check(case, operands, {name: part}, solution=solution)
+            assert broken(report) == {name}, f"{factor} of it: {report}"
+
+
 @pytest.mark.parametrize("tensor", ["out", "dq", "dk", "dv", "dbias"])
 def test_the_smallest_value_where_zero_is_due_fails(tensor: str) -> None:
     case = TAILED.but("zeros", q_lengths=(70, 20), kv_lengths=(30, 90), bias_form="bnts")

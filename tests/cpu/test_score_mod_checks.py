@@ -1,5 +1,6 @@
 """The comparison of score functions with float64 fails for what is wrong, and for nothing else."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,6 +64,33 @@ def test_a_gradient_without_one_pair_fails(problem: Any) -> None:
     assert np.abs(of_pair[4]).max() > 0
     with pytest.raises(AssertionError):
         check_close(with_gradient(exact, exact[4] - of_pair[4]), low, exact, spread)
+
+
+MUTATIONS: dict[str, Callable[[Array], Array]] = {
+    "0.95 of it": lambda x: 0.95 * x,
+    "without five rows": lambda x: np.where(np.arange(x.shape[1])[:, None, None] < 5, 0, x),
+    "without a row": lambda x: np.where(np.arange(x.shape[1])[:, None, None] == 20, 0, x),
+    "a row of another": lambda x: np.concatenate([x[:, :8], x[:, 7:8], x[:, 9:]], axis=1),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["cap", "relative table", "documents"])
+def test_a_tensor_that_is_wrong_in_part_fails(name: str, dtype: str) -> None:
+    score_mod, captures = SCORE_MODS[name]
+    arrays = operands(dtype)
+    low, exact = plain_results(score_mod, captures, arrays)
+    spread = deviations(score_mod, captures, arrays)
+    right = [np.asarray(x, y.dtype) for x, y in zip(exact, low, strict=True)]
+    check_close(right, low, exact, spread)
+    for i, tensor in enumerate(("out", "dq", "dk", "dv")):
+        for mutation, change in MUTATIONS.items():
+            wrong = [*right[:i], change(exact[i]).astype(right[i].dtype), *right[i + 1 :]]
+            try:
+                check_close(wrong, low, exact, spread)
+            except AssertionError:
+                continue
+            pytest.fail(f"{tensor}: {mutation}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

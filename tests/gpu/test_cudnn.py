@@ -61,16 +61,18 @@ CASES += [
 
 
 # cuDNN rounds where our kernels do not: gradients of scores in float16 lose their bits below 2^-14, and single elements
-# are up to 4.3 times as far off as the bounds of a form that keeps them. All else is judged as everywhere: the root
-# mean square of errors, zeros, finite numbers.
-BOUNDS = 8.0
+# are up to 4.3 times as far off as the bounds of a form that keeps them. Other tensors and types lose no such bits. The
+# rest is judged as everywhere: root mean squares of errors, zeros, finite numbers.
+OF_SCORES = 8.0
+OTHERS = 2.0
 
 
 def verify(case: Case) -> None:
     operands, solution = compare.solved(case)
     report = compare.check(case, operands, run(case, operands, "cudnn").results, solution=solution)
     for tensor in report.tensors:
-        assert tensor.bound_ratio <= BOUNDS, str(report)
+        loses_bits = case.dtype == "float16" and tensor.name in ("dq", "dk")
+        assert tensor.bound_ratio <= (OF_SCORES if loses_bits else OTHERS), str(report)
         assert tensor.rms_ratio <= 1.0, str(report)
         assert tensor.violations == (), str(report)
 

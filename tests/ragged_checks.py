@@ -294,7 +294,8 @@ def verify(case: RaggedCase, backend: str, *, form: Any = None) -> dict[str, Arr
     for name in SHARED & set(results):
         # Errors of sequences are independent, as those of rows are.
         want, bound, squares = sums[name]
-        bound = np.minimum(bound, bounds.WHOLE_ROWS * np.sqrt(squares))
+        apart = bounds.WHOLE_ROWS * np.sqrt(squares) + bounds.IN_COMMON * bound
+        bound = np.minimum(bound, apart)
         error = np.abs(results[name] - want)
         assert (error <= bound).all(), f"{name}: error {error}, bound {bound}"
     return results

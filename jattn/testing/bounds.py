@@ -24,6 +24,9 @@ _LARGEST_EXPONENT = 80.0
 # rounds their pairs is independent, too. Textbook attention was measured at 0.1 of both.
 INDEPENDENT = 4.0
 WHOLE_ROWS = 2.0
+# What errors have in common, as of sums that the matrix unit cuts off, adds up over any number of rows: this part of it
+# is allowed besides.
+IN_COMMON = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,8 +256,8 @@ def _sum_of_rows(errors: Array, shape: tuple[int, ...]) -> Array:
     factor = INDEPENDENT
     if shape[-1] == 1:
         errors, factor = errors.sum(axis=3, keepdims=True), WHOLE_ROWS
-    squares = reduce_to(np.square(errors), shape)
-    return np.minimum(reduce_to(errors, shape), factor * np.sqrt(squares))
+    sums, squares = reduce_to(errors, shape), reduce_to(np.square(errors), shape)
+    return np.minimum(sums, factor * np.sqrt(squares) + IN_COMMON * sums)
 
 
 def _reads_of_rows(read: Read, errors: Array, shape: tuple[int, ...]) -> Array:
@@ -273,7 +276,7 @@ def _reads_of_rows(read: Read, errors: Array, shape: tuple[int, ...]) -> Array:
         np.bincount(element[is_first], x, math.prod(shape)).reshape(shape)
         for x in (of_rows, np.square(of_rows))
     )
-    return np.minimum(sums, INDEPENDENT * np.sqrt(squares))
+    return np.minimum(sums, INDEPENDENT * np.sqrt(squares) + IN_COMMON * sums)
 
 
 def _grouped(array: Array, group: int) -> Array:

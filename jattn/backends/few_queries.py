@@ -199,7 +199,7 @@ def split_keys(
     kv_lengths = None
     if operands.kv_lengths is not None:
         _, whole = clamped_lengths(spec, operands)
-        left = whole[:, :, 0, 0] - jnp.arange(parts, dtype=jnp.int32) * length
+        left = whole[:, :, 0, 0] - jnp.arange(parts, dtype=jnp.int32)[None] * length
         kv_lengths = jnp.clip(left, 0, length).reshape(batch * parts)
     split = operands._replace(
         q=jnp.repeat(operands.q, parts, axis=0),
@@ -238,4 +238,5 @@ def join_sinks_by_lse(
     """Lets sinks (1 or B, 1 or N, 1) take part in softmaxes that are known by out and lse; rows without keys stay."""
     joined = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, sinks))
     share = jnp.exp(lse - jnp.where(lse == -jnp.inf, 0.0, joined))
-    return (out * jnp.swapaxes(share, 1, 2)[..., None]).astype(out.dtype), joined
+    wide = out.astype(lse.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
+    return wide.astype(out.dtype), joined

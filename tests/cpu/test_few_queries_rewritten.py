@@ -253,3 +253,25 @@ def test_gpus_but_hopper_run_it(dtype: str, queries: int, families: set[str]) ->
         assert {kernel.family for kernel in forward.kernels} == families
         has_band = "band" in forward.kernels[0].choices
         assert has_band == (queries > 1)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("feature", ["sinks", "lengths"])
+def test_lowers_where_jax_promotes_nothing(feature: str) -> None:
+    """Neither types nor ranks: rows that are joined are of 16 bits beside numbers of 32."""
+    q = jax.ShapeDtypeStruct((1, 1, 8, 64), "bfloat16")
+    k = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
+    name, x = {
+        "sinks": ("sinks", jax.ShapeDtypeStruct((8,), "float32")),
+        "lengths": ("key_value_seq_lengths", jax.ShapeDtypeStruct((1,), "int32")),
+    }[feature]
+
+    def run(q: Any, k: Any, x: Any) -> Any:
+        return jattn.dot_product_attention(q, k, k, **{name: x}, implementation="mem_efficient")
+
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jattn.target_device(jattn.Device("cuda", arch=(8, 0))), strict[0], strict[1]:
+        exported = jax.export.export(
+            jax.jit(run), platforms=["cuda"], disabled_checks=jattn.export_disabled_checks()
+        )(q, k, x)
+    assert "jattn_forward" in exported.mlir_module()

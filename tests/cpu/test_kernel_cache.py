@@ -28,11 +28,11 @@ NAME = hashlib.sha256(b"an entry").hexdigest()
 OTHER_NAME = hashlib.sha256(b"another entry").hexdigest()
 CUBIN = b"\x7fELF machine code \x00\x01\x02" * 100
 HEADER = struct.Struct("<8sQQ32s")
-# No entry of the hot set: it must come from the compiler or from disk.
+# Neither is in the hot set of any build: both must come from the compiler or from disk.
 KEY = "family=sm80_forward arch=sm_86 head_dim=64 head_dim_v=64 tile_q=64 stages=1"
 LONG_KEY = (  # takes seconds to compile
     "family=sm90_backward arch=sm_90a element=f16 head_dim=64 head_dim_v=64 tile_q=128 tile_kv=128 num_warps=12"
-    " stages=2 band=1 bulk_reduce=1 schedule=2 take_turns=1 dq_order=1"
+    " stages=2 band=1 bulk_reduce=1 schedule=2 take_turns=1 dq_order=1 alibi=1 dropout=1"
 )
 
 

@@ -5,8 +5,9 @@
   tangent_p   operands, out, lse, tangents   -> tangents of (out, lse); linear in the tangents
 
 Differentiating forward_p binds tangent_p. Reverse mode transposes tangent_p into backward_p, which a fused kernel
-runs; forward mode evaluates it with the blocked implementation. Both primitives differentiate again through the
-blocked implementation, so that ``jax.jvp``, ``jax.hessian`` and ``grad(grad)`` work for every problem. Which
+runs; forward mode evaluates it with the blocked implementation. The two are each other's transpose, and their own
+derivative in what they are linear in; in everything else both differentiate again through the blocked implementation,
+so that ``jax.jvp``, ``jax.hessian``, ``grad(grad)`` and solvers that transpose a vjp work for every problem. Which
 gradients are wanted falls out of the transposition: JAX asks for the cotangents of the operands that really were
 differentiated.
 
@@ -272,23 +273,55 @@ def _forward_jvp(
     return (out, lse), moved
 
 
+def _forward_transpose(
+    cotangents: Sequence[Any], *arrays: Any, spec: Spec, options: Options, needs_grad: bool
+) -> list[Any]:
+    """What reaches the value from a cotangent of out: attention is linear in it, and lse does not depend on it.
+
+    Raises:
+      NotImplementedError: something else is to be transposed.
+    """
+    operands, _ = _split(arrays, spec)
+    positions, _ = _split(range(len(arrays)), spec)
+    unknown = [i for i, x in enumerate(arrays) if ad.is_undefined_primal(x)]
+    if unknown != [positions.v]:
+        raise NotImplementedError(
+            "jattn.dot_product_attention is linear in value alone, so that jax.linear_transpose of it is defined for"
+            " value and nothing else; jax.vjp gives the gradients of all arguments"
+        )
+    v = operands.v.aval
+    dout, _ = _gathered(cotangents)
+    found: list[Any] = [None] * len(arrays)
+    if isinstance(dout, ad.Zero):
+        found[positions.v] = ad.Zero(v)
+        return found
+    operands = operands._replace(v=ad.instantiate_zeros(ad.Zero(v)))
+    out, lse = forward_p.bind(*operands.flat(), spec=spec, options=options, needs_grad=True)
+    (found[positions.v],) = backward_p.bind(
+        *operands.flat(),
+        out,
+        lse,
+        dout,
+        spec=spec,
+        options=options,
+        wants=Wants(q=False, k=False, v=True, bias=False),
+        has_dlse=False,
+    )
+    return found
+
+
 def _tangent_transpose(
     cotangents: Sequence[Any], *arrays: Any, spec: Spec, options: Options, wants: Wants
 ) -> list[Any]:
     operands, rest = _split(arrays, spec)
     out, lse = rest[0], rest[1]
-    # Outside of jit they come sharded over an explicit mesh, on which the results have no type.
-    dout, dlse = (x if isinstance(x, ad.Zero) else partition.gathered(x) for x in cotangents)
+    dout, dlse = _gathered(cotangents)
     unknown = [ad.is_undefined_primal(x) for x in rest[2:]]
     asked = iter(unknown)
     still_wanted = Wants.of([wanted and next(asked) for wanted in wants.all_flags()])
     of_primals: list[Any] = [None] * (len(arrays) - len(unknown))  # nothing is linear in them
     if isinstance(dout, ad.Zero) and isinstance(dlse, ad.Zero):
-        zeros = [
-            ad.Zero(x.aval) if is_unknown else None
-            for x, is_unknown in zip(rest[2:], unknown, strict=True)
-        ]
-        return of_primals + zeros
+        return of_primals + _zeros_of_unknown(rest[2:])
     dout = ad.instantiate_zeros(dout)
     has_dlse = not isinstance(dlse, ad.Zero)
     residuals = (out, lse, dout, dlse) if has_dlse else (out, lse, dout)
@@ -303,6 +336,40 @@ def _tangent_transpose(
         )
     )
     return of_primals + [next(grads) if is_unknown else None for is_unknown in unknown]
+
+
+def _backward_transpose(
+    cotangents: Sequence[Any],
+    *arrays: Any,
+    spec: Spec,
+    options: Options,
+    wants: Wants,
+    has_dlse: bool,
+) -> list[Any]:
+    """What reaches dout and dlse from cotangents of the gradients: the tangents of out and lse in their direction."""
+    operands, rest = _split(arrays, spec)
+    of_primals: list[Any] = [None] * (len(arrays) - len(rest[2:]))  # nothing is linear in them
+    moves = iter(not isinstance(x, ad.Zero) for x in cotangents)
+    directions = Wants.of([wanted and next(moves) for wanted in wants.all_flags()])
+    if not any(directions.all_flags()):
+        return of_primals + _zeros_of_unknown(rest[2:])
+    present = [x for x in _gathered(cotangents) if not isinstance(x, ad.Zero)]
+    found = tangent_p.bind(
+        *operands.flat(), *rest[:2], *present, spec=spec, options=options, wants=directions
+    )
+    return of_primals + [
+        tangent if ad.is_undefined_primal(x) else None
+        for x, tangent in zip(rest[2:], found, strict=False)
+    ]
+
+
+def _gathered(cotangents: Sequence[Any]) -> list[Any]:
+    """Cotangents as the primitives take them: outside of jit they come sharded over an explicit mesh."""
+    return [x if isinstance(x, ad.Zero) else partition.gathered(x) for x in cotangents]
+
+
+def _zeros_of_unknown(arrays: Sequence[Any]) -> list[Any]:
+    return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in arrays]
 
 
 # Ways out for who wants the same gradients of captures every time.
@@ -415,7 +482,10 @@ def _without_padded_rows(
 def _jvp_through(
     function: Callable[..., list[jax.Array]], primitive: Primitive
 ) -> Callable[..., Any]:
-    """A derivative rule that keeps the primitive's value and differentiates ``function``, its equal in jnp."""
+    """A derivative rule that keeps the primitive's value and differentiates ``function``, its equal in jnp.
+
+    The primitive is linear in what follows operands, out and lse: there it is its own derivative.
+    """
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
         values = primitive.bind(*primals, **params)
@@ -424,6 +494,10 @@ def _jvp_through(
             for i, (x, t) in enumerate(zip(primals, tangents, strict=True))
             if not isinstance(t, ad.Zero) and jnp.issubdtype(jnp.result_type(x), jnp.floating)
         ]
+        first_linear = Operands.count(params["spec"]) + 2
+        if moving and moving[0] >= first_linear:
+            directions = [ad.instantiate_zeros(t) for t in tangents[first_linear:]]
+            return values, primitive.bind(*primals[:first_linear], *directions, **params)
 
         def of_moving(*some: Any) -> list[jax.Array]:
             arrays = list(primals)
@@ -446,7 +520,9 @@ def _jvp_through(
 ad.primitive_jvps[forward_p] = _forward_jvp
 ad.primitive_jvps[tangent_p] = _jvp_through(_blocked_tangent, tangent_p)
 ad.primitive_jvps[backward_p] = _jvp_through(_blocked_backward, backward_p)
+ad.primitive_transposes[forward_p] = _forward_transpose
 ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_transposes[backward_p] = _backward_transpose
 
 
 # ---- Batching: the mapped axis becomes part of the batch -----------------------------------------------------------

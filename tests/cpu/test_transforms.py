@@ -517,3 +517,108 @@ def test_forward_mode_and_second_derivatives_over_several_tiles(kind: str, backe
         )
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5 * float(jnp.abs(y).max()))
+
+
+# Transposes of a vjp, as solvers of implicit equations take them, and of the call itself
+
+
+def everything(backend: str) -> tuple[Callable[..., Any], dict[str, jax.Array]]:
+    """A call with every kind of operand, as a function of those that have gradients; each query sees some key."""
+    arrays = {
+        "q": normal(0, 2, 5, 4, 3),
+        "k": normal(1, 2, 6, 2, 3),
+        "v": normal(2, 2, 6, 2, 3),
+        "bias": normal(3, 1, 4, 1, 6),
+        "sinks": normal(4, 4),
+        "slopes": jnp.abs(normal(5, 2, 4)),
+        "table": normal(6, 4, 6),
+    }
+
+    def function(x: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, lse = jattn.dot_product_attention(
+            x["q"],
+            x["k"],
+            x["v"],
+            x["bias"],
+            sinks=x["sinks"],
+            alibi_slopes=x["slopes"],
+            key_value_seq_lengths=jnp.array([6, 4]),
+            is_causal=True,
+            score_mod=lambda s, b, h, i, j, t: s + t[h, j] * jnp.tanh(s),
+            captures=(x["table"],),
+            dropout_rate=0.25,
+            dropout_seed=1,
+            implementation=backend,
+            return_lse=True,
+        )
+        return out, lse
+
+    return function, arrays
+
+
+@pytest.mark.backends("cpu")  # the rules lie above the backends
+@pytest.mark.parametrize("results", ["out", "lse", "out and lse"])
+def test_the_transpose_of_a_vjp_is_the_jvp(results: str, backend: str) -> None:
+    function, arrays = everything(backend)
+    taken = {"out": slice(0, 1), "lse": slice(1, 2), "out and lse": slice(0, 2)}[results]
+    some = lambda x: function(x)[taken]  # noqa: E731
+    directions = {name: normal(7, *x.shape) for name, x in arrays.items()}
+    value, pullback = jax.vjp(some, arrays)
+    of_all = jax.linear_transpose(lambda ct: pullback(ct)[0], value)
+    tangents = jax.jvp(some, (arrays,), (directions,))[1]
+    close(jax.jit(of_all)(directions)[0], tangents)
+    twice = jax.linear_transpose(lambda moved: of_all(moved)[0], directions)
+    close(twice(value)[0], pullback(value)[0])
+    stacked = jax.tree.map(lambda x: jnp.stack([x, -2 * x]), directions)
+    close(jax.vmap(of_all)(stacked)[0], jax.tree.map(lambda x: jnp.stack([x, -2 * x]), tangents))
+    for name in ("k", "table"):
+        alone = {key: directions[key] if key == name else 0 * x for key, x in arrays.items()}
+        of_one = jax.linear_transpose(lambda ct, name=name: pullback(ct)[0][name], value)
+        close(of_one(directions[name])[0], jax.jvp(some, (arrays,), (alone,))[1])
+
+
+@pytest.mark.backends("cpu", "xla")
+@pytest.mark.parametrize("solver", ["gmres", "bicgstab"])
+def test_gradients_through_a_solver_over_a_vjp(solver: str, backend: str) -> None:
+    """y = b + J'y / 10 with the Jacobian J of attention: transposed, so is the vjp."""
+    x, b = normal(0, 1, 4, 2, 3), normal(1, 1, 4, 2, 3)
+
+    def written_out(x: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btnd,bsnd->bnts", x, x) / jnp.sqrt(3.0)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores, axis=-1), x)
+
+    def solved(function: Callable[..., jax.Array], x: jax.Array, b: jax.Array) -> jax.Array:
+        pullback = jax.vjp(function, x)[1]
+        y = getattr(jax.scipy.sparse.linalg, solver)(lambda y: y - 0.1 * pullback(y)[0], b)[0]
+        return jnp.sin(y).sum()
+
+    ours = functools.partial(
+        solved, lambda x: jattn.dot_product_attention(x, x, x, implementation=backend)
+    )
+    theirs = functools.partial(solved, written_out)
+    close(jax.jit(jax.grad(ours, (0, 1)))(x, b), jax.jit(jax.grad(theirs, (0, 1)))(x, b), 1e-4)
+
+
+def test_a_vjp_in_a_direction_is_the_kernel_again(backend: str) -> None:
+    """Linear in the incoming gradients, the backward pass is its own derivative there."""
+    function, arrays = everything(backend)
+    value, pullback = jax.vjp(function, arrays)
+    moved = jax.tree.map(jnp.sin, value)
+    along = lambda ct, moved: jax.jvp(pullback, (ct,), (moved,))  # noqa: E731
+    assert str(jax.make_jaxpr(along)(value, moved)).count("jattn_backward[") == 2
+    at_value, tangents = along(value, moved)
+    close(at_value, pullback(value))
+    close(tangents, pullback(moved))
+
+
+def test_the_transpose_in_value(backend: str) -> None:
+    function, arrays = everything(backend)
+    dout = normal(8, 2, 5, 4, 3)
+    out_of = lambda v: function({**arrays, "v": v})[0]  # noqa: E731
+    (want,) = jax.vjp(out_of, arrays["v"])[1](dout)
+    transposed = jax.linear_transpose(out_of, arrays["v"])
+    close(transposed(dout)[0], want)
+    close(jax.jit(transposed)(dout)[0], want)
+    of_query = lambda q: function({**arrays, "q": q})[0]  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"linear in value alone.*jax\.vjp gives"):
+        jax.linear_transpose(of_query, arrays["q"])(dout)

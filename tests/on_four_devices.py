@@ -906,6 +906,22 @@ def failures(backend: str, **environment: str) -> dict[str, str]:
     return {name: what for name, what in outcome.items() if what != "ok"}
 
 
+@check
+def without_shardy(backend: str) -> None:
+    """GSPMD, its predecessor, asks how results are sharded before it asks for the cut."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        for function in (
+            batch_and_head_sharding_gathers_nothing,
+            more_shards_than_kv_heads,
+            masks_and_lengths_are_cut_with_the_batch,
+        ):
+            jax.clear_caches()
+            function(backend)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
 def main(backend: str) -> None:
     assert len(jax.devices()) >= DEVICES, jax.devices()
     outcome = {}

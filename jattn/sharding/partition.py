@@ -213,14 +213,23 @@ def partitioned(
     def with_params(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(run(*arrays, **params))
 
-    def partition(mesh: Any, arg_infos: Sequence[Any], result_infos: Sequence[Any]) -> Any:
+    def layout_on(mesh: Any, arg_infos: Sequence[Any]) -> tuple[Any, Layout]:
+        """The mesh in factors, and the layout that keeps the sharding of the queries."""
         # In a partly manual shard_map the compiler has no mesh: everything is kept whole over the automatic axes.
         q_spec = PartitionSpec()
         if not mesh.empty:
             mesh = mesh_of_factors(mesh, spec.num_kv_heads)
             q_spec = spec_on_mesh(mesh, arg_infos[0].sharding, len(arg_infos[0].shape))
-        cut = choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names))
-        arguments, results, sums = layout(cut)
+        return mesh, layout(choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names)))
+
+    def shardings_of_results(
+        mesh: Any, arg_infos: Sequence[Any], result_infos: Sequence[Any]
+    ) -> Any:
+        mesh, (_, results, _) = layout_on(mesh, arg_infos)
+        return tuple(NamedSharding(mesh, p) for p in results)
+
+    def partition(mesh: Any, arg_infos: Sequence[Any], result_infos: Sequence[Any]) -> Any:
+        mesh, (arguments, results, sums) = layout_on(mesh, arg_infos)
 
         def shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             # A mesh that the caller has set is still set while the compiler asks, but this is of one device.
@@ -237,7 +246,7 @@ def partitioned(
     rule, whole, sizes = _sharding_rule(spec, layout)
     wrapped.def_partition(
         partition=partition,
-        infer_sharding_from_operands=None,
+        infer_sharding_from_operands=shardings_of_results,  # asked by GSPMD; Shardy reads the rule
         decode_shardings=False,  # JAX fails where an axis of the array is cut over a part of a mesh axis
         sharding_rule=rule,
         need_replication_factors=whole,

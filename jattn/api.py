@@ -12,7 +12,7 @@ from jattn import autodiff
 from jattn.arguments import Call, Window, result_flags
 from jattn.block_mask import BlockMask
 from jattn.config import Options
-from jattn.jax_interface import unify
+from jattn.jax_interface import manual_axes, unify
 from jattn.masks import Alignment, CausalBias
 from jattn.sharding import partition
 from jattn.spec import Operands, Spec
@@ -277,12 +277,16 @@ def _on_explicit_mesh(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs each shard of the batch and the heads where it lies."""
     specs = cut.operands(spec).flat()
-    flat = partition.placed(mesh, specs, *operands.flat())
+    flat = partition.placed(mesh, specs, *unify(operands.flat()))
 
     def shard(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         local = cut.own_kv_head(Operands.unflatten(spec, unify(arrays)))
         return autodiff.attention(spec.for_operands(local), local, options)
 
+    if manual_axes(*flat):
+        # Inside of another `shard_map` JAX lowers no residual that it has cast to vary over the axes of both, as it
+        # has those operands that the shards share: the operands themselves are kept, and cast again.
+        shard = jax.checkpoint(shard, policy=autodiff.checkpoint_policy, prevent_cse=False)
     run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(cut.out, cut.lse))
     out, lse = run(*flat)
     return out, lse

@@ -555,6 +555,55 @@ def several_batch_axes_on_an_explicit_mesh(backend: str) -> None:
 
 
 @check
+def partly_manual_on_an_explicit_mesh(backend: str) -> None:
+    """Queries are cut by hand over one axis, the batch lies over the other; the shards share bias, sinks and table."""
+    the_mesh = explicit((2, 2), "x", "y")
+    q, x = (normal(i, 4, 8, 4, 16, dtype=dtype_of(backend)) for i in range(2))
+    arrays = (q, x, normal(2, 1, 4, 1, 8), normal(3, 4), normal(4, 4, 8))
+    positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (4, 8))
+
+    def attend(q: Any, x: Any, bias: Any, sinks: Any, table: Any, of_queries: Any) -> Any:
+        return jattn.dot_product_attention(
+            q,
+            x,
+            x,
+            bias,
+            sinks=sinks,
+            is_causal=True,
+            query_positions=of_queries,
+            key_value_positions=positions,
+            score_mod=lambda s, b, h, i, j, table: s + table[h, j] * jnp.tanh(s),
+            captures=(table,),
+            implementation=backend,
+        )
+
+    over_y = PartitionSpec(None, "y")
+    in_specs = (over_y, *[PartitionSpec()] * 4, over_y)
+
+    def loss(attend: Callable[..., Any], *arrays: Any) -> Any:
+        return jnp.sin(attend(*arrays, positions)).astype(jnp.float32).sum()
+
+    grad = functools.partial(jax.grad, argnums=(0, 1, 2, 3, 4))
+    want = jax.jit(grad(functools.partial(loss, attend)))(*arrays)
+    axes = ("x", "y"), ("x",), (), (), ()
+    shardings = tuple(NamedSharding(the_mesh, PartitionSpec(*p)) for p in axes)
+    placed = jax.device_put(arrays, shardings)
+    with jax.set_mesh(the_mesh):
+        for check_vma in (True, False):
+            cut = jax.shard_map(
+                attend,
+                mesh=the_mesh,
+                in_specs=in_specs,
+                out_specs=over_y,
+                axis_names={"y"},
+                check_vma=check_vma,
+            )
+            of_shards = grad(functools.partial(loss, cut))
+            assert str(jax.make_jaxpr(of_shards)(*placed)).count("jattn_forward[") == 1
+            close(jax.jit(of_shards)(*placed), want, 4.0)
+
+
+@check
 def mapped_axis_of_an_explicit_mesh(backend: str) -> None:
     the_mesh = explicit((4,), "x")
     x = drawn(backend)[0][:, :, :4]

@@ -222,6 +222,15 @@ def _number(name: str, value: Any, way_out: str) -> float:
         ) from error
 
 
+def cast_floats(name: str, x: jax.Array, dtype: Any, function: str = _NAME) -> jax.Array:
+    """Returns an operand in the dtype of the computation; integers and complex numbers are refused."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{function}: {name} has dtype {x.dtype}, must be a float type for compute_dtype={dtype}: cast it"
+        )
+    return x.astype(dtype)
+
+
 def _float_arrays(
     query: Any, key: Any, value: Any, bias: Any, compute_dtype: DTypeLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -231,12 +240,9 @@ def _float_arrays(
     _check_bias_dtype(bias)
     if compute_dtype is not None:
         dtype = compute_dtype_of(compute_dtype)
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(
-                    f"{_NAME}: {name} has dtype {x.dtype}, must be a float type for compute_dtype={dtype}: cast it"
-                )
-        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        q, k, v = (
+            cast_floats(name, x, dtype) for name, x in (("query", q), ("key", k), ("value", v))
+        )
         bias = None if bias is None else bias.astype(dtype)
     return q, k, v, bias
 

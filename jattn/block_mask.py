@@ -17,6 +17,7 @@ from jax import lax
 
 from jattn.arrays import as_array, is_integer, shown
 from jattn.jax_interface import traced_anew
+from jattn.pytrees import exportable
 
 _CLASS = "jattn.BlockMask"
 
@@ -24,6 +25,7 @@ _SIGNATURE = "mask_mod(batch, head, query, key) -> bool"
 MaskMod = Callable[..., Any]
 
 
+@exportable("jattn.BlockMask")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockMask:

@@ -9,6 +9,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jattn.pytrees import exportable
+
 Alignment = Literal["upper_left", "lower_right"]
 
 UNBOUNDED = 2**63 - 1
@@ -60,6 +62,7 @@ class Band:
 UNBOUNDED_BAND = Band()
 
 
+@exportable("jattn.CausalBias")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class CausalBias:

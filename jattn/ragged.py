@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from jattn.arrays import as_array, as_flag, as_integers, is_integer
+from jattn.pytrees import exportable
 from jattn.sharding import partition
 from jattn.spec import as_int32
 
 NO_SEQUENCE = -1  # segment id of a row that belongs to no sequence
 
 
+@exportable("jattn.RaggedArray")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RaggedArray:
@@ -142,10 +144,13 @@ class RaggedArray:
             if room > x.shape[0]:
                 pieces.append(jnp.zeros((room - x.shape[0], *x.shape[1:]), x.dtype))
         values = jnp.concatenate(pieces)
+        offsets = np.concatenate([[0], np.cumsum(padded)])
+        with jax.ensure_compile_time_eval():  # shapes alone say them: they are known under jit, too
+            known_offsets, known_lengths = (jnp.asarray(x, jnp.int32) for x in (offsets, lengths))
         made = RaggedArray(
             values,
-            jnp.asarray(np.concatenate([[0], np.cumsum(padded)]), jnp.int32),
-            jnp.asarray(lengths, jnp.int32) if padded != lengths else None,
+            known_offsets,
+            known_lengths if padded != lengths else None,
             max(lengths) if max_length is None else max_length,
             min(lengths) if min_length is None else min_length,
         )

@@ -23,6 +23,7 @@ from jattn.arguments import (
     LARGEST_POSITION,
     Call,
     Window,
+    cast_floats,
     check_alignment,
     check_no_captures,
     compute_dtype_of,
@@ -124,7 +125,7 @@ def ragged_dot_product_attention(
             arguments[name] = x.with_values(as_array(f"{name}.values", x.values, _NAME))
     if compute_dtype is not None:
         dtype = compute_dtype_of(compute_dtype, _NAME)
-        arguments = {name: _cast(x, dtype) for name, x in arguments.items()}
+        arguments = {name: _cast(name, x, dtype) for name, x in arguments.items()}
     check_alignment(causal_alignment, _NAME)
     if score_mod is None:
         check_no_captures(captures, _NAME)
@@ -318,8 +319,8 @@ def _values(x: Any) -> Any:
     return x.values if isinstance(x, RaggedArray) else jnp.asarray(x)
 
 
-def _cast(x: Any, dtype: DTypeLike) -> Any:
-    values = _values(x).astype(dtype)
+def _cast(name: str, x: Any, dtype: DTypeLike) -> Any:
+    values = cast_floats(name, _values(x), dtype, _NAME)
     return x.with_values(values) if isinstance(x, RaggedArray) else values
 
 

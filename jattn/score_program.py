@@ -186,7 +186,8 @@ def trace(
             f"{_NAME}: captures is {shown(captures)}, must be a tuple of arrays: captures=(x,) for one"
         )
     for i, x in enumerate(captures):
-        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        is_array = isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")
+        if not is_array:
             raise TypeError(
                 f"{_NAME}: captures[{i}] is {shown(x)}, must be an array; score_mod may close over numbers"
             )

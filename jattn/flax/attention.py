@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jattn.api import dot_product_attention
 from jattn.arguments import Window, window_of
 from jattn.masks import UNBOUNDED, Alignment, CausalBias
+from jattn.pytrees import exportable
 
 Array = jax.Array
 PromoteDtype = Callable[..., Sequence[Array]]
@@ -29,6 +30,7 @@ Einsum = Callable[..., Array]
 _ALGORITHM_TYPES = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 
 
+@exportable("jattn.flax.StructuralMask")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StructuralMask:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "jattn"
 
 # Lowest first. A name ending in ".*" is a package: its own modules count as one module here.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "device", "config", "counters", "jax_interface"),  # words
+    ("_version", "errors", "device", "config", "counters", "jax_interface", "pytrees"),  # words
     (
         "masks",
         "arrays",

@@ -515,6 +515,28 @@ def test_T046_R061_head_dims_that_need_padding() -> None:
     )  # fmt: skip
 
 
+def test_compute_dtype_casts_floats_alone() -> None:
+    x = RaggedArray.from_list([jnp.ones((3, 2, 8)), jnp.ones((5, 2, 8))])
+    for dtype in ("int32", "complex64"):
+        other = x.with_values(x.values.astype(dtype))
+        with pytest.raises(ValueError, match=f"key has dtype {dtype}, must be a float type"):
+            jattn.ragged_dot_product_attention(x, other, x, compute_dtype="bfloat16")
+
+
+def test_lengths_of_lists_are_known_under_jit() -> None:
+    parts = [normal(i, n, 2, 8) for i, n in enumerate((3, 1, 5))]
+
+    @jax.jit
+    def function(parts: list[jax.Array]) -> list[jax.Array]:
+        x = RaggedArray.from_list(parts, alignment=2)
+        assert x.known_lengths() is not None
+        return jattn.ragged_dot_product_attention(x, x, x).to_list()
+
+    for got, x in zip(function(parts), parts, strict=True):
+        want = jattn.dot_product_attention(x[None], x[None], x[None])[0]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_compute_dtype_casts_first() -> None:
     q = ragged(1, (5, 3), 2, 16)
     k, v = q.with_values(q.values.astype("bfloat16")), q

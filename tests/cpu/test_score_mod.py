@@ -570,6 +570,28 @@ def test_F109_against_finite_differences(backend: str, function: Callable[[Array
         check_grads(run, wide, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
 
 
+def test_a_capture_that_can_be_made_an_array() -> None:
+    """As parameters of Flax models can."""
+    q, k, v = (normal(i, 1, 6, 2, 8) for i in range(3))
+    table = normal(3, 2, 6)
+
+    class Parameter:
+        def __init__(self, value: jax.Array) -> None:
+            self.value = value
+
+        def __jax_array__(self) -> jax.Array:
+            return self.value
+
+    def loss(wrap: Callable[[jax.Array], Any], table: jax.Array) -> jax.Array:
+        out = jattn.dot_product_attention(
+            q, k, v, score_mod=lambda s, b, h, i, j, t: s + t[h, j], captures=(wrap(table),)
+        )
+        return jnp.sin(out).sum()
+
+    got, want = (jax.grad(functools.partial(loss, f))(table) for f in (Parameter, jnp.asarray))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_capture_that_is_used_elsewhere_too() -> None:
     q, k, v = qkv()
     table, ids = captured()

@@ -12,6 +12,7 @@ from drawn import bernoulli, normal
 from jax.test_util import check_grads
 
 import jattn
+import jattn.flax
 
 Arrays = tuple[jax.Array, ...]
 NAMES = ("q", "k", "v", "bias", "mask", "lengths", "segments")
@@ -328,6 +329,45 @@ def test_export_of_slopes_and_tangents_with_a_symbolic_length() -> None:
     read_back = jax.export.deserialize(exported(function, *shapes).serialize())
     some = [x[:, :7] for x in (q, k, v)]
     close(read_back.call(*some), jax.jit(function)(*some))
+
+
+def test_export_with_arguments_of_our_classes() -> None:
+    """Exported programs are serialised with the structure of their arguments and results."""
+    q = normal(0, 2, 6, 2, 4)
+    ragged = jattn.RaggedArray.from_list([q[0], q[1, :3]], alignment=2)
+    lower = jnp.tril(jnp.ones((1, 1, 3, 3), bool))
+    masks = (
+        jattn.BlockMask(lower, 6, 6, block_size=(2, 2)),
+        jattn.causal_lower_right(6, 6),
+        jattn.flax.StructuralMask(segment_ids=jnp.array([[0] * 6, [0, 0, 1, 1, 1, -1]])),
+    )
+
+    def function(q: jax.Array, ragged: jattn.RaggedArray, masks: Any) -> Any:
+        blocks, causal, structure = masks
+        attend = jattn.dot_product_attention
+        return (
+            jattn.ragged_dot_product_attention(ragged, ragged, ragged),
+            attend(q, q, q, block_mask=blocks),
+            attend(q, q, q, mask=causal),
+            jattn.flax.attention_fn(q, q, q, mask=structure),
+        )
+
+    program = exported(function, q, ragged, masks)
+    read = jax.export.deserialize(program.serialize())
+    assert read.in_tree == program.in_tree
+    got, want = read.call(q, ragged, masks), function(q, ragged, masks)
+    assert isinstance(got[0], jattn.RaggedArray)
+    assert (got[0].max_length, got[0].min_length) == (6, 3)
+    close(got, want)
+
+
+def test_export_with_a_mask_function_as_an_argument() -> None:
+    mask = jattn.create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6)
+    program = exported(lambda mask: mask.materialize(), mask)
+    with pytest.raises(
+        ValueError, match=r"jattn\.BlockMask: .* make the object inside of the program"
+    ):
+        program.serialize()
 
 
 @pytest.mark.parametrize("padded", ["keys", "queries", "segments"])

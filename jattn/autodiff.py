@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jattn import blocked, counters, device, device_gradients, dispatch, reference
+from jattn import blocked, counters, device, device_gradients, dispatch, mapped_queries, reference
 from jattn.backends import Backend, Residuals, Wants
 from jattn.backends.order_of_sums import varying_sums
 from jattn.config import Options
@@ -552,6 +552,9 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         has_rows = spec.dropout is not None and spec.dropout.rows
         if has_rows and operand_dims.dropout_keys is not None:
             return _one_by_one(primitive, arrays, dims, spec=spec, **params)
+        if primitive is forward_p and mapped_queries.fit_into_heads(spec, operand_dims, size):
+            results = _forward_in_heads(spec, operands, operand_dims, size, **params)
+            return [give_back(x) for x in results], [0] * len(results)
         batch = operands.q.shape[0 if operand_dims.q is None or operand_dims.q > 0 else 1]
         spec, arrays, dims = _with_mapped_captures(spec, arrays, dims, size, params)
         # What is the same for the whole folded batch need not be repeated, unless its gradient is wanted per mapped
@@ -581,6 +584,22 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
         return [give_back(x) for x in unfolded], [0] * len(unfolded)
 
     return rule
+
+
+def _forward_in_heads(
+    spec: Spec,
+    operands: Operands[jax.Array],
+    dims: Operands[int | None],
+    size: int,
+    **params: Any,
+) -> list[jax.Array]:
+    """out (size, B, T, N, Dv) and lse (size, B, N, T) of mapped queries that share keys and values."""
+    folded = mapped_queries.into_heads(spec, operands, dims, size)
+    out, lse = forward_p.bind(*folded.flat(), spec=spec.for_operands(folded), **params)
+    return [
+        mapped_queries.out_of_heads(spec, out, 2, size),
+        mapped_queries.out_of_heads(spec, lse, 1, size),
+    ]
 
 
 def _of_no_element(

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "device_gradients",
         "cpu_program",
         "spec",
+        "mapped_queries",
         "ragged",
         "dropout",
         "reference",

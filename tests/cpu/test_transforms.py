@@ -107,6 +107,67 @@ def test_J01_vmap_over_all_operands_and_twice(backend: str) -> None:
             close([x[j, i] for x in twice], alone)
 
 
+@pytest.mark.parametrize(
+    "mapped",
+    [(0,), (0, 3), (0, 4), (0, 3, 4, 5, 6), (0, 1)],
+    ids=["q", "q bias", "q mask", "q bias mask sinks slopes", "q k"],
+)
+@pytest.mark.backends("cpu", "xla")  # the rule lies above the backends
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_vmap_over_queries_that_share_keys(
+    mapped: tuple[int, ...], kv_heads: int, backend: str
+) -> None:
+    """As beams share a prefix: the keys are not copied, where they are many, and the mapped axis is one of heads."""
+    size, shapes = 3, ((2, 2, 4, 8), (2, 16, kv_heads, 8), (2, 16, kv_heads, 8))
+    shapes = (*shapes, (1, 4, 1, 16), (2, 4, 2, 16), (4,), (2, 4))
+    stacked = [normal(i, size, *shape) for i, shape in enumerate(shapes)]
+    stacked[4] = bernoulli(4, 0.7, size, *shapes[4])
+    arrays = [x if i in mapped else x[0] for i, x in enumerate(stacked)]
+    table, lengths = normal(9, 4, 16), jnp.array([16, 9])
+
+    def function(*x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k, v, bias, mask, sinks, slopes = x
+        out, lse = jattn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            mask,
+            sinks=sinks,
+            alibi_slopes=slopes,
+            key_value_seq_lengths=lengths,
+            score_mod=lambda s, b, h, i, j: s + table[h, j] * (b + i + 1),
+            implementation=backend,
+            return_lse=True,
+        )
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    over = jax.vmap(function, tuple(0 if i in mapped else None for i in range(len(arrays))))
+    program = str(jax.make_jaxpr(over)(*arrays))
+    assert (f"k (2, 16, {kv_heads}, 8)" in program) == (1 not in mapped)
+    assert (f"q float32 (2, 2, {size * 4}, 8)" in program) == (1 not in mapped)
+    elements = [
+        function(*(x[e] if i in mapped else x for i, x in enumerate(arrays))) for e in range(size)
+    ]
+    close(jax.jit(over)(*arrays), jax.tree.map(lambda *x: jnp.stack(x), *elements))
+
+
+@pytest.mark.backends("cpu", "xla")
+@pytest.mark.parametrize("queries", [2, 16], ids=["few queries", "many queries"])
+def test_gradients_of_a_vmap_over_queries_that_share_keys(queries: int, backend: str) -> None:
+    q, k, v = normal(0, 3, 2, queries, 4, 8), normal(1, 2, 16, 2, 8), normal(2, 2, 16, 2, 8)
+
+    def loss(over: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        one = functools.partial(jattn.dot_product_attention, implementation=backend)
+        return jnp.sin(over(lambda q: one(q, k, v, is_causal=True))(q)).sum()
+
+    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q: jnp.stack([function(x) for x in q])
+
+    grad = jax.grad(loss, argnums=(1, 2, 3))
+    close(jax.jit(functools.partial(grad, jax.vmap))(q, k, v), grad(in_turn, q, k, v))
+
+
 @pytest.mark.parametrize("bias_mapped", [True, False])
 def test_J01_vmap_of_grad(bias_mapped: bool, backend: str) -> None:
     """Gradients per example: also of an operand that all examples share (jax PR#36702)."""

@@ -208,7 +208,17 @@ def compact_of(found: Named) -> Named:
     return found
 
 
-def query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
+def query_and_key(product: Node, axes: Axes, *, all_heads: bool = True) -> tuple[Named, Named]:
+    """The operands of a product of queries and keys, whose result has these axes.
+
+    Args:
+      product: any.
+      axes: of its result.
+      all_heads: whether keys must have all axes that queries share with values.
+
+    Raises:
+      Miss: they are none.
+    """
     (contracted, batch) = product.params["dimension_numbers"]
     if len(contracted[0]) != 1:
         raise Miss("query and key are summed over several axes")
@@ -238,7 +248,7 @@ def query_and_key(product: Node, axes: Axes) -> tuple[Named, Named]:
         k, q = operands
     else:
         raise Miss("keys have an axis that probabilities do not share with values")
-    if any(name.startswith("batch") for name in q.axes if name not in k.axes):
+    if all_heads and any(name.startswith("batch") for name in q.axes if name not in k.axes):
         raise Miss("heads of values that keys do not have")
     return q, k
 

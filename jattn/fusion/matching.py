@@ -9,8 +9,10 @@ are one pattern.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ from jattn.fusion.axes import (
     before_casts,
     compact_of,
     extents_of,
+    long_parts,
     query_and_key,
     result_axes,
     roles,
@@ -43,7 +46,7 @@ from jattn.fusion.graph import (
     through,
 )
 from jattn.fusion.repeats import before_repeats
-from jattn.fusion.rows import Reduced, is_same_row, log_of_sum, reduction
+from jattn.fusion.rows import Reduced, is_same_row, log_of_sum, moved_back, reduction
 from jattn.spec import FLOAT_DTYPES
 
 _FILL = -1e9  # a mask writes this or less: no score is near
@@ -62,9 +65,12 @@ class Match:
         no group the axis of heads may be longer in q than in k and v, by a whole factor.
       row: name of the axis of queries; keys are "column".
       result: axes of the result.
+      further: queries and keys whose products are added to those of q and k.
       scale: multiplier of q.k.
       softcap: scores are softcap * tanh(scores / softcap) before masks and biases; None without.
-      masks: bool, and whether true means visible; biases: added.
+      masks: bool, and whether true means visible.
+      biases: added, times a number.
+      sinks: logits that take part in the sum of weights alone, of heads; or one for all.
       band: what masks were that are not among ``masks``.
       dropout: of the probabilities.
     """
@@ -78,10 +84,12 @@ class Match:
     group: str | None
     row: str
     result: Axes
+    further: tuple[tuple[Named, Named], ...]
     scale: float
     softcap: float | None
     masks: tuple[tuple[Named, bool], ...]
-    biases: tuple[Named, ...]
+    biases: tuple[tuple[Named, float], ...]
+    sinks: Named | float | None
     band: FoundBand
     dropout: FoundDropout | None
 
@@ -94,6 +102,7 @@ class Match:
             "softcap" if self.softcap is not None else "",
             "mask" if self.masks else "",
             "bias" if self.biases else "",
+            "sinks" if self.sinks is not None else "",
             "dropout" if self.dropout is not None else "",
         ]
         return "+".join(word for word in words if word) or "plain"
@@ -108,7 +117,9 @@ class Match:
 
     def inputs(self) -> list[Value]:
         """What the replacement reads."""
-        named = [self.q, self.k, self.v, *self.biases, *(mask for mask, _ in self.masks)]
+        named = [self.q, self.k, self.v, *itertools.chain(*self.further)]
+        named += [x for x, _ in (*self.biases, *self.masks)]
+        named += [self.sinks] if isinstance(self.sinks, Named) else []
         return [x.value for x in named] + ([] if self.dropout is None else [self.dropout.key])
 
 
@@ -193,8 +204,15 @@ class _Search:
     fuses_finite_fill: bool
     nodes: list[Node] = dataclasses.field(default_factory=list)
     masks: list[tuple[Named, bool]] = dataclasses.field(default_factory=list)
-    biases: list[Named] = dataclasses.field(default_factory=list)
+    biases: list[tuple[Named, float]] = dataclasses.field(default_factory=list)
+    sinks: Named | float | None = None
+    first_key: int | None = (
+        None  # of columns of which one is no key but the sink; 1 where that comes first
+    )
     scale: float = 1.0  # of the product, or of what tanh is taken of
+    further: list[Named] = dataclasses.field(
+        default_factory=list
+    )  # products that are added to the scores
     softcap: float | None = None  # with the sign of what tanh is multiplied by
     kept: list[_Kept] = dataclasses.field(default_factory=list)  # of the probabilities
     kept_in_sum: list[_Kept] = dataclasses.field(default_factory=list)
@@ -207,7 +225,7 @@ class _Search:
     def probabilities(self, found: Named) -> Named | None:
         """Scores whose softmax, with dropout or not, a value is; None if it is none."""
         while (node := found.value.node) is not None:
-            inner = self._rearranged(found) or self._dropped(found)
+            inner = self._rearranged(found) or self._dropped(found) or self._with_sink(found)
             if inner is not None:
                 found = inner
             elif node.name == "stop_gradient":
@@ -229,7 +247,7 @@ class _Search:
                 break
             weights = inner
         total = _sum_of(quotient, divisor, weights.axes)
-        return None if total is None else self._normalised(weights, total)
+        return None if total is None else self._normalised(weights, *total)
 
     def _rearranged(self, found: Named) -> Named | None:
         node = found.value.made_by("transpose", *CASTS, *ONES)
@@ -245,6 +263,21 @@ class _Search:
             axes = before
         self.nodes.append(node)
         return Named(node.inputs[0], axes)
+
+    def _with_sink(self, found: Named) -> Named | None:
+        """What a value was before the column of a sink, the first or the last, was cut off."""
+        node = found.value.made_by("slice")
+        if node is None or self.first_key is not None or "column" not in found.axes:
+            return None
+        column, before, after = found.axes.index("column"), node.inputs[0].shape, found.value.shape
+        begins = node.params["start_indices"]
+        whole = (*after[:column], after[column] + 1, *after[column + 1 :])
+        is_cut = before == whole and set(node.params["strides"] or (1,)) == {1}
+        if not is_cut or any(begin for i, begin in enumerate(begins) if i != column):
+            return None
+        self.first_key = int(begins[column])
+        self.nodes.append(node)
+        return Named(node.inputs[0], found.axes)
 
     def _name_of_one(self) -> str:
         self.ones += 1
@@ -324,10 +357,10 @@ class _Search:
             total = _sum_of(quotient, Named(bottom, found.axes), found.axes)
             if total is not None and top.shape == found.value.shape:
                 self.nodes.append(quotient)
-                return self._normalised(Named(top, found.axes), total)
+                return self._normalised(Named(top, found.axes), *total)
         return None
 
-    def _normalised(self, top: Named, total: Reduced) -> Named | None:
+    def _normalised(self, top: Named, total: Reduced, sink: Named | None) -> Named | None:
         exponential, kept = self._exponential(top)
         summed, kept_in_sum = self._exponential(Named(total.operand, top.axes))
         if exponential is None or summed is not exponential:
@@ -341,7 +374,43 @@ class _Search:
                 self.masks.append((compact_of(same[0].mask), same[0].if_true))
                 self.kept = [x for x in self.kept if x not in same]
         self.nodes += [exponential, total.node, *total.nodes]
+        if sink is not None:
+            return self._before_shift(Named(exponential.inputs[0], top.axes), sink)
         return self._before_maximum(Named(exponential.inputs[0], top.axes))
+
+    def _before_shift(self, shifted: Named, sink: Named) -> Named | None:
+        """Scores, where the sum has a term of a sink, both before what belongs to a row was taken off them.
+
+        Args:
+          shifted: what exponentials are taken of.
+          sink: the term of each row: of the same exponentials, or the number that they make of a logit of 0.
+        """
+        self._check_gradients()
+        term, moves = moved_back(sink)
+        self.nodes += moves
+        if (number := term.value.number) is not None:
+            if not 0 < number < math.inf:
+                raise Miss(f"{number:g} is added to the sum of weights")
+            self.sinks = math.log(number)
+            return shifted
+        exponential = term.value.made_by("exp")
+        if exponential is None:
+            raise Miss("an array is added to the sum of weights that is no exponential")
+        self.nodes.append(exponential)
+        logit = exponential.inputs[0]
+        lowered = logit.made_by("sub", "neg")
+        difference = before_casts(shifted.value).made_by("sub")
+        if lowered is None or difference is None:
+            self.sinks = compact_of(Named(logit, term.axes))
+            return shifted
+        scores, shift = difference.inputs
+        if not is_same_row(Named(lowered.inputs[-1], term.axes), Named(shift, shifted.axes)):
+            raise Miss("what is taken off scores and sinks differs")
+        self._take(shifted.value, difference)
+        self.nodes += [difference, lowered, *_path(shift, before_casts(scores))]
+        is_zero = lowered.name == "neg"
+        self.sinks = 0.0 if is_zero else compact_of(Named(lowered.inputs[0], term.axes))
+        return Named(scores, shifted.axes)
 
     def _of_logarithms(self, found: Named) -> Named | None:
         """Of the exponential of scores less the logarithm of the sum of their exponentials."""
@@ -456,8 +525,13 @@ class _Search:
                 continue
             if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[0].dtype == bool:
                 found = self._masked(node, found.axes, scaled)
-            elif node.name == "add":
-                found = self._biased(node, found.axes, scaled)
+            elif node.name == "concatenate" and self.first_key is not None:
+                found = self._behind_sink(node, found.axes, scaled)
+            elif node.name == "sub" and self._takes_maximum_again(node, found.axes):
+                found = Named(node.inputs[0], found.axes)
+            elif node.name in ("add", "sub"):
+                found = self._biased(node, found.axes)
+                scaled = scaled or self.scale < 0  # taken off a bias
             elif node.name in ("mul", "div", "neg"):
                 found, scaled = self._scaled(node, found.axes), True
             elif node.name == "tanh":
@@ -490,27 +564,93 @@ class _Search:
         )
         return Named(if_true if visible_if_true else if_false, axes)
 
-    def _biased(self, node: Node, axes: Axes, scaled: bool) -> Named:
+    def _behind_sink(self, node: Node, axes: Axes, scaled: bool) -> Named:
+        """The scores of the keys, of which the first or last column is that of a sink."""
+        if (
+            scaled
+            or self.softcap is not None
+            or self.masks
+            or self.biases
+            or self.sinks is not None
+        ):
+            raise Miss("scores and sinks are masked, or scaled, together")
+        place = self.first_key
+        if place is None or len(node.inputs) != 2 or axes[node.params["dimension"]] != "column":
+            raise Miss("concatenate between the product of query and key and the softmax")
+        sink, scores = node.inputs[1 - place], node.inputs[place]
+        if sink.shape[axes.index("column")] != 1:
+            raise Miss("several columns of sinks")
+        self.sinks = compact_of(Named(sink, axes))
+        return Named(scores, axes)
+
+    def _takes_maximum_again(self, node: Node, axes: Axes) -> bool:
+        """Whether a maximum over keys is taken off once more, which changes no weights."""
+        return self.softcap is None and self.sinks is None and self._takes_maximum(node, axes)
+
+    def _biased(self, node: Node, axes: Axes) -> Named:
         # A bias may be tanh of a product, so scores are looked for without one first.
         places: list[int] = []
         for operations in (_OF_SCORES, (*_OF_SCORES, "tanh")):
             if len(places) != 1:
                 places = [i for i in (0, 1) if _leads_to_product(node.inputs[i], operations)]
+        if places == [0, 1] and node.name == "add":
+            return self._added(node, axes)
         if len(places) != 1:
             raise Miss("a sum of which both parts are products, or none")
-        bias = node.inputs[1 - places[0]]
-        if bias.number is not None:
-            raise Miss("a number is added to the scores")
+        return self._with_bias(node, axes, places[0])
+
+    def _added(self, node: Node, axes: Axes) -> Named:
+        """One of two products that are added; notes the other, as more of the sum over head dims, or as a bias."""
+        found = [self._product(value, axes) for value in node.inputs]
+        for is_bias in (False, True):
+            for place in (0, 1):
+                main, other = found[place], found[1 - place]
+                if main is None:
+                    continue
+                assert main.value.node is not None
+                try:
+                    q, k = query_and_key(main.value.node, main.axes)
+                    if is_bias:
+                        return self._with_bias(node, axes, place)
+                    if other is not None:
+                        _further(other, q, k)
+                        self.further.append(other)
+                        return main
+                except Miss:
+                    continue
+        raise Miss("a sum of two products, of which none is of query and key")
+
+    def _product(self, value: Value, axes: Axes) -> Named | None:
+        """The product that a value is, in another shape or type maybe."""
+        found, nodes = Named(value, axes), len(self.nodes)
+        while found.value.made_by("dot_general") is None:
+            inner = self._rearranged(found)
+            if inner is None:
+                del self.nodes[nodes:]
+                return None
+            found = inner
+        return found
+
+    def _with_bias(self, node: Node, axes: Axes, place: int) -> Named:
+        """The summand at ``place``; notes the other as a bias.
+
+        Raises:
+          Miss: it is none.
+        """
         if self.softcap is not None:
             raise Miss("a bias in front of tanh")
-        if scaled:
-            raise Miss("a bias in front of the scale")
+        bias = node.inputs[1 - place]
+        if bias.number is not None:
+            raise Miss("a number is added to the scores")
         compact = compact_of(Named(bias, axes if bias.shape else ()))
         *_, source = through(compact.value, *CASTS, "broadcast_in_dim", "reshape")
-        if str(compact.value.dtype) not in FLOAT_DTYPES or str(source.dtype) not in FLOAT_DTYPES:
+        if not {str(compact.value.dtype), str(source.dtype)} <= set(FLOAT_DTYPES):
             raise Miss(f"a bias of {source.dtype}")
-        self.biases.append(compact)
-        return Named(node.inputs[places[0]], axes)
+        is_taken_off = node.name == "sub" and place == 0
+        self.biases.append((compact, -self.scale if is_taken_off else self.scale))
+        if node.name == "sub" and place == 1:
+            self.scale = -self.scale
+        return Named(node.inputs[place], axes)
 
     def _scaled(self, node: Node, axes: Axes) -> Named:
         if node.name == "neg":
@@ -540,17 +680,24 @@ class _Search:
         product = product_of.value.node
         assert product is not None
         q, k = query_and_key(product, product_of.axes)
+        further = tuple(_further(found, q, k) for found in self.further)
         axes = axes_of_products(last, place)
         assert axes is not None
         p, v = Named(last.inputs[place], axes[0]), Named(last.inputs[1 - place], axes[1])
-        inside = {*self.nodes, product}
+        inside = {*self.nodes, product, *(x.value.node for x in self.further if x.value.node)}
         if _is_used_elsewhere(inside, {*inside, node}):
             raise Miss("scores or probabilities are used elsewhere too: returned, or by a gradient")
         known = extents_of(k) | extents_of(q)
         for name, n in extents_of(p).items():
             if known.get(name, 1) != n:
                 raise Miss("there are more scores than products of query and key")
-        dtypes = {str(x.value.dtype) for x in (q, k, v)}
+        if self.first_key is not None and self.sinks is None:
+            raise Miss("a column of the probabilities is cut off that is no sink")
+        if isinstance(self.sinks, Named) and {"column", roles(q)[3]} & set(long_parts(self.sinks)):
+            raise Miss("sinks of single queries")
+        if not further:
+            q, k = (self._in_type_of(v.value.dtype, x) for x in (q, k))
+        dtypes = {str(x.value.dtype) for x in (q, k, v, *itertools.chain(*further))}
         if len(dtypes) != 1 or not dtypes <= set(FLOAT_DTYPES):
             raise Miss(f"query, key and value of {', '.join(sorted(dtypes))}")
         scale = self.scale if self.softcap is None else self.scale * self.softcap
@@ -564,7 +711,7 @@ class _Search:
             raise Miss(str(error)) from error
         batch, head, group, row = roles(q)
         shared = tuple(name for name in q.axes if name.startswith("batch"))
-        if group is None and (repeated := before_repeats(k, v, shared)) is not None:
+        if group is None and not further and (repeated := before_repeats(k, v, shared)) is not None:
             head, k, v = repeated
             batch = tuple(name for name in shared if name != head)
         rows, columns = (x.value.shape[x.axes.index(name)] for x, name in ((q, row), (k, "column")))
@@ -579,13 +726,40 @@ class _Search:
             group=group,
             row=row,
             result=result,
+            further=further,
             scale=scale,
             softcap=softcap,
             masks=masks,
             biases=tuple(self.biases),
+            sinks=self.sinks,
             band=band,
             dropout=self._dropout(row, extents_of(p)),
         )
+
+    def _in_type_of(self, dtype: Any, found: Named) -> Named:
+        """A query or key of float32, as it was in 16 bits where the values are: kernels multiply in float32 anyhow.
+
+        A number that it was multiplied by since becomes one of the scale.
+        """
+        if found.value.dtype != jnp.float32 or jnp.finfo(dtype).bits != 16:
+            return found
+        value, axes, factor = found.value, found.axes, 1.0
+        while value.dtype != dtype:
+            node = value.made_by("transpose", "mul", "div", *CASTS)
+            if node is None:
+                return found
+            numbers = [i for i, x in enumerate(node.inputs) if x.number]
+            if node.name == "transpose":
+                axes = axes_before_transpose(node, axes)
+            elif node.name in ("mul", "div"):
+                if not numbers or (node.name == "div" and numbers != [1]):
+                    return found
+                number = node.inputs[numbers[-1]].number
+                assert number is not None
+                factor *= 1 / number if node.name == "div" else number
+            value = node.inputs[1 - numbers[-1]] if numbers else node.inputs[0]
+        self.scale *= factor
+        return Named(value, axes)
 
     def _hides_the_same(self, kept: _Kept) -> bool:
         """Whether a mask on probabilities is one of those on the scores, which leave it nothing to do."""
@@ -610,10 +784,56 @@ class _Search:
         return found
 
 
-def _sum_of(quotient: Node, divisor: Named, axes: Axes) -> Reduced | None:
-    """The sum over "column" that a node divides by, or multiplies with the inverse of."""
+def _sum_of(quotient: Node, divisor: Named, axes: Axes) -> tuple[Reduced, Named | None] | None:
+    """The sum over "column" that a node divides by, or multiplies with the inverse of, and what is added to it."""
     total = reduction(divisor, "reduce_sum", axes)
-    return total if total is not None and total.is_inverse == (quotient.name == "mul") else None
+    if total is not None:
+        return (total, None) if total.is_inverse == (quotient.name == "mul") else None
+    if quotient.name != "div":
+        return None
+    found, nodes = moved_back(divisor)
+    sum_of_both = found.value.made_by("add")
+    for place in (0, 1) if sum_of_both is not None else ():
+        assert sum_of_both is not None
+        total = reduction(Named(sum_of_both.inputs[place], found.axes), "reduce_sum", axes)
+        if total is not None and not total.is_inverse:
+            whole = dataclasses.replace(total, nodes=[*nodes, sum_of_both, *total.nodes])
+            return whole, Named(sum_of_both.inputs[1 - place], found.axes)
+    return None
+
+
+_OF_MAXIMUM = ("reduce_max", "max", "stop_gradient", "is_finite", "select_n", *CASTS, *ONES)
+
+
+def _path(value: Value, source: Value) -> list[Node]:
+    """The operations of a maximum over scores, or of one over these and sinks."""
+    nodes: list[Node] = []
+    rest = [value]
+    while rest:
+        node = rest.pop().node
+        is_of_maximum = node is not None and node.name in _OF_MAXIMUM
+        if node is None or not is_of_maximum or node in nodes or node.outputs[0] is source:
+            continue
+        nodes.append(node)
+        rest += [x for x in node.inputs if x.number is None]
+    return nodes
+
+
+def _further(found: Named, q: Named, k: Named) -> tuple[Named, Named]:
+    """Query and key of a product that is added to that of q and k.
+
+    Raises:
+      Miss: they do not fit together.
+    """
+    product = found.value.node
+    assert product is not None
+    own_q, own_k = query_and_key(product, found.axes, all_heads=False)
+    for own, whole in ((own_q, q), (own_k, k)):
+        known = extents_of(whole)
+        others = [name for name, n in extents_of(own).items() if n not in (1, known.get(name))]
+        if not set(others) <= {"depth"}:
+            raise Miss("two products of queries and keys with other axes")
+    return own_q, own_k
 
 
 def _between(start: Node, value: Value) -> list[Node]:
@@ -682,7 +902,7 @@ def _before_stops(value: Value) -> Value:
     return value
 
 
-_OF_SCORES = ("transpose", "neg", "select_n", "add", "mul", "div", *CASTS, *ONES)
+_OF_SCORES = ("transpose", "neg", "select_n", "add", "sub", "mul", "div", *CASTS, *ONES)
 
 
 def _leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.api import dot_product_attention
-from jattn.arrays import as_flag, shown
+from jattn.arrays import as_flag, shown, wider
 from jattn.fusion.axes import Miss, Named, extents_of, parts_of
 from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
@@ -34,8 +34,8 @@ class FusionRecord:
     """What ``fuse_attention`` did with one attention of a program that it traced.
 
     Attributes:
-      pattern: what acts on the scores: "plain", or "causal", "window", "softcap", "mask", "bias", "dropout", joined by
-        "+"; empty if it was not recognised.
+      pattern: what acts on the scores: "plain", or "causal", "window", "softcap", "mask", "bias", "sinks", "dropout",
+        joined by "+"; empty if it was not recognised.
       miss: why it was left as it is; empty if it was replaced.
       shapes: of query, key and value as the program has them; empty if they are not known.
       where: the line of the program, or an empty string.
@@ -83,9 +83,9 @@ def fuse_attention(
 
     A softmax between two products is found in whatever layout and spelling it has: ``einsum`` or ``matmul``, heads
     before or behind the length, grouped heads, a scale on the scores, a softcap by ``tanh``, masks by ``where``,
-    biases, causal masks and windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of ``jit``,
-    ``scan``, ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the program
-    is left as it is; of a program without attention, all. Fuse before you differentiate,
+    biases, sinks, causal masks and windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of
+    ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the
+    program is left as it is; of a program without attention, all. Fuse before you differentiate,
     ``jax.grad(fuse_attention(loss))``: in the other order probabilities have a second use, and stay. ``fusion_log``
     tells what was found, and what was not taken and why.
 
@@ -116,7 +116,7 @@ def fuse_attention(
 
 def _disabled(disable: Any) -> frozenset[str]:
     """The patterns that stay as they are."""
-    known = {"plain", "causal", "window", "softcap", "mask", "bias", "dropout"}
+    known = {"plain", "causal", "window", "softcap", "mask", "bias", "sinks", "dropout"}
     if not isinstance(disable, Iterable):
         raise ValueError(
             f"{_NAME}: disable is {shown(disable)}, must be a pattern or a collection of them, made of"
@@ -299,13 +299,18 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
     def size(names: Sequence[str]) -> int:
         return math.prod(extents[name] for name in names)
 
-    def tokens(named: Named, row: str, of_heads: Axes, width: str) -> Any:
-        array = _arranged(read(named.value), named.axes, (*match.batch, row, *of_heads, width))
-        own = extents_of(named)
-        num_heads = math.prod(
-            own.get(name, 1) for name in of_heads
-        )  # fewer of keys than of queries, maybe
-        return _reshaped(array, (size(match.batch), extents[row], num_heads, extents[width]))
+    def tokens(parts: Sequence[Named], row: str, of_heads: Axes, width: str) -> Any:
+        order = (*match.batch, row, *of_heads, width)
+        own = extents_of(parts[0])
+        arrays = [_arranged(read(x.value), x.axes, order) for x in parts]
+        whole = [own.get(name, 1) for name in order[:-1]]
+        arrays = [
+            x if x is arrays[0] else jnp.broadcast_to(x, (*whole, x.shape[-1])) for x in arrays
+        ]
+        array = jnp.concatenate(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
+        # Heads may be fewer of keys than of queries.
+        num_heads = math.prod(own.get(name, 1) for name in of_heads)
+        return _reshaped(array, (size(match.batch), extents[row], num_heads, array.shape[-1]))
 
     def scores(named: Named) -> Any:
         order = (*match.batch, *heads, match.row, "column")
@@ -322,11 +327,16 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
         return _reshaped(array, (math.prod(folded[0]), math.prod(folded[1]), *rest))
 
     of_keys = heads[:1] if match.head is not None else ()
-    bias = (
-        sum((scores(x) for x in match.biases[1:]), scores(match.biases[0]))
-        if match.biases
-        else None
-    )
+    bias = None
+    for named, factor in match.biases:
+        own = scores(named)
+        own = own if factor == 1 else own.astype(wider(own.dtype, jnp.float32)) * factor
+        bias = own if bias is None else bias + own
+    sinks = None
+    if isinstance(match.sinks, Named):
+        sinks = scores(match.sinks)[:, :, 0, 0]
+    elif match.sinks is not None:
+        sinks = jnp.full((1,), match.sinks, jnp.float32)
     mask = None
     for named, visible_if_true in match.masks:
         own = scores(named)
@@ -341,12 +351,13 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
         }
     attention: Callable[..., Any] = dot_product_attention
     out = attention(
-        tokens(match.q, match.row, heads, "depth"),
-        tokens(match.k, "column", of_keys, "depth"),
-        tokens(match.v, "column", of_keys, "width"),
+        tokens([match.q, *(q for q, _ in match.further)], match.row, heads, "depth"),
+        tokens([match.k, *(k for _, k in match.further)], "column", of_keys, "depth"),
+        tokens([match.v], "column", of_keys, "width"),
         bias,
         mask,
         scale=match.scale,
+        sinks=sinks,
         logits_soft_cap=match.softcap,
         implementation=options.implementation,
         **match.band_options(),

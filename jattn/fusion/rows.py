@@ -77,7 +77,7 @@ def reduction(found: Named, name: str, whole: Axes) -> Reduced | None:
 
 def log_of_sum(found: Named, whole: Axes) -> LogOfSum | None:
     """What ``logsumexp`` makes: the logarithm of a sum over "column", and a shift that is added to it."""
-    found, nodes = _moved_back(found)
+    found, nodes = moved_back(found)
     node = found.value.node
     if node is None:
         return None
@@ -87,7 +87,7 @@ def log_of_sum(found: Named, whole: Axes) -> LogOfSum | None:
         one, other = node.inputs
         parts = [(one, other), (other, one)]
     for part, shift in parts:
-        log, between = _moved_back(Named(part, found.axes))
+        log, between = moved_back(Named(part, found.axes))
         if (logarithm := log.value.made_by("log")) is None:
             continue
         between.append(logarithm)
@@ -105,12 +105,12 @@ def log_of_sum(found: Named, whole: Axes) -> LogOfSum | None:
 
 def is_same_row(one: Named, other: Named) -> bool:
     """Whether two values repeat the same number along each row; not if the gradient of one alone is stopped."""
-    (a, _), (b, _) = _moved_back(one), _moved_back(other)
+    (a, _), (b, _) = moved_back(one), moved_back(other)
     is_row = a.value is b.value and _is_whole(a) and _is_whole(b)
     return is_row and long_parts(a) == long_parts(b)
 
 
-def _moved_back(found: Named) -> tuple[Named, list[Node]]:
+def moved_back(found: Named) -> tuple[Named, list[Node]]:
     """What a value was in another shape or type, and the operations between."""
     nodes: list[Node] = []
     while (node := found.value.node) is not None and node.name not in ("max", "stop_gradient"):

@@ -307,7 +307,6 @@ def not_attention(name: str) -> tuple[Callable[..., Array], str]:
         "integers": (of_scores(lambda s: s + bias), "a bias of int32"),
         "number": (of_scores(lambda s: s + 2.0), "a number is added to the scores"),
         "small fill": (of_scores(lambda s: jnp.where(mask, s, -5.0)), "which scores may reach"),
-        "scaled bias": (of_scores(lambda s: (s + bias * 1.5) * 2.0), "a bias in front of the scale"),
         "sine": (of_scores(jnp.sin), "sin between"),
         "other types": (
             lambda q, k, v: jax.nn.softmax(
@@ -331,7 +330,6 @@ def not_attention(name: str) -> tuple[Callable[..., Array], str]:
         "integers",
         "number",
         "small fill",
-        "scaled bias",
         "sine",
         "other types",
         "factor",

@@ -171,11 +171,15 @@ def listed_sums(count: int, dtypes: tuple[str, ...] = DTYPES) -> list[Case]:
 
 
 @functools.cache
-def listed_of_cudnn(count: int) -> list[Case]:
-    """The same of larger problems with what cuDNN knows; of windows it takes those with no more queries than keys."""
+def listed_of_cudnn(
+    count: int,
+    shapes: tuple[Shape, ...] = LARGER,
+    head_dims: tuple[tuple[int, int], ...] = WIDER,
+) -> list[Case]:
+    """The same with what cuDNN knows; of windows it takes those with no more queries than keys."""
     dtypes = ("bfloat16", "float16")
     windows = ((9, None), (0, None), (200, None))
-    cases = [_drawn(i, dtypes[i % 2], FEATURES_OF_CUDNN, LARGER, WIDER) for i in range(count)]
+    cases = [_drawn(i, dtypes[i % 2], FEATURES_OF_CUDNN, shapes, head_dims) for i in range(count)]
     return [
         case
         if case.window is None

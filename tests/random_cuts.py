@@ -40,19 +40,21 @@ class Cut:
 
     @classmethod
     def draw(cls, seed: int, kind: AxisType, dtype: str) -> "Cut":
-        rng = np.random.default_rng(seed)
-        used = frozenset(
-            name
-            for name, tenths in composition.FEATURES.items()
-            if name != "dropout_rows" and rng.integers(10) < 0.6 * tenths
-        )
-        case = composition.problem(
-            lambda choices: choices[rng.integers(len(choices))],
-            used,
-            dtype,
-            f"cut-{seed}",
-            SHAPES,
-        )
+        def problem(rng: np.random.Generator) -> Case:
+            used = frozenset(
+                name
+                for name, tenths in composition.FEATURES.items()
+                if name != "dropout_rows" and rng.integers(10) < 0.6 * tenths
+            )
+            return composition.problem(
+                lambda choices: choices[rng.integers(len(choices))],
+                used,
+                dtype,
+                f"cut-{seed}",
+                SHAPES,
+            )
+
+        case, rng = composition.redrawn(problem, seed), inputs.generator(f"cut-{seed}")
         mesh = jax.make_mesh(MESHES[rng.integers(3)], ("x", "y"), axis_types=(kind, kind))
 
         def spec_of(x: Any) -> PartitionSpec:

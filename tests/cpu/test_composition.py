@@ -8,13 +8,23 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from composition import DTYPES, FEATURES, listed, problem
-from hypothesis import given, settings
+from composition import (
+    DTYPES,
+    FEATURES,
+    FEWEST_SEEING,
+    listed,
+    listed_few_queries,
+    problem,
+    redrawn,
+    shows_enough,
+)
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import jattn
-from jattn.testing import cases
+from jattn.testing import cases, inputs, oracle
 from jattn.testing.cases import Case
 from jattn.testing.run import serves, verify
 
@@ -27,9 +37,11 @@ def composed(draw: st.DrawFn) -> Case:
         return draw(st.integers(0, 9)) >= 10 - tenths
 
     used = frozenset(name for name, tenths in FEATURES.items() if chance(tenths))
-    return problem(
+    case = problem(
         lambda choices: draw(st.sampled_from(choices)), used, draw(st.sampled_from(DTYPES))
     )
+    assume(shows_enough(case))
+    return case
 
 
 @settings(max_examples=settings.default.max_examples * 2 // 3)
@@ -81,6 +93,34 @@ def test_the_list_uses_every_feature(pick: Callable[[Any], Any]) -> None:
     assert full != plain
     names = " ".join(case.name for case in listed(300))
     assert [feature for feature in FEATURES if feature not in names] == []
+
+
+@pytest.mark.parametrize("drawn", [listed, listed_few_queries])
+def test_queries_of_the_lists_see_keys(drawn: Callable[[int], list[Case]]) -> None:
+    """With the arrays of the problems themselves; before they were drawn again, every fifth of them saw too little."""
+    shares = []
+    for case in drawn(300):
+        visible = oracle.visibility(case, inputs.make(case))
+        shares.append(np.mean(visible.any(axis=3)))
+    too_few = np.mean(np.asarray(shares) < FEWEST_SEEING)
+    assert too_few <= 0.02
+    assert np.mean(np.asarray(shares) < 1) > 0.3  # and yet many have queries that see nothing
+
+
+def test_what_shows_too_little_is_drawn_again() -> None:
+    enough = Case("enough", q_len=8, kv_len=8)
+    hidden = (
+        enough.but("no-keys", kv_lengths=(0, 0)),
+        enough.but("few-queries", q_lengths=(3, 0)),
+        enough.but("own-key", window=(0, 0), with_dlse=False),
+    )
+    assert shows_enough(enough)
+    assert not any(map(shows_enough, hidden))
+    assert shows_enough(hidden[2].but("dlse", with_dlse=True))
+    attempts = iter((*hidden, enough))
+    assert redrawn(lambda _: next(attempts), 0) == enough
+    with pytest.raises(ValueError, match="none shows enough, the last one being enough-no-keys"):
+        redrawn(lambda _: hidden[0], 0)
 
 
 @pytest.mark.parametrize("backend", ["flash", "mem_efficient"])

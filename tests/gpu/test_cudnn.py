@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from composition import listed_of_cudnn
+from cudnn_cases import problems
 
 import jattn
 from jattn.testing import cases, compare
@@ -16,48 +17,9 @@ from jattn.testing.run import run, serves
 pytestmark = pytest.mark.backends("cudnn")
 
 SM90 = jattn.Device("cuda", arch=(9, 0))
-BASE = Case(
-    "cudnn",
-    q_len=300,
-    kv_len=300,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    head_dim_v=128,
-    dtype="bfloat16",
-)
 TABLE = [case for case in cases.sweep() if serves(case, "cudnn", SM90)]
 COMPOSED = [case for case in listed_of_cudnn(48) if serves(case, "cudnn", SM90)]
-CASES = [
-    BASE.but("full"),
-    BASE.but("causal", is_causal=True, dtype="float16"),
-    BASE.but("causal-more-queries", is_causal=True, q_len=500),
-    BASE.but("causal-more-keys", is_causal=True, kv_len=500),
-    BASE.but("window", is_causal=True, window=(70, None)),
-    BASE.but("own-key", is_causal=True, window=(0, None)),
-    BASE.but("window-more-keys", is_causal=True, window=(40, None), kv_len=500),
-    BASE.but("window-of-all", is_causal=True, window=(299, None), kv_len=129),
-    BASE.but("lengths", q_lengths=(300, 77), kv_lengths=(130, 300)),
-    BASE.but("no-keys", q_lengths=(300, 20), kv_lengths=(0, 300)),
-    BASE.but("no-queries", q_lengths=(0, 300), kv_lengths=(300, 0), is_causal=True),
-    BASE.but(
-        "lengths-window",
-        q_lengths=(300, 290),
-        kv_lengths=(64, 200),
-        is_causal=True,
-        window=(30, None),
-    ),
-    BASE.but("negative-scale", scale=-0.05, is_causal=True),
-    BASE.but("no-scale", scale=0.0),
-    BASE.but("one-head", num_heads=5, num_kv_heads=1),
-    BASE.but("one-query", q_len=1, kv_len=513),
-    BASE.but("one-key", kv_len=1),
-    BASE.but("out-alone", with_dlse=False),
-]
-CASES += [
-    BASE.but(f"head-dims-{d}-{dv}", head_dim=d, head_dim_v=dv, is_causal=True)
-    for d, dv in ((1, 1), (8, 8), (21, 40), (64, 128), (72, 64), (192, 128), (203, 203), (256, 256))
-]
+CASES = problems(300)
 
 
 # cuDNN rounds where our kernels do not: gradients of scores in float16 lose their bits below 2^-14, and single elements

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -479,24 +480,45 @@ def _words(closed: ClosedJaxpr) -> str:
 
     def name(x: Any) -> str:
         if isinstance(x, Literal):
-            if isinstance(x.val, jax.core.Tracer):
-                raise TypeError(
-                    f"{_NAME}: score_mod calls a function whose jax.custom_jvp rule closes over a traced array of type"
-                    f" {x.aval}, must read it as an argument: pass it as captures=(x,), and to that function"
-                )
-            value = np.asarray(x.val)
-            return f"{value.dtype}{list(value.shape)}:{value.tobytes().hex()}"
+            return _words_of_array(x.val)
         return names.setdefault(x, f"v{len(names)}:{x.aval.dtype}{list(x.aval.shape)}")
 
     def lines() -> Iterator[str]:
         yield " ".join(map(name, closed.jaxpr.invars))
         for equation, inputs, outputs in equations:
-            params = " ".join(f"{key}={value}" for key, value in sorted(equation.params.items()))
+            params = " ".join(
+                f"{key}={_words_of_parameter(value)}"
+                for key, value in sorted(equation.params.items())
+            )
             left, right = " ".join(map(name, outputs)), " ".join(map(name, inputs))
             yield f"{left} = {equation.primitive.name}[{params}] {right}"
         yield "-> " + " ".join(map(name, results))
 
     return "\n".join(lines())
+
+
+def _words_of_parameter(value: Any) -> str:
+    """A parameter of an operation; of programs in it, bodies of loops say, all that they compute with."""
+    if isinstance(value, ClosedJaxpr):
+        return f"({_words(value)})"
+    if isinstance(value, Jaxpr) and not value.constvars:
+        return f"({_words(ClosedJaxpr(value, ()))})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_words_of_parameter, value))})"
+    return _words_of_array(value) if isinstance(value, np.ndarray | jax.Array) else str(value)
+
+
+def _words_of_array(value: Any) -> str:
+    """The type and the elements of an array, these in short."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{_NAME}: score_mod calls a function whose jax.custom_jvp rule closes over a traced array of type"
+            f" {value.aval}, must read it as an argument: pass it as captures=(x,), and to that function"
+        )
+    known = np.asarray(value)
+    elements = known.tobytes()
+    short = elements.hex() if len(elements) <= 64 else hashlib.sha256(elements).hexdigest()
+    return f"{known.dtype}{list(known.shape)}:{short}"
 
 
 _SAME_NUMBERS = (

@@ -592,6 +592,45 @@ def test_a_capture_that_can_be_made_an_array() -> None:
     np.testing.assert_array_equal(got, want)
 
 
+LOOPS: dict[str, Callable[..., Any]] = {
+    "fori_loop": lambda f, s, j: jax.lax.fori_loop(0, 2, lambda n, x: f(x, j), s),
+    "scan": lambda f, s, j: jax.lax.scan(lambda x, n: (f(x, j), None), s, None, length=2)[0],
+    "while_loop": lambda f, s, j: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1], j)), (0, s)
+    )[1],
+    "map": lambda f, s, j: jax.lax.map(lambda x: f(s * x, j), jnp.ones(2)).sum() / 2,
+    "switch": lambda f, s, j: jax.lax.switch(j % 2, [f, lambda x, j: x], s, j),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["jit", "jit in jit"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_functions_that_differ_in_an_array_inside_of_a_loop(loop: str, nested: bool) -> None:
+    """A jitted helper, called in a loop, closes over the array: the body of the loop holds it."""
+    q, k, v = (normal(i, 1, 4, 2, 8) for i in range(3))
+    tables = [jnp.zeros(4), jnp.array([0.0, 5.0, 2.0, -3.0])]
+
+    def attend(table: jax.Array) -> jax.Array:
+        helper = jax.jit(lambda x, j: x + table[j])
+        inner = jax.jit(lambda x, j: helper(x, j) + 0) if nested else helper
+        return jattn.dot_product_attention(
+            q,
+            k,
+            v,
+            score_mod=lambda s, b, h, i, j: LOOPS[loop](inner, s, j),
+            implementation="xla",
+        )
+
+    alone = []
+    for table in tables:
+        jax.clear_caches()
+        alone.append(attend(table))
+    assert float(jnp.abs(alone[0] - alone[1]).max()) > 0.1
+    for found in ([attend(table) for table in tables], jax.jit(lambda: [*map(attend, tables)])()):
+        for got, want in zip(found, alone, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_capture_that_is_used_elsewhere_too() -> None:
     q, k, v = qkv()
     table, ids = captured()

@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.fusion.graph import Axes, Value, axes_before_transpose
+from jattn.fusion.axes import Named, compact_of
+from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, known_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,20 @@ class Affine:
         for name, slope in other.slopes:
             slopes[name] = slopes.get(name, 0) + sign * slope
         return Affine.of(slopes, self.constant + sign * other.constant)
+
+    def behind(self, begins: dict[str, int]) -> Affine:
+        """The same of numbers that are counted from these on."""
+        return Affine(
+            self.slopes,
+            self.constant + sum(slope * begins.get(name, 0) for name, slope in self.slopes),
+        )
+
+
+def _begins(node: Node, axes: Axes) -> dict[str, int] | None:
+    """Where along each axis a slice begins; None if it leaves elements out between."""
+    if set(node.params["strides"] or (1,)) != {1}:
+        return None
+    return dict(zip(axes, node.params["start_indices"], strict=True))
 
 
 def _affine(value: Value, axes: Axes) -> Affine | None:
@@ -50,6 +65,9 @@ def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
         return Affine.of({axes[along]: 1} if value.shape[along] != 1 else {}, 0)
     if (inner := _rearranged(value, axes)) is not None:
         return _affine(*inner)
+    if node.name == "slice" and (begins := _begins(node, axes)) is not None:
+        whole = _affine(node.inputs[0], axes)
+        return None if whole is None else whole.behind(begins)
     if node.name in ("add", "sub"):
         one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
         if one is None or other is None:
@@ -103,7 +121,8 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
         return frozenset() if known else None
     node = value.node
     if node is None:
-        return None
+        array = known_array(value)
+        return frozenset() if array is not None and array.all() else None
     if node.name in _COMPARISONS:
         one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
         if one is None or other is None:
@@ -114,11 +133,22 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
     if node.name == "and" and value.dtype == bool:
         both = [conditions(x, _axes_of_input(x, axes)) for x in node.inputs]
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
-    if node.name == "select_n" and len(node.inputs) == 3 and node.inputs[1].number == 0:
-        both = [conditions(x, _axes_of_input(x, axes)) for x in (node.inputs[0], node.inputs[2])]
-        return None if None in both else frozenset().union(*(x for x in both if x is not None))
-    if node.name == "ne" and node.inputs[1].number == 0:
-        return conditions(node.inputs[0], axes)
+    if node.name == "select_n" and len(node.inputs) == 3:
+        choice, *chosen = node.inputs
+        zeros = [i for i, x in enumerate(chosen) if x.number == 0]
+        if len(zeros) != 1:
+            return None
+        where = conditions(choice, _axes_of_input(choice, axes))
+        if where is not None and zeros == [1]:
+            where = negated(where)
+        rest = conditions(chosen[1 - zeros[0]], _axes_of_input(chosen[1 - zeros[0]], axes))
+        return None if where is None or rest is None else where | rest
+    if node.name in ("ne", "eq") and node.inputs[1].number == 0:
+        found = conditions(node.inputs[0], axes)
+        return found if found is None or node.name == "ne" else negated(found)
+    if node.name == "slice" and (begins := _begins(node, axes)) is not None:
+        whole = conditions(node.inputs[0], axes)
+        return None if whole is None else frozenset(x.behind(begins) for x in whole)
     inner = _rearranged(value, axes)
     # A change of type keeps what is not 0 where one of both is bool: numbers may be rounded to 0.
     if inner is not None and (
@@ -126,6 +156,46 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
     ):
         return conditions(*inner)
     return None
+
+
+def negated(found: frozenset[Affine]) -> frozenset[Affine] | None:
+    """The sums that must not be negative where a bool value is false; None if that takes a choice between several."""
+    if len(found) != 1:
+        return None
+    (one,) = found
+    return frozenset({Affine.of({}, -1).plus(one, -1)})
+
+
+def conjunction(mask: Named, is_true: bool) -> list[tuple[Named, bool]]:
+    """Masks that must all be true (True), or all be false, where a mask is true, or false (``is_true``)."""
+    mask = compact_of(mask)
+    if mask.value.number is not None and bool(mask.value.number) == is_true:
+        return []
+    node = mask.value.node
+    if node is None or mask.value.dtype != bool:
+        return [(mask, is_true)]
+    parts = [Named(x, _axes_of_input(x, mask.axes)) for x in node.inputs]
+    if node.name == "not":
+        return conjunction(parts[0], not is_true)
+    if node.name == ("and" if is_true else "or"):
+        return [x for part in parts for x in conjunction(part, is_true)]
+    if (source := _bools_before(node, mask.axes)) is not None:
+        return conjunction(source, is_true)
+    return [(mask, is_true)]
+
+
+def _bools_before(node: Node, axes: Axes) -> Named | None:
+    """The bools that a node makes again of the numbers 0 and 1 that they became."""
+    is_compared = node.name in ("ne", "gt") and node.inputs[1].number == 0
+    if not is_compared and node.name != "convert_element_type":
+        return None
+    found = compact_of(Named(node.inputs[0], axes))
+    while found.value.dtype != bool:
+        convert = found.value.made_by("convert_element_type", "copy")
+        if convert is None:
+            return None
+        found = compact_of(Named(convert.inputs[0], found.axes))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,7 +237,7 @@ def through(value: Value, *names: str) -> Iterator[Value]:
 
 
 def known_array(value: Value) -> Any | None:
-    """The bools that a value is, if they are there while tracing: a constant, or whether it is not 0."""
+    """The bools that a value is, if they are there while tracing: a constant, a part of one, or whether it is not 0."""
     node = value.node
     if node is None:
         is_array = value.known is not None and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
@@ -245,4 +245,8 @@ def known_array(value: Value) -> Any | None:
     keeps = node.name == "convert_element_type" and bool in (value.dtype, node.inputs[0].dtype)
     if keeps or (node.name == "ne" and node.inputs[1].number == 0):
         return known_array(node.inputs[0])
+    if node.name == "slice" and (whole := known_array(node.inputs[0])) is not None:
+        limits = node.params["start_indices"], node.params["limit_indices"], node.params["strides"]
+        begins, ends, steps = (x or (1,) * whole.ndim for x in limits)
+        return whole[tuple(map(slice, begins, ends, steps))]
     return None

@@ -26,7 +26,15 @@ from jattn.fusion.axes import (
     result_axes,
     roles,
 )
-from jattn.fusion.bands import FoundBand, band_of, band_of_array, conditions, options_of
+from jattn.fusion.bands import (
+    FoundBand,
+    band_of,
+    band_of_array,
+    conditions,
+    conjunction,
+    negated,
+    options_of,
+)
 from jattn.fusion.dropout import FoundDropout
 from jattn.fusion.graph import Axes, Node, Value, known_array
 from jattn.fusion.repeats import before_repeats
@@ -226,15 +234,19 @@ def _finish(
     )
 
 
-def _band(mask: Named, row: str, rows: int, columns: int) -> FoundBand | None:
-    """The band that a mask is, if it is one: of comparisons, or an array that is known."""
+def _band(
+    mask: Named, visible_if_true: bool, row: str, rows: int, columns: int
+) -> FoundBand | None:
+    """The band that a mask shows, if it is one: of comparisons, or an array that is known."""
     extents = extents_of(mask)
     if (extents.get(row), extents.get("column")) != (rows, columns):
         return None  # one row, or one column, for all
     known = known_array(mask.value)
     if known is not None:
-        return band_of_array(known, mask.axes, row, "column")
+        return band_of_array(known == visible_if_true, mask.axes, row, "column")
     found = conditions(mask.value, mask.axes)
+    if found is not None and not visible_if_true:
+        found = negated(found)
     return None if found is None else band_of(found, row, "column")
 
 
@@ -242,13 +254,18 @@ def _split_bands(
     masks: Sequence[tuple[Named, bool]], row: str, rows: int, columns: int
 ) -> tuple[FoundBand, tuple[tuple[Named, bool], ...]]:
     """Takes the masks that together are a band out of the others."""
-    band, others = FoundBand(None, None), []
+    band = FoundBand(None, None)
+    others: list[tuple[Named, bool]] = []
     for mask, visible_if_true in masks:
-        own = _band(mask, row, rows, columns) if visible_if_true else None
-        if own is None:
-            others.append((mask, visible_if_true))
-        else:
-            band = band.intersect(own)
+        parts = conjunction(mask, visible_if_true)
+        bands = [_band(part, sense, row, rows, columns) for part, sense in parts]
+        if parts and all(own is None for own in bands):
+            parts, bands = [(mask, visible_if_true)], [None]
+        for part, own in zip(parts, bands, strict=True):
+            if own is None:
+                others.append(part)
+            else:
+                band = band.intersect(own)
     if options_of(band, rows, columns) is None:
         return FoundBand(None, None), tuple(masks)
     return band, tuple(others)

@@ -93,8 +93,9 @@ def fuse_attention(
       function: any function that JAX can trace. Arguments that are no arrays (numbers of Python among them) are
         constants of the trace. Without it, a decorator is returned.
       disable: patterns that stay as they are, as ``FusionRecord.pattern`` has them, or parts of them, as "dropout".
-      finite_fill: whether a mask may write a large negative number (-1e9 and less) instead of -inf. The difference: a
-        query that sees no key gets 0, and not the mean of the values.
+      finite_fill: whether a mask may write a large negative number (-1e9 and less) instead of -inf, or add it. The
+        difference: a query that sees no key gets 0, and not the mean of the values. Otherwise attention with such a
+        mask is left as it is, and what is added is a bias.
       exact_dropout: whether dropout must drop the weights that the program drops. It then stays as it is; otherwise the
         same key drops others, as often (``jattn.dropout_mask``).
       implementation: as for ``dot_product_attention``.

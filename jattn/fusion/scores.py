@@ -30,6 +30,11 @@ _FILL = -1e9  # a mask writes this or less: no score is near
 _FILL_OF_FLOAT16 = 0.9 * float(jnp.finfo(jnp.float16).min)
 
 
+def _highest_fill(dtype: Any) -> float:
+    """The highest number that a mask may write into scores of a type: -1e9 as the type has it."""
+    return _FILL_OF_FLOAT16 if dtype == jnp.float16 else float(np.asarray(_FILL, dtype))
+
+
 @dataclasses.dataclass
 class Scores:
     """Follows scores backwards, and notes what belongs to the pattern and what acts on them.
@@ -89,10 +94,7 @@ class Scores:
         fill = fills[0] if visible_if_true else fills[1]
         if fill is None:
             raise Miss("a mask that chooses between two arrays")
-        dtype = node.outputs[0].dtype
-        # -1e9 as the type has it: in bfloat16 it is -998244352.
-        lowest = _FILL_OF_FLOAT16 if dtype == jnp.float16 else float(np.asarray(_FILL, dtype))
-        if not fill <= lowest:  # NaN is not
+        if not fill <= _highest_fill(node.outputs[0].dtype):  # NaN is not
             raise Miss(f"a mask that writes {fill:g}, which scores may reach")
         if fill != -math.inf and not self.fuses_finite_fill:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
@@ -183,15 +185,46 @@ class Scores:
         bias = node.inputs[1 - place]
         if bias.number is not None:
             raise Miss("a number is added to the scores")
-        compact = compact_of(Named(bias, axes if bias.shape else ()))
-        *_, source = through(compact.value, *CASTS, "broadcast_in_dim", "reshape")
-        if not {str(compact.value.dtype), str(source.dtype)} <= set(FLOAT_DTYPES):
-            raise Miss(f"a bias of {source.dtype}")
         is_taken_off = node.name == "sub" and place == 0
-        self.biases.append((compact, -self.scale if is_taken_off else self.scale))
+        factor = -self.scale if is_taken_off else self.scale
+        for part in self._summands(Named(bias, axes if bias.shape else ()), factor):
+            mask = self._mask_that_is_added(part, factor)
+            if mask is not None:
+                self.masks.append(mask)
+                continue
+            *_, source = through(part.value, *CASTS, "broadcast_in_dim", "reshape")
+            if not {str(part.value.dtype), str(source.dtype)} <= set(FLOAT_DTYPES):
+                raise Miss(f"a bias of {source.dtype}")
+            self.biases.append((part, factor))
         if node.name == "sub" and place == 1:
             self.scale = -self.scale
         return Named(node.inputs[place], axes)
+
+    def _summands(self, bias: Named, factor: float) -> list[Named]:
+        """A bias; if it is a sum of a mask and of something else, both."""
+        bias = compact_of(bias)
+        total = bias.value.made_by("add")
+        if total is None:
+            return [bias]
+        parts = [compact_of(Named(x, bias.axes if x.shape else ())) for x in total.inputs]
+        has_mask = any(self._mask_that_is_added(part, factor) is not None for part in parts)
+        return parts if has_mask else [bias]
+
+    def _mask_that_is_added(self, found: Named, factor: float) -> tuple[Named, bool] | None:
+        """The mask, and whether true means visible, of which 0 and -inf, or a large negative number, are made."""
+        node = before_casts(found.value).made_by("select_n")
+        if node is None or len(node.inputs) != 3 or node.inputs[0].dtype != bool:
+            return None
+        choice, *numbers = node.inputs
+        others = [x.number for x in numbers if x.number != 0]
+        if len(others) != 1 or others[0] is None:
+            return None
+        hidden = others[0] * factor
+        if not hidden <= _highest_fill(node.outputs[0].dtype):  # NaN is not
+            return None
+        if hidden != -math.inf and not self.fuses_finite_fill:
+            return None
+        return compact_of(Named(choice, found.axes if choice.shape else ())), numbers[1].number == 0
 
     def _scaled(self, node: Node, axes: Axes) -> Named:
         if node.name == "neg":
@@ -258,16 +291,29 @@ class Scores:
         return f"{ONE}{self.ones}"
 
     def takes_maximum(self, shifted: Node, axes: Axes) -> bool:
-        """Whether it takes off the maximum over "column", or that and -inf, of what it takes it off."""
-        largest = reduction(Named(shifted.inputs[1], axes), "reduce_max", axes)
-        if (
-            largest is None
-            or largest.is_inverse
-            or shifted.inputs[0].shape != shifted.outputs[0].shape
-        ):
+        """Whether it takes off the maximum over "column", or that and -inf, of what it takes it off, in any layout."""
+        if shifted.inputs[0].shape != shifted.outputs[0].shape:
             return False
-        own = before_casts(shifted.inputs[0])
-        compared = largest.operand
+        row = Named(shifted.inputs[1], axes)
+        return any(
+            self._is_maximum_of(found, row)
+            for found in self._in_all_layouts(Named(shifted.inputs[0], axes))
+        )
+
+    def _in_all_layouts(self, found: Named) -> list[Named]:
+        """A value as it is, and as it was before its axes were moved."""
+        layouts, nodes = [found], len(self.nodes)
+        while (inner := self.rearranged(layouts[-1])) is not None:
+            layouts.append(inner)
+        del self.nodes[nodes:]
+        return layouts
+
+    def _is_maximum_of(self, found: Named, row: Named) -> bool:
+        """Whether a number for each row is the maximum over "column" of scores; notes what makes it."""
+        largest = reduction(row, "reduce_max", found.axes)
+        if largest is None or largest.is_inverse:
+            return False
+        own, compared = before_casts(found.value), largest.operand
         origin = next(
             (x for x in (before_casts(compared), before_stops(compared)) if x is own), None
         )
@@ -277,7 +323,7 @@ class Scores:
                 return False
             assert origin.node is not None
             self.nodes.append(origin.node)
-        if compared is not shifted.inputs[0]:
+        if compared is not found.value:
             self.take_casts(compared, origin)
         self.nodes += [largest.node, *largest.nodes]
         return True

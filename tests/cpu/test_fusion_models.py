@@ -155,7 +155,7 @@ def scores_in_float32(q: Array, k: Array, v: Array, bias: Array) -> Array:
 
 PROGRAMS: dict[Program, tuple[str, tuple[Array, ...]]] = {
     sink_in_the_last_column: ("mask+sinks", (Q, KEYS, V, SINKS)),
-    sink_of_groups: ("bias+sinks", (Q, FEW_KEYS, FEW_V, SINKS)),
+    sink_of_groups: ("mask+sinks", (Q, FEW_KEYS, FEW_V, SINKS)),
     sink_in_the_first_column: ("sinks", (Q, KEYS, V, SINKS)),
     sink_in_the_sum: ("sinks", (Q, KEYS, V, SINKS)),
     sink_in_the_sum_of_what_is_masked: ("mask+sinks", (Q, KEYS, V, SINKS)),
@@ -163,7 +163,7 @@ PROGRAMS: dict[Program, tuple[str, tuple[Array, ...]]] = {
     one_in_the_sum: ("sinks", (Q, KEYS, V, SINKS)),
     one_in_the_sum_of_what_is_shifted: ("sinks", (Q, KEYS, V, SINKS)),
     sink_of_entries: ("sinks", (Q, KEYS, V, SINKS)),
-    rope_beside: ("bias", (Q, KEYS, V, Q_ROPE, K_ROPE)),
+    rope_beside: ("mask", (Q, KEYS, V, Q_ROPE, K_ROPE)),
     rope_in_front: ("plain", (Q, KEYS, V, Q_ROPE, K_ROPE)),
     rope_of_groups: ("plain", (Q, KEYS, V, Q_ROPE, K_ROPE)),
     bias_of_a_product: ("bias", (Q, KEYS, V, normal(T, S, D, seed=10))),

@@ -217,6 +217,7 @@ def test_one_head_and_further_axes() -> None:
 
 
 TRIANGLE = np.tri(T, S, dtype=bool)
+BUFFER = np.tri(64, 64, dtype=bool)
 BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
     "tril": (lambda: jnp.tril(jnp.ones((T, S), bool)), "causal", "(unbounded, 0)"),
     "iota": (lambda: jnp.arange(T)[:, None] >= jnp.arange(S)[None, :], "causal", "(unbounded, 0)"),
@@ -233,7 +234,22 @@ BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
     ),
     "both sides": (lambda: jnp.tril(jnp.ones((T, S), bool), 3), "causal", "(unbounded, 3)"),
     "of floats": (lambda: jnp.tril(jnp.ones((T, S))) != 0, "causal", "(unbounded, 0)"),
-    "upper": (lambda: jnp.triu(jnp.ones((T, S), bool), -9), "mask", ""),
+    "upper": (lambda: jnp.triu(jnp.ones((T, S), bool), -9), "window", "(9, unbounded)"),
+    "not upper": (lambda: ~jnp.triu(jnp.ones((T, S), bool), 1), "causal", "(unbounded, 0)"),
+    "upper is 0": (lambda: jnp.triu(jnp.ones((T, S)), 1) == 0, "causal", "(unbounded, 0)"),
+    "a part of one": (lambda: jnp.tril(jnp.ones((64, 64), bool))[:T, :S], "causal", "(unbounded, 0)"),
+    "a part from the middle": (
+        lambda: jnp.tril(jnp.ones((64, 64), bool))[5 : T + 5, 2 : S + 2],
+        "causal",
+        "(unbounded, 3)",
+    ),
+    "a known part": (lambda: jax.jit(lambda x: x[:T, :S])(BUFFER), "causal", "(unbounded, 0)"),
+    "every other row": (lambda: jnp.tril(jnp.ones((64, 64), bool))[: 2 * T : 2, :S], "mask", ""),
+    "two that hide": (
+        lambda: ~((jnp.arange(S)[None] > jnp.arange(T)[:, None]) & (jnp.arange(S)[None] > 1)),
+        "mask",
+        "",
+    ),
     "known": (lambda: TRIANGLE, "causal", "(unbounded, 0)"),
     "known window": (lambda: TRIANGLE & ~np.tri(T, S, -4, dtype=bool), "window", "(3, 0)"),
     "one row for all": (
@@ -297,7 +313,7 @@ NO_BANDS: dict[str, Callable[[], Array]] = {
     ),
     "unsigned difference": lambda: _rows(jnp.uint32) - _rows(jnp.uint32, 1) < 5,
     "difference as unsigned": lambda: (_rows(jnp.int32) - _rows(jnp.int32, 1)).astype(jnp.uint32) < 5,
-    "infinity": lambda: (_rows(jnp.float32) < jnp.inf) & _is_causal(jnp.float32),
+    "infinity": lambda: (_rows(jnp.float32) < jnp.inf) & _is_causal(jnp.int8),
     "NaN": lambda: ~((_rows(jnp.float32) < jnp.nan) & _is_causal(jnp.float32)),
     "another bit": lambda: ((_is_causal(jnp.int32) * 1) & 2) == 0,
     "one bit of another": lambda: (_is_causal(jnp.int32).astype(jnp.int32) & 2) != 0,
@@ -395,15 +411,17 @@ def test_P113_flax_linen(dropout: float) -> None:
         close(out, model(variables, x), "float32")
 
 
-def test_P113_flax_nnx() -> None:
+@pytest.mark.parametrize("pattern", ["causal", "plain"])
+def test_P113_flax_nnx(pattern: str) -> None:
     layer = nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0))
     x = normal(B, T, 32)
 
     def model(x: Array) -> Array:
-        return layer(x, mask=nnx.make_causal_mask(jnp.ones((B, T))))
+        mask = nnx.make_causal_mask(jnp.ones((B, T))) if pattern == "causal" else None
+        return layer(x, mask=mask)
 
     close(jattn.fuse_attention(model)(x), model(x), "float32")
-    assert found() == ["causal"]
+    assert found() == [pattern]
 
 
 def test_P113_blocks_of_models() -> None:
@@ -437,23 +455,98 @@ def test_P113_blocks_of_models() -> None:
         scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
         return merged(jax.nn.softmax(scores).astype(v.dtype) @ v), k, v
 
-    for model, pattern in ((bert, "bias"), (distil, "mask"), (gpt2, "mask")):
+    for model, pattern in ((bert, "bias"), (distil, "mask"), (gpt2, "causal")):
         jattn.clear_fusion_log()
         close(jattn.fuse_attention(model)(x), model(x), "float32")
         assert found() == [pattern]
 
 
-def test_the_xla_attention_of_jax_nn() -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids="kv_heads{}".format)
+@pytest.mark.parametrize("pattern", ["causal", "plain"])
+def test_the_xla_attention_of_jax_nn(pattern: str, kv_heads: int) -> None:
+    """It takes the maximum of the scores in one layout, and takes it off in another."""
     q, k, _ = operands("heads last")
+    k = k[:, :, :kv_heads]
     v = k + 1
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=pattern == "causal", implementation="xla"
+        )
 
     rows = min(T, S)
     out = jattn.fuse_attention(attend)(q, k, v)
     close(out[:, :rows], attend(q, k, v)[:, :rows], "float32")
-    assert found() == ["causal"]
+    assert found() == [pattern]
+
+
+def causal_beside_padding(how: str) -> Callable[[Array, Array], Array]:
+    """What is added to scores, or they as they are with -inf: of rows (T, T), and padding (B, T) that is not 0 or 1."""
+    ones = jnp.ones((1, 1, 64, 64), bool)
+
+    def both(padding: Array) -> Array:
+        causal = jnp.broadcast_to(jnp.tril(ones)[:, :, :T, :T], (B, 1, T, T))
+        return (padding[:, None, None] != 0) & causal
+
+    def added(s: Array, padding: Array) -> Array:
+        mask = both(padding).astype(jnp.float32)
+        lowest = jnp.full(mask.shape, jnp.finfo(s.dtype).min)
+        return s + jax.lax.select(mask > 0, jnp.zeros_like(lowest), lowest)
+
+    def taken_off(s: Array, padding: Array) -> Array:
+        return (s - jnp.where(both(padding), 0, 1e10)) * 0.5 * 2
+
+    def hidden(s: Array, padding: Array) -> Array:
+        upper = jnp.triu(jnp.ones((T, T), bool), 1)
+        return jnp.where(upper | (padding[:, None, None] == 0), -jnp.inf, s)
+
+    def with_a_bias(s: Array, padding: Array) -> Array:
+        return s + (normal(1, T, T, seed=9) + jnp.where(both(padding), 0, -jnp.inf))
+
+    choices = added, taken_off, hidden, with_a_bias
+    return next(f for f in choices if f.__name__ == how)
+
+
+@pytest.mark.parametrize("how", ["added", "taken_off", "hidden", "with_a_bias"])
+def test_a_band_beside_another_mask(how: str) -> None:
+    """What is left of the mask is one row of keys for each batch entry."""
+    q, k, v = (normal(B, 3, T, 8, seed=i) for i in range(3))
+    padding = jnp.asarray(np.arange(T)[None] < np.array([[T], [5]]), jnp.int32)
+    change = causal_beside_padding(how)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(change(q @ transposed(k) / 3.0, padding)) @ v
+
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["causal+mask" + ("+bias" if how == "with_a_bias" else "")]
+    text = str(jax.make_jaxpr(jattn.fuse_attention(attend))(q, k, v))
+    assert f"mask ({B}, 1, 1, {T})" in text
+
+
+@pytest.mark.parametrize(
+    "number", [-5.0, 1e30, "shown"], ids=["small", "positive", "shown is not 0"]
+)
+def test_two_numbers_that_are_added_are_a_bias(number: Any) -> None:
+    q, k, v = operands("heads first")
+    shown, hidden = (1.0, -1e30) if number == "shown" else (0.0, number)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        mask = jnp.tril(jnp.ones((T, S), bool))
+        return jax.nn.softmax(q @ transposed(k) / 4.0 + jnp.where(mask, shown, hidden)) @ v
+
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["bias"]
+
+
+def test_an_added_mask_of_large_numbers_is_left_a_bias_on_demand() -> None:
+    q, k, v = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        mask = jnp.tril(jnp.ones((T, S), bool))
+        return jax.nn.softmax(q @ transposed(k) / 4.0 + jnp.where(mask, 0, -1e30)) @ v
+
+    close(jattn.fuse_attention(attend, finite_fill=False)(q, k, v), attend(q, k, v), "float32")
+    assert found() == ["bias"]
 
 
 def test_the_backend_can_be_named() -> None:

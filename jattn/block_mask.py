@@ -6,8 +6,11 @@ and test pairs in the others only where they must. So a mask costs B*N*T*S bytes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,7 +46,7 @@ class BlockMask:
 
     Raises:
       TypeError: ``mask_mod`` is no function, or does not return one bool.
-      ValueError: lengths or a block size below 1; ``blocks`` of another type or shape.
+      ValueError: lengths below 0 or a block size below 1; ``blocks`` of another type or shape.
     """
 
     blocks: jax.Array
@@ -53,8 +56,8 @@ class BlockMask:
     mask_mod: MaskMod | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        _check_count(_CLASS, "q_len", self.q_len)
-        _check_count(_CLASS, "kv_len", self.kv_len)
+        _check_count(_CLASS, "q_len", self.q_len, least=0)
+        _check_count(_CLASS, "kv_len", self.kv_len, least=0)
         object.__setattr__(self, "block_size", _sizes(_CLASS, self.block_size))
         if self.mask_mod is not None:
             _check_callable(_CLASS, self.mask_mod)
@@ -73,10 +76,11 @@ class BlockMask:
             return visible
         _check_result(_CLASS, self.mask_mod)
         counted = [jnp.arange(extent, dtype=jnp.int32) for extent in self.shape]
-        return visible & _of_pairs(self.mask_mod)(*counted)
+        with _note_of_dead_arrays():
+            return visible & _of_pairs(self.mask_mod)(*counted)
 
     def sparsity(self) -> jax.Array:
-        """Returns the percentage of blocks that are hidden."""
+        """Returns the percentage of blocks that are hidden; NaN if there are none."""
         return 100 * (1 - self._checked_blocks().mean(dtype=jnp.float32))
 
     def kv_blocks(self) -> tuple[jax.Array, jax.Array]:
@@ -128,8 +132,8 @@ class BlockMask:
           ValueError: no integers, or shapes that do not fit each other or the lengths.
         """
         sizes = _sizes(_CLASS, block_size)
-        _check_count(_CLASS, "q_len", q_len)
-        _check_count(_CLASS, "kv_len", kv_len)
+        _check_count(_CLASS, "q_len", q_len, least=0)
+        _check_count(_CLASS, "kv_len", kv_len, least=0)
         counts = as_array("kv_num_blocks", kv_num_blocks, _CLASS)
         indices = as_array("kv_indices", kv_indices, _CLASS)
         for name, array in (("kv_num_blocks", counts), ("kv_indices", indices)):
@@ -146,7 +150,7 @@ class BlockMask:
             )
         counted = (jnp.arange(wanted[1]) < counts[..., None]) & (indices >= 0)
         places = jnp.where(counted, indices, wanted[1])  # beyond the end: dropped
-        flat = places.reshape(-1, wanted[1])
+        flat = places.reshape(math.prod(indices.shape[:3]), wanted[1])
         rows = jnp.arange(flat.shape[0])[:, None]
         blocks = jnp.zeros(flat.shape, bool).at[rows, flat].set(True, mode="drop")
         return BlockMask(blocks.reshape(indices.shape), q_len, kv_len, sizes, mask_mod)
@@ -180,16 +184,16 @@ def create_block_mask(
 
     Raises:
       TypeError: ``mask_mod`` is no function, or does not return one bool.
-      ValueError: lengths, a block size, a batch or a number of heads below 1.
+      ValueError: lengths below 0; a block size, a batch or a number of heads below 1.
     """
     name = "jattn.create_block_mask"
     _check_callable(name, mask_mod)
     sizes = _sizes(name, block_size)
     for argument, value in (("q_len", q_len), ("kv_len", kv_len)):
-        _check_count(name, argument, value)
+        _check_count(name, argument, value, least=0)
     for argument, extent in (("batch", batch), ("num_heads", num_heads)):
         if extent is not None:
-            _check_count(name, argument, extent, " or None")
+            _check_count(name, argument, extent, otherwise=" or None")
     _check_result(name, mask_mod)
     of_pairs = _of_pairs(mask_mod)
     rows, columns = _block_counts(q_len, kv_len, sizes)
@@ -219,18 +223,15 @@ def _block_counts(q_len: int, kv_len: int, sizes: tuple[int, int]) -> tuple[int,
     return -(-q_len // sizes[0]), -(-kv_len // sizes[1])
 
 
-def _is_count(value: Any) -> bool:
-    """Whether it is an integer from 1 on, or one that is only known later, while exporting."""
-    if jax.export.is_symbolic_dim(value):
-        return True
-    return is_integer(value) and value >= 1
-
-
-def _check_count(function: str, name: str, value: Any, otherwise: str = "") -> None:
-    if not _is_count(value):
-        raise ValueError(
-            f"{function}: {name} is {shown(value)}, must be an integer from 1 on{otherwise}, known while tracing"
-        )
+def _check_count(
+    function: str, name: str, value: Any, *, least: int = 1, otherwise: str = ""
+) -> None:
+    """Refuses what is no integer from ``least`` on, nor one that is only known later, while exporting."""
+    if jax.export.is_symbolic_dim(value) or (is_integer(value) and value >= least):
+        return
+    raise ValueError(
+        f"{function}: {name} is {shown(value)}, must be an integer from {least} on{otherwise}, known while tracing"
+    )
 
 
 def _sizes(function: str, block_size: Any) -> tuple[int, int]:
@@ -249,11 +250,35 @@ def _check_callable(function: str, mask_mod: Any) -> None:
         raise TypeError(
             f"{function}: mask_mod is {shown(mask_mod)}, must be a function: {_SIGNATURE}"
         )
+    try:
+        signature = inspect.signature(mask_mod)
+    except (TypeError, ValueError):  # of a function without one
+        return
+    try:
+        signature.bind(*[None] * 4)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: mask_mod has the signature {signature}, must take 4 arguments: {_SIGNATURE}"
+        ) from error
 
 
 def _check_result(function: str, mask_mod: MaskMod) -> None:
-    result = jax.eval_shape(traced_anew(mask_mod), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
+    with _note_of_dead_arrays():
+        result = jax.eval_shape(traced_anew(mask_mod), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
     if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
         raise TypeError(
             f"{function}: mask_mod returns {result}, must return one bool: {_SIGNATURE}"
         )
+
+
+@contextlib.contextmanager
+def _note_of_dead_arrays() -> Iterator[None]:
+    """Says what to do about a function that outlives the arrays that it closes over."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "mask_mod closes over arrays of a transformation that has ended, as of the jit in which the mask was made:"
+            " make the mask where it is used"
+        )
+        raise

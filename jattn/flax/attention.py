@@ -270,8 +270,8 @@ def make_attention_fn(
         is_causal=is_causal,
         causal_alignment=causal_alignment,
         local_window_size=_hashable(local_window_size),
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
+        scale=_as_number(scale),
+        logits_soft_cap=_as_number(logits_soft_cap),
         alibi_slopes=None if slopes is None else tuple(slopes.tolist()),
         score_mod=score_mod,
         implementation=implementation,
@@ -303,6 +303,12 @@ def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
         query_positions=jnp.full((*batch, 1), last, jnp.int32),
         key_value_positions=jnp.broadcast_to(jnp.arange(kv_len), (*batch, kv_len)),
     )
+
+
+def _as_number(x: Any) -> Any:
+    """An array of rank 0 as a number, if it is known; else what it is."""
+    is_known = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+    return x.item() if is_known and x.ndim == 0 else x
 
 
 def _hashable(window: Any) -> Any:

@@ -55,15 +55,20 @@ BLOCK_MASK_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"block_size is \(1, 2, 3\), must be one integer",
     ),
-    "no queries": (
-        lambda: jattn.create_block_mask(_sees, None, None, 0, 4),
+    "fewer than no queries": (
+        lambda: jattn.create_block_mask(_sees, None, None, -1, 4),
         ValueError,
-        "q_len is 0, must be an integer from 1 on",
+        "q_len is -1, must be an integer from 0 on",
+    ),
+    "two arguments": (
+        lambda: jattn.create_block_mask(lambda q, k: q >= k, None, None, 4, 4),
+        TypeError,
+        r"create_block_mask: mask_mod has the signature \(q, k\), must take 4 arguments: mask_mod\(batch, head",
     ),
     "traced keys": (
         lambda: jax.jit(lambda n: jattn.create_block_mask(_sees, None, None, 4, n))(3),
         ValueError,
-        "kv_len is .*, must be an integer from 1 on, known while tracing",
+        "kv_len is .*, must be an integer from 0 on, known while tracing",
     ),
     "no batch": (
         lambda: jattn.create_block_mask(_sees, 0, None, 4, 4),
@@ -95,7 +100,7 @@ BLOCK_MASK_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "q_len is 24.0, must be an integer",
     ),
-    "length": (lambda: _mask(q_len=-24), ValueError, "q_len is -24, must be an integer from 1 on"),
+    "length": (lambda: _mask(q_len=-24), ValueError, "q_len is -24, must be an integer from 0 on"),
     "size": (
         lambda: _mask(block_size=(12.0, 8)),
         ValueError,
@@ -181,6 +186,33 @@ def test_what_block_masks_take() -> None:
     counts, indices = np.array([[[2, 2]]]), np.array([[[[0, -1], [1, 0]]]])
     lists = jattn.BlockMask.from_kv_blocks(counts, indices, 24, 24, 12)
     np.testing.assert_array_equal(lists.materialize()[0, 0], want)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+def test_masks_of_no_queries_or_keys(q_len: int, kv_len: int) -> None:
+    q, k = jnp.ones((2, q_len, 2, 8)), jnp.ones((2, kv_len, 2, 8))
+    lists = jnp.zeros((1, 1, -(-q_len // 4), -(-kv_len // 4)), jnp.int32)
+    masks = (
+        jattn.create_block_mask(_sees, None, None, q_len, kv_len, 4),
+        jattn.BlockMask.from_kv_blocks(lists.sum(-1), lists, q_len, kv_len, 4, _sees),
+    )
+    for mask in masks:
+        assert mask.materialize().shape == (1, 1, q_len, kv_len)
+        out = jattn.dot_product_attention(q, k, k, block_mask=mask)
+        np.testing.assert_array_equal(out, np.zeros((2, q_len, 2, 8)))
+
+
+def test_a_mask_that_leaves_the_jit_that_its_function_closes_over() -> None:
+    ids = jnp.array([0, 0, 1, 1])
+    make = jax.jit(
+        lambda ids: jattn.create_block_mask(
+            lambda b, h, i, j: ids[i] == ids[j], None, None, 4, 4, 2
+        )
+    )
+    mask = make(ids)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        mask.materialize()
+    assert "make the mask where it is used" in str(raised.value.__notes__)
 
 
 @pytest.mark.parametrize("length", ["t", "4*t"])

@@ -286,6 +286,9 @@ def test_functions_of_arrays_and_lists_are_hashable_and_equal() -> None:
     assert hash(make(local_window_size=[2, 0])) == hash(make(local_window_size=(2, 0)))
     assert make(local_window_size=np.array([2, 0])) == make(local_window_size=(2, 0))
     assert make(local_window_size=np.array(2)) == make(local_window_size=2)
+    for number in (jnp.float32(0.5), np.array(0.5)):
+        assert hash(make(scale=number)) == hash(make(scale=0.5))
+        assert make(logits_soft_cap=number) == make(logits_soft_cap=0.5)
 
 
 def test_a_traced_dropout_rate_needs_a_key() -> None:

@@ -21,7 +21,9 @@ UNDERFLOW = 1e-30
 _LARGEST_EXPONENT = 80.0
 # Errors of rows are independent and have mean 0: that of a sum over rows is bounded by the root of the sum of the
 # squares of their bounds, times this, or by the sum of these, whichever is less. Of whole rows less will do: what
-# rounds their pairs is independent, too. Textbook attention was measured at 0.1 of both.
+# rounds their pairs is independent, too. Textbook attention was measured at 0.1 of both. Of errors that are spread
+# evenly within their bounds c, a sum is beyond INDEPENDENT times the root of the sum of c^2 once in 10^10: they vary by
+# c^2 / 3, and Hoeffding's inequality gives 2 exp(-4^2 * 3 / 2).
 INDEPENDENT = 4.0
 WHOLE_ROWS = 2.0
 # What errors have in common, as of sums that the matrix unit cuts off, adds up over any number of rows: this part of it
@@ -87,19 +89,12 @@ def bounds(
     abs_q, abs_k, abs_v, abs_dout = (
         np.abs(_finite(x)) for x in (solution.q, solution.k, solution.v, solution.dout)
     )
-    abs_dp, abs_ds, abs_dx = (
-        np.abs(_finite(solution.dp)),
-        np.abs(_finite(solution.ds)),
-        np.abs(_finite(solution.dx)),
-    )
+    abs_ds, abs_dx = np.abs(_finite(solution.ds)), np.abs(_finite(solution.dx))
     acc_s, acc_t = unit.acc(case.kv_len), unit.acc(case.q_len * group)
-    acc_dv = unit.acc(case.head_dim_v)
-
-    # Rounding 1 / (1 - r) and multiplying by it.
-    drop = 2 * unit.u_acc if case.dropout_rate else 0.0
+    drop = _dropout_error(case, unit)
 
     s_error = _score_error(case, operands, solution, unit)
-    rho = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc + unit.u_in
+    rho = _weight_error(s_error, unit)
 
     p = _finite(p)
     seen = visible.astype(p.dtype)
@@ -112,22 +107,7 @@ def bounds(
     )
     dv = _grouped(dv, group) + 2 * unit.u_out * np.abs(solution.dv) + unit.a_out
 
-    dp_products = np.where(visible, z * (abs_dout @ abs_v.swapaxes(2, 3)), 0)
-    dp_error = (2 * unit.u_qk + acc_dv + drop) * dp_products + unit.u_in * abs_dp + unit.a_in * seen
-    dout_out = (abs_dout * np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)).sum(
-        axis=3, keepdims=True
-    )
-    delta_error = (
-        (p * (dp_error + rho * abs_dp)).sum(axis=3, keepdims=True)
-        + unit.a_in * (seen * abs_dp).sum(axis=3, keepdims=True)
-        + unit.u_out * dout_out
-        # The same rounding of out where it is a subnormal float16: its error is absolute.
-        + unit.a_out * abs_dout.sum(axis=3, keepdims=True)
-        + acc_s * (p * abs_dp).sum(axis=3, keepdims=True)
-        # The rounding of delta = rowsum(dout * out) - dlse, which cancels when the two are alike.
-        + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
-    )
-    ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
+    delta_error, ds_error = _ds_error(case, solution, unit, s_error)
     before_error = _before_error(case, operands, solution, unit, ds_error)
     abs_before = np.abs(_finite(solution.ds_before))
     dx_error = _dx_error(case, solution, unit, s_error, before_error)
@@ -157,15 +137,15 @@ def bounds(
             solution.sink_p,
             np.abs(_finite(solution.delta)),
         )
-        rho_sink = np.expm1(np.minimum(2 * s_error, _LARGEST_EXPONENT)) + 8 * unit.u_acc
+        rho_sink = _weight_error(s_error, unit) - unit.u_in
         found["dsinks"] = _sum_of_rows(
             sink_p * (delta_error + rho_sink * abs_delta), (*shape, 1, 1)
         ).reshape(shape) + per_head_sum((acc_t + 2.0**-23) * sink_p * abs_delta, shape)
     if solution.dalibi_slopes is not None:
         shape, distance = solution.dalibi_slopes.shape, np.abs(solution.distance)
-        found["dalibi_slopes"] = _sum_of_rows(before_error * distance, (*shape, 1, 1)).reshape(
-            shape
-        ) + per_head_sum((acc_s + acc_t + 2.0**-23) * abs_before * distance, shape)
+        found["dalibi_slopes"] = _sum_of_weighted_rows(
+            case, operands, solution, unit, distance, (*shape, 1, 1)
+        ).reshape(shape) + per_head_sum((acc_s + acc_t + 2.0**-23) * abs_before * distance, shape)
     # What score functions read gets sums in float32, too; where the weight is the score, it is off as that is.
     error_before = _error_before(case, operands, solution, unit)
     pairs = case.batch * case.num_heads * case.q_len * case.kv_len
@@ -180,6 +160,60 @@ def bounds(
                 read, sums, shape
             )
     return {name: bound + UNDERFLOW for name, bound in found.items()}
+
+
+def _dropout_error(case: Case, unit: Units) -> float:
+    """Of rounding 1 / (1 - r) and multiplying by it."""
+    return 2 * unit.u_acc if case.dropout_rate else 0.0
+
+
+def _weight_error(s_error: Array, unit: Units) -> Array:
+    """rho of the analysis, (B, N, T, 1): by how much of itself a weight may be off."""
+    exponent = np.minimum(2 * s_error, _LARGEST_EXPONENT)
+    return np.asarray(np.expm1(exponent) + 8 * unit.u_acc + unit.u_in)
+
+
+def _ds_error(case: Case, solution: Solution, unit: Units, s_error: Array) -> tuple[Array, Array]:
+    """By how much delta (B, N, T, 1) and the gradients of the scores (B, N, T, S) may be off."""
+    p, rho, acc_s = _finite(solution.p), _weight_error(s_error, unit), unit.acc(case.kv_len)
+    seen, abs_dp = solution.visible.astype(p.dtype), np.abs(_finite(solution.dp))
+    abs_v, abs_dout = (np.abs(_finite(x)) for x in (solution.v, solution.dout))
+    dp_products = np.where(solution.visible, solution.z * (abs_dout @ abs_v.swapaxes(2, 3)), 0)
+    of_products = 2 * unit.u_qk + unit.acc(case.head_dim_v) + _dropout_error(case, unit)
+    dp_error = of_products * dp_products + unit.u_in * abs_dp + unit.a_in * seen
+    abs_out = np.abs(_finite(solution.out)).transpose(0, 2, 1, 3)
+    dout_out = (abs_dout * abs_out).sum(axis=3, keepdims=True)
+    delta_error = (
+        (p * (dp_error + rho * abs_dp)).sum(axis=3, keepdims=True)
+        + unit.a_in * (seen * abs_dp).sum(axis=3, keepdims=True)
+        + unit.u_out * dout_out
+        # The same rounding of out where it is a subnormal float16: its error is absolute.
+        + unit.a_out * abs_dout.sum(axis=3, keepdims=True)
+        + acc_s * (p * abs_dp).sum(axis=3, keepdims=True)
+        # The rounding of delta = rowsum(dout * out) - dlse, which cancels when the two are alike.
+        + unit.u_acc * (dout_out + np.abs(solution.dlse)[..., None])
+    )
+    abs_ds = np.abs(_finite(solution.ds))
+    ds_error = p * (dp_error + delta_error) + (rho + unit.u_in) * abs_ds + unit.a_in * seen
+    return delta_error, ds_error
+
+
+def _roundings(solution: Solution, unit: Units) -> tuple[Array, Array]:
+    """Bounds what single roundings make of ds = p (dp - delta): of dp and ds (B, N, T, S), and of delta (B, N, T, 1).
+
+    Of each the root of the sum of their squares, as all of them are independent. Those of delta, which is the product
+    of dout and out, are of the elements of out, and of the weights that these are sums of; or of dp, if it is that of p
+    and dp.
+    """
+    p, dp, ds = (np.abs(_finite(x)) for x in (solution.p, solution.dp, solution.ds))
+    seen = solution.visible.astype(p.dtype)
+    of_dp = p * (unit.u_in * dp + unit.a_in * seen)
+    of_p = (unit.u_in * p + unit.a_in * seen) * dp
+    of_ds = unit.u_in * ds + unit.a_in * seen
+    out, dout = np.abs(_finite(solution.out)).transpose(0, 2, 1, 3), np.abs(_finite(solution.dout))
+    of_out = (unit.u_out * out + unit.a_out) * dout
+    of_delta = (of_dp**2 + of_p**2).sum(axis=3) + (of_out**2).sum(axis=3)
+    return np.hypot(of_dp, of_ds), np.sqrt(of_delta)[..., None]
 
 
 def _score_error(case: Case, operands: Operands, solution: Solution, unit: Units) -> Array:
@@ -258,6 +292,40 @@ def _sum_of_rows(errors: Array, shape: tuple[int, ...]) -> Array:
         errors, factor = errors.sum(axis=3, keepdims=True), WHOLE_ROWS
     sums, squares = reduce_to(errors, shape), reduce_to(np.square(errors), shape)
     return np.minimum(sums, factor * np.sqrt(squares) + IN_COMMON * sums)
+
+
+def _sum_of_weighted_rows(
+    case: Case,
+    operands: Operands,
+    solution: Solution,
+    unit: Units,
+    weight: Array,
+    shape: tuple[int, ...],
+) -> Array:
+    """Bounds the error of sums of whole rows, of ds_before times weights (B, 1, T, S) that are not negative.
+
+    `_sum_of_rows` takes the worst of each row. But a row of 16 bits is off by roundings that are independent of each
+    other; the worst is left for what float32 does.
+    """
+    s_error = _score_error(case, operands, solution, unit)
+
+    def weighted(unit: Units) -> Array:
+        _, ds_error = _ds_error(case, solution, unit, s_error)
+        return weight * _before_error(case, operands, solution, unit, ds_error)
+
+    worst = weighted(unit)
+    of_float32 = weighted(dataclasses.replace(unit, u_in=0.0, u_out=0.0, a_in=0.0, a_out=0.0))
+    of_pairs, of_delta = _roundings(solution, unit)
+    moved = weight * np.abs(solution.score_slope)
+    squares = ((moved * of_pairs) ** 2).sum(axis=3, keepdims=True)
+    squares += ((moved * _finite(solution.p)).sum(axis=3, keepdims=True) * of_delta) ** 2
+    rows = of_float32.sum(axis=3, keepdims=True)
+    apart = (
+        WHOLE_ROWS * np.sqrt(reduce_to(rows**2, shape))
+        + INDEPENDENT * np.sqrt(reduce_to(squares, shape))
+        + IN_COMMON * reduce_to(worst, shape)
+    )
+    return np.minimum(_sum_of_rows(worst, shape), apart)
 
 
 def _reads_of_rows(read: Read, errors: Array, shape: tuple[int, ...]) -> Array:

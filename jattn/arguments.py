@@ -598,12 +598,13 @@ def _seed_of_key(key: Any, function: str) -> jax.Array:
             f"{function}: dropout_key has shape {key.shape} and dtype {key.dtype}, must be one key made by"
             " jax.random.key or jax.random.PRNGKey: pass one of them, or use jax.vmap"
         )
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
-    if not is_typed and key.shape != words:
-        raise ValueError(
-            f"{function}: dropout_key has shape {key.shape}, must be {words} as keys of jax_default_prng_impl are: of"
-            " another implementation pass jax.random.wrap_key_data(dropout_key, impl=...)"
-        )
+    if not is_typed:
+        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+        if key.shape != words:
+            raise ValueError(
+                f"{function}: dropout_key has shape {key.shape}, must be {words} as keys of jax_default_prng_impl are:"
+                " of another implementation pass jax.random.wrap_key_data(dropout_key, impl=...)"
+            )
     return dropout.seed_from_key(key)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent / "_").removesuffix("_")  # with the separator behind it
@@ -90,8 +90,19 @@ def describe_refusals(header: str, refusals: Mapping[str, tuple[Reason, ...]]) -
     lines = [header]
     for backend, reasons in refusals.items():
         lines.append(f"{backend} kernel not used because:")
-        lines.extend(f"  - {reason}" for reason in reasons)
+        lines.extend(lines_of(reasons))
     return "\n".join(lines)
+
+
+def lines_of(reasons: Sequence[Reason]) -> list[str]:
+    """One line for each reason; those that differ in the value alone share one, for rules may be long lists."""
+    values: dict[Reason, list[str]] = {}
+    for reason in reasons:
+        values.setdefault(dataclasses.replace(reason, actual=None), []).append(str(reason.actual))
+    return [
+        f"  - {dataclasses.replace(reason, actual=', '.join(dict.fromkeys(own)))}"
+        for reason, own in values.items()
+    ]
 
 
 def warn_caller(text: str, category: type[Warning]) -> None:

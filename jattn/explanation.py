@@ -25,7 +25,7 @@ from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
 from jattn.config import Determinism, Options
 from jattn.device import Device, checked
-from jattn.errors import Reason
+from jattn.errors import Reason, lines_of
 from jattn.jax_interface import equations, source_line
 from jattn.masks import CausalBias
 from jattn.spec import Operands, Spec
@@ -105,7 +105,7 @@ class Explanation:
         for backend, reasons in self.reasons.items():
             runs = "would run where it is named" if backend in by_name else "would run"
             lines.append(f"{backend}: {'refuses' if reasons else runs}")
-            lines.extend(f"  - {reason}" for reason in reasons)
+            lines.extend(lines_of(reasons))
         return lines
 
 

@@ -261,3 +261,12 @@ def test_every_code_is_reached_by_some_test() -> None:
     tested |= {code for code in REASON_CODES if code.startswith("RAGGED_")}
     unreached = {"DETERMINISTIC"}  # belongs to cudnn, which is not a backend yet
     assert set(REASON_CODES) == tested | unreached
+
+
+def test_reasons_of_one_rule_share_a_line() -> None:
+    """The rule lists all operations that there are."""
+    of_two = program(lambda key: jax.lax.lgamma(1.0 + key) + jax.lax.digamma(1.0 + key))
+    found = jattn.explain(*PLAIN, device=CPU, **of_two)
+    assert [reason.actual for reason in found.reasons["cpu"]] == ["lgamma", "digamma"]
+    (line,) = (line for line in str(found).splitlines() if "[cpu does not support" in line)
+    assert "score_mod is lgamma, digamma, must be one of abs, " in line

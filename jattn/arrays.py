@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +43,33 @@ def as_flag(name: str, value: Any, function: str = _NAME) -> bool:
             " argument"
         )
     return bool(value)
+
+
+def check_arity(
+    name: str, given: Callable[..., Any], count: int, wanted: str, function: str = _NAME
+) -> None:
+    """Refuses a function that does not take so many arguments; of one without a signature nothing is known.
+
+    Args:
+      name: of the argument that it is.
+      given: the function.
+      count: how many arguments it gets.
+      wanted: the signature, in words.
+      function: whose argument it is.
+
+    Raises:
+      TypeError: it takes another number.
+    """
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: {name} has the signature {signature}, must take {count} arguments: {wanted}"
+        ) from error
 
 
 def is_integer(value: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ import jax.export
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.arrays import as_array, is_integer, shown
+from jattn.arrays import as_array, check_arity, is_integer, shown
 from jattn.jax_interface import traced_anew
 from jattn.pytrees import exportable
 
@@ -250,16 +249,7 @@ def _check_callable(function: str, mask_mod: Any) -> None:
         raise TypeError(
             f"{function}: mask_mod is {shown(mask_mod)}, must be a function: {_SIGNATURE}"
         )
-    try:
-        signature = inspect.signature(mask_mod)
-    except (TypeError, ValueError):  # of a function without one
-        return
-    try:
-        signature.bind(*[None] * 4)
-    except TypeError as error:
-        raise TypeError(
-            f"{function}: mask_mod has the signature {signature}, must take 4 arguments: {_SIGNATURE}"
-        ) from error
+    check_arity("mask_mod", mask_mod, 4, _SIGNATURE, function)
 
 
 def _check_result(function: str, mask_mod: MaskMod) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jattn.arrays import as_array, shown
+from jattn.arrays import as_array, check_arity, shown
 from jattn.jax_interface import (
     ClosedJaxpr,
     Jaxpr,
@@ -193,7 +192,8 @@ def trace(
                 f"{_NAME}: captures[{i}] is {shown(x)}, must be an array; score_mod may close over numbers"
             )
     given = [as_array(f"captures[{i}]", x) for i, x in enumerate(captures)]
-    _check_arity(score_mod, len(given))
+    count = 1 + NUM_INDICES + len(given)
+    check_arity("score_mod", score_mod, count, f"{_SIGNATURE}, with {len(given)} captures")
 
     examples: list[Any] = _examples((), dtype)
     examples += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
@@ -252,20 +252,6 @@ def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStr
     index = jax.ShapeDtypeStruct((), jnp.int32)
     arrays = [jax.ShapeDtypeStruct(c.shape, jnp.dtype(c.dtype)) for c in captures]
     return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * NUM_INDICES, *arrays]
-
-
-def _check_arity(score_mod: Callable[..., Any], num_captures: int) -> None:
-    try:
-        signature = inspect.signature(score_mod)
-    except (TypeError, ValueError):  # of a function without one
-        return
-    try:
-        signature.bind(*[None] * (1 + NUM_INDICES + num_captures))
-    except TypeError as error:
-        raise TypeError(
-            f"{_NAME}: score_mod has the signature {signature}, must take {1 + NUM_INDICES + num_captures} arguments:"
-            f" {_SIGNATURE}, with {num_captures} captures"
-        ) from error
 
 
 def _numbers_of(x: jax.Array) -> list[jax.Array]:

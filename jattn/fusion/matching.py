@@ -12,6 +12,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jattn.arguments import scale_of, softcap_of
 from jattn.fusion.axes import (
     CASTS,
@@ -192,6 +194,8 @@ def _finish(
         raise Miss("a column of the probabilities is cut off that is no sink")
     if isinstance(search.sinks, Named) and {"column", roles(q)[3]} & set(long_parts(search.sinks)):
         raise Miss("sinks of single queries")
+    if search.sinks and q.value.dtype == np.float64:
+        raise Miss("sinks of float64, which are float32 in a kernel")
     if not further:
         q, k = (search.in_type_of(v.value.dtype, x) for x in (q, k))
     dtypes = {str(x.value.dtype) for x in (q, k, v, *itertools.chain(*further))}

@@ -226,6 +226,18 @@ def test_a_row_without_keys_and_a_sink() -> None:
     close(got, attend(*x), "float32")
 
 
+def test_sinks_of_float64_are_not_rounded() -> None:
+    with jax.enable_x64(True):
+        x = [a.astype(jnp.float64) for a in (Q, KEYS, V, SINKS)]
+        got, want = (f(*x) for f in (jattn.fuse_attention(sink_in_the_sum), sink_in_the_sum))
+        np.testing.assert_array_equal(got, want)
+        assert missed() == ["sinks of float64, which are float32 in a kernel"]
+        jattn.clear_fusion_log()
+        got, want = (f(*x) for f in (jattn.fuse_attention(one_in_the_sum), one_in_the_sum))
+        assert found() == ["sinks"]
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
 # ---- What is nearly that
 
 

@@ -93,9 +93,7 @@ ROWS: dict[str, Covered | NotApplicable] = {
     "T058": BOTH,
     "T059": BOTH,
     "T060": BOTH,
-    "T061": Covered(
-        ("gpu",), "8 heads of the 32: a 2 GiB mask needs 64-bit byte offsets just as well"
-    ),
+    "T061": GPU,
     "T062": BOTH,
     "T063": BOTH,
     "T064": BOTH,

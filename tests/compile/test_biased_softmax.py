@@ -46,7 +46,7 @@ int main() {
     std::cin >> bits;
     return __uint_as_float(bits);
   };
-  OnlineSoftmax<ScoreUnits::kNatural, true, 48> softmax;
+  OnlineSoftmax<ScoreUnits::kNatural, true, true, 48> softmax;
   softmax.scale_log2 = float(scale * 1.4426950408889634);
   softmax.reset(true, true, may_settle != 0);
   std::vector<float> weights[2];

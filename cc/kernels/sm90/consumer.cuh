@@ -26,7 +26,7 @@ struct Consumer : OutputWriter<C> {
   using S = Shape<C>;
   // A float16 probability has less room: 2^8 above, as beside a maximum that follows.
   static constexpr int kNearZeroLog2 = !ScoreStage<C>::kMergesRowBias ? 0 : C.element == Element::kBF16 ? 48 : 8;
-  using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max, kNearZeroLog2>;
+  using Softmax = OnlineSoftmax<ScoreStage<C>::kUnits, C.integer_max, sums_tiles(C), kNearZeroLog2>;
   using Scores = float[C.tile_kv / 2];
   using Probabilities = unsigned[C.tile_kv / 4];
   using typename Writer::Output;

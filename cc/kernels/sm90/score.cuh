@@ -229,8 +229,10 @@ __device__ __forceinline__ void for_columns(float (&s)[kCount], const float* num
 template <Config C, class Softmax>
 __device__ __forceinline__ void merge_row_bias(float (&s)[C.tile_kv / 2], const TileContext<C>& context,
                                                Softmax& softmax) {
-  for_columns(s, context.row_bias() + C.tile_kv,
-              [&](float& score, float term, int r) { softmax.add_merged(score, term, r); });
+  softmax.sum_tile([&](float (&sum)[2]) {
+    for_columns(s, context.row_bias() + C.tile_kv,
+                [&](float& score, float term, int r) { softmax.merge(score, term, sum[r]); });
+  });
 }
 
 // Bias and slopes. fragment_address(step): where this lane's part of the 16 x 16 block `step` of a staged bias lies, of

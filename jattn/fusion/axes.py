@@ -1,8 +1,9 @@
 """Names of axes: what they are to attention, carried along from its last product backwards.
 
-"batch0", "batch1", ... are shared by all arrays, "row0" (and "row1", of groups of heads) belong to queries, "column" to
-keys, "depth" is summed over in scores, and "width" is that of values. "one1", ... have size 1 and belong to some of the
-arrays alone. Axes that a reshape joins have all their names, and sizes, in one: "batch1=4*row1=2".
+"batch0", "batch1", ... are shared by all arrays, "row0" (and "row1", of groups of heads) belong to queries, of which a
+single one may have no such axis, "column" to keys, "depth" is summed over in scores, and "width" is that of values.
+"one1", ... have size 1 and belong to some of the arrays alone. Axes that a reshape joins have all their names, and
+sizes, in one: "batch1=4*row1=2".
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def axes_of_products(node: Node, place: int) -> tuple[Axes, Axes] | None:
     of_p, of_v = (contracted[place], batch[place]), (contracted[1 - place], batch[1 - place])
     p, v = node.inputs[place], node.inputs[1 - place]
     rows = len(p.shape) - len(of_p[1]) - 1
-    if len(of_p[0]) != 1 or len(v.shape) - len(of_v[1]) != 2 or rows not in (1, 2):
+    if len(of_p[0]) != 1 or len(v.shape) - len(of_v[1]) != 2 or rows not in (0, 1, 2):
         return None
     names = [f"batch{i}" for i in range(len(of_p[1]))]
     return (
@@ -257,11 +258,14 @@ def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
     """Which axes are batch, key/value heads, query heads of a group, and queries."""
     shared = [name for name in q.axes if name.startswith("batch")]
     rows = [name for name in q.axes if name.startswith("row")]
-    if not rows:
-        raise Miss("queries have no axis of their own")
-    if len(rows) == 1:
+    if len(rows) < 2:
         head = shared[-1] if len(shared) > 1 else None
-        return tuple(shared[: len(shared) - (head is not None)]), head, None, rows[0]
+        return (
+            tuple(shared[: len(shared) - (head is not None)]),
+            head,
+            None,
+            rows[0] if rows else "row0",
+        )
     if not shared:
         raise Miss("queries have two axes, and no heads")
     behind = q.axes.index(shared[-1]) + 1

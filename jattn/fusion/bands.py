@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jattn.fusion.axes import Named, compact_of
-from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, known_array
+from jattn.fusion.graph import (
+    Axes,
+    Node,
+    Value,
+    axes_before_transpose,
+    known_array,
+    known_numbers,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +67,7 @@ def _affine(value: Value, axes: Axes) -> Affine | None:
 def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
     node = value.node
     if node is None:
-        return None
+        return _affine_of_array(value, axes)
     if node.name == "iota":
         along = node.params["dimension"]  # of size 1 it may be repeated, and is 0 everywhere
         return Affine.of({axes[along]: 1} if value.shape[along] != 1 else {}, 0)
@@ -74,6 +82,24 @@ def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
             return None
         return one.plus(other, 1 if node.name == "add" else -1)
     return None
+
+
+def _affine_of_array(value: Value, axes: Axes) -> Affine | None:
+    """The same of an array that is there while tracing."""
+    array = known_numbers(value)
+    if array is None or array.size == 0:
+        return None
+    steps = [
+        float(array.take(1, axis).ravel()[0] - array.ravel()[0]) if n > 1 else 0.0
+        for axis, n in enumerate(array.shape)
+    ]
+    first = float(array.ravel()[0])
+    if not all(math.isfinite(x) and x == int(x) for x in (first, *steps)):
+        return None
+    places = np.indices(array.shape, sparse=True)
+    if (array != sum((int(a) * x for a, x in zip(steps, places, strict=True)), int(first))).any():
+        return None
+    return Affine.of({name: int(a) for name, a in zip(axes, steps, strict=True)}, int(first))
 
 
 def _exact_below(value: Value) -> int:
@@ -106,16 +132,50 @@ def _rearranged(value: Value, axes: Axes) -> tuple[Value, Axes] | None:
     return None
 
 
-_COMPARISONS = {
-    "ge": (1, 0),
-    "gt": (1, -1),
-    "le": (-1, 0),
-    "lt": (-1, -1),
-}  # sign of x - y, and a constant: >= 0
+# Which operand is not less than the other where a comparison is true, and what is taken off their difference then.
+_COMPARISONS = {"ge": (0, 0), "gt": (0, 1), "le": (1, 0), "lt": (1, 1)}
+_OPPOSITES = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
 
 
-def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
-    """The sums that must not be negative where a bool value is true; None if it is not made of such comparisons."""
+def _compared(name: str, operands: Sequence[Value], axes: Axes) -> frozenset[Affine] | None:
+    """The sums that must not be negative where a comparison is true."""
+    larger, taken_off = _COMPARISONS[name]
+    whole = _affine(operands[larger], _axes_of_input(operands[larger], axes))
+    smaller = operands[1 - larger]
+    parts = _largest_of(smaller, _axes_of_input(smaller, axes))
+    if whole is None or None in parts:
+        return None
+    bound = whole.plus(Affine.of({}, taken_off), -1)
+    return frozenset(bound.plus(part, -1) for part in parts if part is not None)
+
+
+def _largest_of(value: Value, axes: Axes) -> list[Affine | None]:
+    """Sums of which a value is the largest: one, or two of a distance."""
+    if (absolute := value.made_by("abs")) is not None:
+        (operand,) = absolute.inputs
+        found = _affine(operand, _axes_of_input(operand, axes))
+        return [found, None if found is None else Affine.of({}, 0).plus(found, -1)]
+    if (inner := _rearranged(value, axes)) is not None and inner[0].dtype == value.dtype:
+        return _largest_of(*inner)
+    return [_affine(value, axes)]
+
+
+def conditions(value: Value, axes: Axes, is_true: bool = True) -> frozenset[Affine] | None:
+    """The sums that must not be negative where a bool value is true, or false; None if that is something else."""
+    node = value.node
+    if node is not None and node.name in _COMPARISONS:
+        return _compared(node.name if is_true else _OPPOSITES[node.name], node.inputs, axes)
+    if is_true:
+        return _conditions(value, axes)
+    inner = None if node is None else _rearranged(value, axes)
+    if inner is not None and inner[0].dtype == value.dtype:
+        return conditions(*inner, is_true)
+    found = _conditions(value, axes)
+    return None if found is None else negated(found)
+
+
+def _conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
+    """The same of a value that is no comparison, where it is true."""
     known = value.number
     if known is not None:
         return frozenset() if known else None
@@ -123,13 +183,6 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
     if node is None:
         array = known_array(value)
         return frozenset() if array is not None and array.all() else None
-    if node.name in _COMPARISONS:
-        one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
-        if one is None or other is None:
-            return None
-        sign, constant = _COMPARISONS[node.name]
-        difference = one.plus(other, -1) if sign > 0 else other.plus(one, -1)
-        return frozenset({difference.plus(Affine.of({}, constant))})
     if node.name == "and" and value.dtype == bool:
         both = [conditions(x, _axes_of_input(x, axes)) for x in node.inputs]
         return None if None in both else frozenset().union(*(x for x in both if x is not None))
@@ -138,14 +191,11 @@ def conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
         zeros = [i for i, x in enumerate(chosen) if x.number == 0]
         if len(zeros) != 1:
             return None
-        where = conditions(choice, _axes_of_input(choice, axes))
-        if where is not None and zeros == [1]:
-            where = negated(where)
+        where = conditions(choice, _axes_of_input(choice, axes), is_true=zeros == [0])
         rest = conditions(chosen[1 - zeros[0]], _axes_of_input(chosen[1 - zeros[0]], axes))
         return None if where is None or rest is None else where | rest
     if node.name in ("ne", "eq") and node.inputs[1].number == 0:
-        found = conditions(node.inputs[0], axes)
-        return found if found is None or node.name == "ne" else negated(found)
+        return conditions(node.inputs[0], axes, is_true=node.name == "ne")
     if node.name == "slice" and (begins := _begins(node, axes)) is not None:
         whole = conditions(node.inputs[0], axes)
         return None if whole is None else frozenset(x.behind(begins) for x in whole)

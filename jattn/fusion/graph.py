@@ -236,12 +236,20 @@ def through(value: Value, *names: str) -> Iterator[Value]:
         yield value
 
 
+def known_numbers(value: Value) -> Any | None:
+    """What a constant of the program holds, if it is there while tracing."""
+    is_array = value.node is None and value.known is not None
+    if not is_array or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    return np.asarray(value.known)
+
+
 def known_array(value: Value) -> Any | None:
     """The bools that a value is, if they are there while tracing: a constant, a part of one, or whether it is not 0."""
     node = value.node
     if node is None:
-        is_array = value.known is not None and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-        return np.asarray(value.known) != 0 if is_array else None
+        numbers = known_numbers(value)
+        return None if numbers is None else numbers != 0
     keeps = node.name == "convert_element_type" and bool in (value.dtype, node.inputs[0].dtype)
     if keeps or (node.name == "ne" and node.inputs[1].number == 0):
         return known_array(node.inputs[0])

@@ -34,7 +34,6 @@ from jattn.fusion.bands import (
     band_of_array,
     conditions,
     conjunction,
-    negated,
     options_of,
 )
 from jattn.fusion.dropout import FoundDropout
@@ -55,7 +54,7 @@ class Match:
       batch: names of the leading axes, in the order of q.
       head, group: names of the axes of key/value heads and of query heads that share one; None without. Where there is
         no group the axis of heads may be longer in q than in k and v, by a whole factor.
-      row: name of the axis of queries; keys are "column".
+      row: name of the axis of queries, which a single one may lack; keys are "column".
       result: axes of the result.
       further: queries and keys whose products are added to those of q and k.
       scale: multiplier of q.k.
@@ -101,8 +100,7 @@ class Match:
 
     def band_options(self) -> dict[str, object]:
         """The keyword arguments of ``dot_product_attention`` that say the band."""
-        rows = self.q.value.shape[self.q.axes.index(self.row)]
-        columns = self.k.value.shape[self.k.axes.index("column")]
+        rows, columns = extents_of(self.q).get(self.row, 1), extents_of(self.k)["column"]
         options = options_of(self.band, rows, columns)
         assert options is not None
         return options
@@ -127,6 +125,8 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
         for place in (0, 1):
             axes = axes_of_products(product, place)
             result = None if axes is None else _moved(result_axes(product, place), moves)
+            if axes is None:
+                _refuse_sums_over_heads(product, place, fuses_finite_fill)
             if axes is None or result is None:
                 continue
             search = Weights(fuses_finite_fill)
@@ -139,6 +139,19 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
             if scores is not None:
                 return _finish(search, node, product, place, result, scores)
     return None
+
+
+def _refuse_sums_over_heads(product: Node, place: int, fuses_finite_fill: bool) -> None:
+    """Raises Miss if the operand at ``place`` holds probabilities, and other axes than keys are summed over."""
+    contracted, value = product.params["dimension_numbers"][0][place], product.inputs[place]
+    for column in contracted if len(contracted) > 1 else ():
+        axes = tuple("column" if i == column else f"batch{i}" for i in range(len(value.shape)))
+        try:
+            found = Weights(fuses_finite_fill).probabilities(Named(value, axes))
+        except Miss:
+            continue
+        if found is not None:
+            raise Miss("the product with the values sums over more than keys")
 
 
 def _last_products(node: Node) -> Iterator[tuple[Node, list[Node], Value | None]]:
@@ -215,7 +228,7 @@ def _finish(
     if group is None and not further and (repeated := before_repeats(k, v, shared)) is not None:
         head, k, v = repeated
         batch = tuple(name for name in shared if name != head)
-    rows, columns = (x.value.shape[x.axes.index(name)] for x, name in ((q, row), (k, "column")))
+    rows, columns = extents_of(q).get(row, 1), extents_of(k)["column"]
     band, masks = _split_bands(search.masks, row, rows, columns)
     return Match(
         node=node,
@@ -248,9 +261,7 @@ def _band(
     known = known_array(mask.value)
     if known is not None:
         return band_of_array(known == visible_if_true, mask.axes, row, "column")
-    found = conditions(mask.value, mask.axes)
-    if found is not None and not visible_if_true:
-        found = negated(found)
+    found = conditions(mask.value, mask.axes, visible_if_true)
     return None if found is None else band_of(found, row, "column")
 
 

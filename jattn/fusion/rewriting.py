@@ -296,6 +296,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
     extents: dict[str, int] = {}
     for named in (match.v, match.k, match.q):
         extents |= extents_of(named)
+    extents.setdefault(match.row, 1)
 
     def size(names: Sequence[str]) -> int:
         return math.prod(extents[name] for name in names)
@@ -311,7 +312,7 @@ def _attend(match: Match, read: Callable[[Value], Any], options: _Options) -> An
         array = jnp.concatenate(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
         # Heads may be fewer of keys than of queries.
         num_heads = math.prod(own.get(name, 1) for name in of_heads)
-        return _reshaped(array, (size(match.batch), extents[row], num_heads, array.shape[-1]))
+        return _reshaped(array, (size(match.batch), own.get(row, 1), num_heads, array.shape[-1]))
 
     def scores(named: Named) -> Any:
         order = (*match.batch, *heads, match.row, "column")

@@ -169,6 +169,8 @@ class Weights(Scores):
     def _normalised(self, top: Named, total: Reduced, sink: Named | None) -> Named | None:
         exponential, kept = self._exponential(top)
         summed, kept_in_sum = self._exponential(Named(total.operand, top.axes))
+        if exponential is None and top.value is total.operand:
+            self._refuse_second_sum(top)
         if exponential is None or summed is not exponential:
             return None
         if kept is not None:
@@ -183,6 +185,15 @@ class Weights(Scores):
         if sink is not None:
             return self._before_shift(Named(exponential.inputs[0], top.axes), sink)
         return self._before_maximum(Named(exponential.inputs[0], top.axes))
+
+    def _refuse_second_sum(self, top: Named) -> None:
+        """Raises Miss if what is divided by its sum is probabilities already."""
+        try:
+            found = Weights(self.fuses_finite_fill).probabilities(top)
+        except Miss:
+            return
+        if found is not None:
+            raise Miss("probabilities are divided by their sum once more")
 
     def _before_shift(self, shifted: Named, sink: Named) -> Named | None:
         """Scores, where the sum has a term of a sink, both before what belongs to a row was taken off them.

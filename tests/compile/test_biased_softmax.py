@@ -51,16 +51,21 @@ int main() {
   softmax.reset(true, true, may_settle != 0);
   std::vector<float> weights[2];
   for (int tile = 0; tile < tiles; ++tile) {
-    float s[2 * kColumns];
+    float s[2 * kColumns], biases[2 * kColumns];
     const bool merges = softmax.at_zero();
     if (merges) softmax.rescale = false;
     for (int j = 0; j < kColumns; ++j) {
       for (int r = 0; r < 2; ++r) {
         const float product = read(), bias = read();
-        float& score = s[j / 2 * 4 + 2 * r + j % 2];
-        score = merges ? product : std::fma(product, scale, bias);
-        if (merges) softmax.add_merged(score, bias * kLog2E, r);
+        const int place = j / 2 * 4 + 2 * r + j % 2;
+        s[place] = merges ? product : std::fma(product, scale, bias);
+        biases[place] = bias;
       }
+    }
+    if (merges) {
+      softmax.sum_tile([&](float (&sum)[2]) {
+        for (int i = 0; i < 2 * kColumns; ++i) softmax.merge(s[i], biases[i] * kLog2E, sum[i / 2 % 2]);
+      });
     }
     if (!merges) softmax.update<-1>(s, true, [](auto&, auto&) {});
     for (int r = 0; r < 2; ++r) {

@@ -76,7 +76,12 @@ double error_of_warp(int q_begin, int warp_row, int kv_tile, bool lower_right, f
 
 // What the softmax makes of a score whose term is the addend of the exponent, but for the power.
 struct Exponents {
-  void add_merged(float& s, float term, int) const { s += term; }
+  template <class Add>
+  void sum_tile(const Add& add) const {
+    float sums[2];
+    add(sums);
+  }
+  void merge(float& s, float term, float&) const { s += term; }
 };
 
 // Whether every score of a warp gets the number of its column, merged or added.

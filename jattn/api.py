@@ -133,8 +133,11 @@ def dot_product_attention(
     A superset of ``jax.nn.dot_product_attention``: the same arguments mean the same, with a few exceptions, all in
     docs/conventions.md. A query that sees no key gives 0 (``jax.nn`` averages the values); -1 in ``local_window_size``
     is no limit (there a number of keys); some arguments are refused, a traced ``scale`` and an integer ``bias`` among
-    them. Every mask argument may be combined with every other; a key must pass all of them. B batch, T query length, S
-    key length, N query heads, K key/value heads, D head dim, Dv head dim of values.
+    them. Every mask argument may be combined with every other, but a causal ``mask`` with ``is_causal`` or a window,
+    and positions with lower-right alignment; a key must pass all of them. B batch, T query length, S key length, N
+    query heads, K key/value heads, D head dim, Dv head dim of values. Where ``query`` has none or several leading axes,
+    all arguments have these in the place of B, but ``block_mask`` and the index ``batch`` of ``score_mod`` count them
+    as one.
 
     Args:
       query: (B, T, N, D), or (T, N, D), or with further leading batch axes; float16, bfloat16, float32 or float64.
@@ -159,7 +162,7 @@ def dot_product_attention(
         query t sits at key t. "lower_right": at key t + S - T, with the lengths of its batch entry where lengths
         are given.
       segment_ids: (B, T) integers for self-attention: a query sees the keys of its own segment. A negative id
-        marks padding, which sees nothing and is never seen.
+        marks padding, which sees nothing and is never seen. Ids that are known while tracing are at most 2**31 - 1.
       query_segment_ids, key_value_segment_ids: (B, T) and (B, S), the same for cross-attention.
       logits_soft_cap: scores become ``cap * tanh(score / cap)``, before bias and masks.
       query_positions, key_value_positions: (B, T) and (B, S) integers, both or neither: where the tokens stand, for
@@ -181,23 +184,27 @@ def dot_product_attention(
       score_mod: ``score_mod(score, batch, head, query, key, *captures) -> score``, a function of scalars that JAX can
         trace: it gets each score as all the arguments above have made it (float32, or float64), and int32 indices
         (positions, where these are given; ``batch`` counts leading axes folded into one), and returns the one to use,
-        -inf to hide the pair. Masks come after it. Arrays it closes over, and ``captures``, may be read at these
-        indices; both get gradients. No side effects, and nothing over axes of a mesh but ``jax.lax.axis_index`` outside
-        of loops. It counts as one function wherever it does the same, so that it may be made anew for each call.
+        -inf to hide the pair. It may call functions with a ``jax.custom_jvp`` rule, but none with ``jax.custom_vjp``:
+        its derivative is taken forwards. Masks come after it. Arrays it closes over, and ``captures``, may be read at
+        these indices; both get gradients. No side effects, and nothing over axes of a mesh but ``jax.lax.axis_index``
+        outside of loops. It counts as one function wherever it does the same, so that it may be made anew for each
+        call.
       captures: arrays of any shape and dtype that ``score_mod`` gets as further arguments.
       block_mask: of ``jattn.create_block_mask``: blocks of queries and keys that take part, and a function of indices
         that says which pairs do within them. Its batch and heads are 1, or B (leading axes folded) and N. Becomes a
         ``mask`` of these extents, with as many bytes.
       return_lse: also returns the log-sum-exp of the scores (B, T, N), natural logarithm, float32 (float64 for
         float64), -inf for a query that sees no key. Differentiable.
-      compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too.
+      compute_dtype: query, key, value and bias are cast to this dtype first; the result has it too. "float64" needs
+        jax_enable_x64.
 
     Returns:
       (B, T, N, Dv) in the dtype of ``query``, or the pair that ``return_lse`` or ``return_residual`` asks for.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit together; raised while tracing.
-      TypeError: ``score_mod`` is no function of these arguments that returns a float scalar, or a capture no array.
+      TypeError: ``score_mod`` is no function of these arguments that returns a float scalar, or calls one with a
+        ``jax.custom_vjp`` rule; a capture is no array; ``block_mask`` is no ``jattn.BlockMask``.
       jattn.NoBackendError: no enabled backend can run the problem; its ``reasons`` say why.
 
     Source: "Attention is all you need", arXiv:1706.03762; tiling by online softmax as in arXiv:2205.14135; grouped

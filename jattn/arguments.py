@@ -195,6 +195,11 @@ def compute_dtype_of(dtype: Any, function: str = _NAME) -> Any:
         raise ValueError(
             f"{function}: compute_dtype is {found}, must be one of {', '.join(FLOAT_DTYPES)}"
         )
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(
+            f"{function}: compute_dtype is float64, which JAX has with jax_enable_x64 alone: switch that on, or pass"
+            " 'float32'"
+        )
     return found
 
 
@@ -211,14 +216,17 @@ def result_flags(return_lse: Any, return_residual: Any) -> tuple[bool, bool]:
 def _number(name: str, value: Any, way_out: str) -> float:
     """Returns a static argument as a float."""
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError("a text")
+        if isinstance(value, str | bytes | bool | np.bool_):
+            raise TypeError("a text, or a flag")
+        if np.iscomplexobj(value):
+            raise TypeError("a complex number, of which float() takes a part")
         if np.ndim(value) != 0:
             raise TypeError("an array with axes, of which numpy takes some for numbers")
         return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        kind = "a real number" if np.iscomplexobj(value) else "a number"
         raise ValueError(
-            f"{_NAME}: {name} is {shown(value)}, must be a number known while tracing: {way_out}"
+            f"{_NAME}: {name} is {shown(value)}, must be {kind} known while tracing: {way_out}"
         ) from error
 
 

@@ -107,5 +107,8 @@ def wider(dtype: Any, other: Any) -> Any:
 
 def shown(x: Any) -> str:
     """The value of an argument, short enough for a message."""
-    text = repr(x)
+    try:
+        text = repr(x)
+    except RuntimeError:  # of JAX
+        text = "an array that was deleted or donated"
     return text if len(text) <= 80 else text[:77] + "..."

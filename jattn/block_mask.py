@@ -17,9 +17,10 @@ import jax.export
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.arrays import as_array, check_arity, is_integer, shown
+from jattn.arrays import as_array, as_integers, check_arity, is_integer, shown
 from jattn.jax_interface import traced_anew
 from jattn.pytrees import exportable
+from jattn.spec import as_int32
 
 _CLASS = "jattn.BlockMask"
 
@@ -45,7 +46,7 @@ class BlockMask:
 
     Raises:
       TypeError: ``mask_mod`` is no function, or does not return one bool.
-      ValueError: lengths below 0 or a block size below 1; ``blocks`` of another type or shape.
+      ValueError: lengths outside [0, 2^31) or a block size below 1; ``blocks`` of another type or shape.
     """
 
     blocks: jax.Array
@@ -69,8 +70,9 @@ class BlockMask:
 
     def materialize(self) -> jax.Array:
         """Returns the mask as a bool array of ``shape``."""
-        rows = jnp.repeat(self._checked_blocks(), self.block_size[0], axis=2)[:, :, : self.q_len]
-        visible = jnp.repeat(rows, self.block_size[1], axis=3)[..., : self.kv_len]
+        sizes = _within(self.block_size, self.q_len, self.kv_len)
+        rows = jnp.repeat(self._checked_blocks(), sizes[0], axis=2)[:, :, : self.q_len]
+        visible = jnp.repeat(rows, sizes[1], axis=3)[..., : self.kv_len]
         if self.mask_mod is None:
             return visible
         _check_result(_CLASS, self.mask_mod)
@@ -133,13 +135,8 @@ class BlockMask:
         sizes = _sizes(_CLASS, block_size)
         _check_count(_CLASS, "q_len", q_len, least=0)
         _check_count(_CLASS, "kv_len", kv_len, least=0)
-        counts = as_array("kv_num_blocks", kv_num_blocks, _CLASS)
-        indices = as_array("kv_indices", kv_indices, _CLASS)
-        for name, array in (("kv_num_blocks", counts), ("kv_indices", indices)):
-            if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise ValueError(
-                    f"{_CLASS}: {name} has dtype {array.dtype}, must hold integers: cast it"
-                )
+        counts = _as_int32("kv_num_blocks", kv_num_blocks)
+        indices = _as_int32("kv_indices", kv_indices)
         wanted = _block_counts(q_len, kv_len, sizes)
         if indices.shape[2:] != wanted or indices.shape[:3] != counts.shape:
             raise ValueError(
@@ -183,7 +180,7 @@ def create_block_mask(
 
     Raises:
       TypeError: ``mask_mod`` is no function, or does not return one bool.
-      ValueError: lengths below 0; a block size, a batch or a number of heads below 1.
+      ValueError: lengths outside [0, 2^31); a batch or a number of heads outside [1, 2^31); a block size below 1.
     """
     name = "jattn.create_block_mask"
     _check_callable(name, mask_mod)
@@ -196,15 +193,16 @@ def create_block_mask(
     _check_result(name, mask_mod)
     of_pairs = _of_pairs(mask_mod)
     rows, columns = _block_counts(q_len, kv_len, sizes)
+    height, width = _within(sizes, q_len, kv_len)
     # Blocks at the ends repeat the last pair.
-    keys = jnp.minimum(jnp.arange(columns * sizes[1], dtype=jnp.int32), kv_len - 1)
+    keys = jnp.minimum(jnp.arange(columns * width, dtype=jnp.int32), kv_len - 1)
     batches = jnp.arange(1 if batch is None else batch, dtype=jnp.int32)
     heads = jnp.arange(1 if num_heads is None else num_heads, dtype=jnp.int32)
 
     def row(number: jax.Array) -> jax.Array:
-        queries = jnp.minimum(number * sizes[0] + jnp.arange(sizes[0], dtype=jnp.int32), q_len - 1)
+        queries = jnp.minimum(number * height + jnp.arange(height, dtype=jnp.int32), q_len - 1)
         visible = of_pairs(batches, heads, queries, keys)
-        return visible.reshape(*visible.shape[:3], columns, sizes[1]).any((2, 4))
+        return visible.reshape(*visible.shape[:3], columns, width).any((2, 4))
 
     blocks = lax.map(row, jnp.arange(rows, dtype=jnp.int32))
     return BlockMask(jnp.moveaxis(blocks, 0, 2), q_len, kv_len, sizes, mask_mod)
@@ -225,12 +223,30 @@ def _block_counts(q_len: int, kv_len: int, sizes: tuple[int, int]) -> tuple[int,
 def _check_count(
     function: str, name: str, value: Any, *, least: int = 1, otherwise: str = ""
 ) -> None:
-    """Refuses what is no integer from ``least`` on, nor one that is only known later, while exporting."""
-    if jax.export.is_symbolic_dim(value) or (is_integer(value) and value >= least):
+    """Refuses what is no int32 from ``least`` on, nor one that is only known later, while exporting."""
+    if jax.export.is_symbolic_dim(value) or (is_integer(value) and least <= value < 2**31):
         return
     raise ValueError(
-        f"{function}: {name} is {shown(value)}, must be an integer from {least} on{otherwise}, known while tracing"
+        f"{function}: {name} is {shown(value)}, must be an integer from {least} to 2^31 - 1{otherwise}, known while"
+        " tracing"
     )
+
+
+def _within(sizes: tuple[int, int], q_len: int, kv_len: int) -> tuple[int, int]:
+    """The size of a block, no larger than what there is."""
+    lengths = (q_len, kv_len)
+    return tuple(
+        size if jax.export.is_symbolic_dim(n) else min(size, max(n, 1))
+        for size, n in zip(sizes, lengths, strict=True)
+    )  # type: ignore[return-value]
+
+
+def _as_int32(name: str, x: Any) -> jax.Array:
+    """An array of integers; those beyond the limits of int32 are at the limits."""
+    array = as_integers(name, x, _CLASS)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{_CLASS}: {name} has dtype {array.dtype}, must hold integers: cast it")
+    return jnp.asarray(as_int32(array))
 
 
 def _sizes(function: str, block_size: Any) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from jax import lax
 from jattn.arrays import wider
 from jattn.device_operations import ELEMENTWISE
 from jattn.jax_interface import MOVES, Literal, bind, clipped, depends, vary_like
-from jattn.score_program import ScoreProgram, flat_equations
+from jattn.score_program import ScoreProgram, computed, flat_equations
 from jattn.score_tile import AXES, ScoreTile
 
 _Equation = tuple[
@@ -177,7 +177,7 @@ def _primal_values(parts: _Parts, arguments: Sequence[Any], *, of_arrays: bool =
     values = dict(zip(parts.arguments, arguments, strict=True))
     for equation, inputs, outputs in parts.primal:
         if not of_arrays or not parts.reach[outputs[0]]:
-            results = bind(equation, [_of(x, values) for x in inputs])
+            results = computed(equation, [_of(x, values) for x in inputs])
             values |= {x: y for x, y in zip(outputs, results, strict=True) if x not in parts.moving}
     return values
 
@@ -315,7 +315,7 @@ def _transposed(
             zip(parts.reads, reads, strict=True)
         )
         for equation, inputs, outputs in parts.pairs:
-            results = bind(equation, [_of(x, values) for x in inputs])
+            results = computed(equation, [_of(x, values) for x in inputs])
             values |= {x: y for x, y in zip(outputs, results, strict=True) if x in parts.moving}
         return values[parts.result]
 

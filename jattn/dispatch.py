@@ -58,9 +58,15 @@ def register_backend(platform: str, backend: Backend) -> None:
       backend: an object with the members of ``jattn.Backend``.
 
     Raises:
-      TypeError: ``backend`` lacks a member.
-      ValueError: the platform has a backend of that name already, the name is one of jattn's, or "gpu" as the platform.
+      TypeError: ``backend`` lacks a member, is a class, or has no name.
+      ValueError: no platform, or "gpu" as one; the platform has a backend of that name already, or the name is one of
+        jattn's.
     """
+    if not isinstance(platform, str) or not platform or platform != platform.lower():
+        raise ValueError(
+            f"jattn.register_backend: platform is {platform!r}, must be a name in lower case: 'cpu', 'cuda', 'rocm' or"
+            " 'tpu', as JAX has it when lowering"
+        )
     if platform == "gpu":
         raise ValueError(
             "jattn.register_backend: platform is 'gpu', must be the name in lowerings: 'cuda' or 'rocm'"
@@ -68,6 +74,11 @@ def register_backend(platform: str, backend: Backend) -> None:
     if not isinstance(backend, Backend):
         raise TypeError(
             f"jattn.register_backend: backend is {backend!r}, must have the members of jattn.Backend"
+        )
+    if isinstance(backend, type) or not isinstance(backend.name, str) or not backend.name:
+        raise TypeError(
+            f"jattn.register_backend: backend is {backend!r}, must be an object whose name is a text: make one of a"
+            " class first"
         )
     with _lock:
         group = _registered.get(platform, [])

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jattn.arrays import is_integer
+from jattn.arrays import is_integer, shown
 from jattn.jax_interface import vary_like
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -250,11 +250,17 @@ def check_rate(name: str, rate: ArrayLike) -> None:
         raise ValueError(
             f"{name} has shape {np.shape(rate)}, must be a scalar: use jax.vmap for several rates"
         )
-    if isinstance(rate, jax.Array) and jnp.issubdtype(rate.dtype, jnp.complexfloating):
-        raise ValueError(f"{name} has dtype {rate.dtype}, must be real: cast it to float32")
-    if not isinstance(rate, jax.core.Tracer) and not 0 <= float(rate) < 1:  # type: ignore[arg-type]
+    dtype = getattr(rate, "dtype", None)
+    is_number = isinstance(rate, int | float) or (
+        dtype is not None
+        and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        and jnp.dtype(dtype).kind in "biufV"
+    )
+    if not is_number:
+        raise ValueError(f"{name} is {shown(rate)}, must be a real number: pass a float")
+    if not isinstance(rate, jax.core.Tracer) and not 0 <= rate < 1:  # type: ignore[operator]
         raise ValueError(
-            f"{name} is {rate}, must be at least 0 and below 1: to drop everything, multiply the result by 0"
+            f"{name} is {shown(rate)}, must be at least 0 and below 1: to drop everything, multiply the result by 0"
         )
 
 
@@ -295,9 +301,10 @@ def dropout_mask(
     seed_words = words_of("jattn.dropout_mask: seed", seed)
     offset_words = words_of("jattn.dropout_mask: offset", offset)
     is_shape = isinstance(shape, tuple | list) and len(shape) == 4
-    if not is_shape or any(not is_integer(x) or x < 0 for x in shape):
+    if not is_shape or any(not is_integer(x) or not 0 <= x < 2**31 for x in shape):
         raise ValueError(
-            f"jattn.dropout_mask: shape is {shape!r}, must be (B, N, T, S), integers of 0 or more: add axes of size 1"
+            f"jattn.dropout_mask: shape is {shape!r}, must be (B, N, T, S), integers from 0 to 2^31 - 1: add axes of"
+            " size 1"
         )
     return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jattn import call_timing, config, device, dispatch
 from jattn.api import dot_product_attention
 from jattn.arguments import Call, result_flags
+from jattn.arrays import as_array
 from jattn.backends import BY_NAME_ONLY, Backend, Wants
 from jattn.call_plan import Pass, PassName, plan_pass
 from jattn.call_timing import Timing
@@ -327,7 +327,7 @@ def _parse(asked: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> t
     static = {name: x for name, x in named.items() if name not in arrays}
     for name in ("query", "key", "value"):
         if name in static:
-            arrays[name] = _shape_of(jnp.asarray(static.pop(name)))
+            arrays[name] = _shape_of(as_array(name, static.pop(name), "jattn.explain"))
     found: list[tuple[Spec, Options]] = []
 
     def parse(traced: dict[str, Any], traced_within: list[Any]) -> None:

@@ -7,7 +7,9 @@ import warnings
 from typing import Literal
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.pytrees import exportable
 
@@ -73,7 +75,7 @@ class CausalBias:
       q_len, kv_len: lengths of query and key.
 
     Raises:
-      ValueError: another alignment.
+      ValueError: another alignment, or lengths outside [0, 2^31).
     """
 
     alignment: Alignment
@@ -85,6 +87,13 @@ class CausalBias:
             raise ValueError(
                 f"jattn.CausalBias: alignment is {self.alignment!r}, must be 'upper_left' or 'lower_right'"
             )
+        for name, length in (("q_len", self.q_len), ("kv_len", self.kv_len)):
+            is_known = isinstance(length, int | np.integer) and not isinstance(length, bool)
+            if not jax.export.is_symbolic_dim(length) and not (is_known and 0 <= length < 2**31):
+                raise ValueError(
+                    f"jattn.CausalBias: {name} is {length!r}, must be an integer from 0 to 2^31 - 1, known while"
+                    " tracing"
+                )
 
     def materialize(self) -> jax.Array:
         """Returns the mask as a bool array (q_len, kv_len), True where the key takes part."""
@@ -110,6 +119,7 @@ def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
     Args:
       q_len, kv_len: T and S; query t sees keys j <= t + S - T.
     """
+    bias = CausalBias("lower_right", q_len, kv_len)
     if q_len > kv_len:
         warnings.warn(
             f"jattn.causal_lower_right: q_len {q_len} is larger than kv_len {kv_len}, so the first"
@@ -117,4 +127,4 @@ def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
             UserWarning,
             stacklevel=2,
         )
-    return CausalBias("lower_right", q_len, kv_len)
+    return bias

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.arrays import as_array, as_flag, as_integers, is_integer
+from jattn.arrays import as_array, as_flag, as_integers, is_integer, shown
 from jattn.pytrees import exportable
 from jattn.sharding import partition
 from jattn.spec import as_int32
@@ -471,9 +471,9 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
 
 def _check_count(name: str, value: Any, way_out: str, *, least: int = 0) -> None:
     """Checks a static number, of rows or sequences."""
-    if not is_integer(value) or value < least:
+    if not is_integer(value) or not least <= value < 2**31:
         raise ValueError(
-            f"{name} is {value!r}, must be {least} or more, an integer known while tracing: {way_out}"
+            f"{name} is {shown(value)}, must be an integer from {least} to 2^31 - 1, known while tracing: {way_out}"
         )
 
 

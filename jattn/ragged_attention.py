@@ -83,7 +83,7 @@ def ragged_dot_product_attention(
 
     With rows of rank 3 or more, values (total, ..., T, N, D), what is ragged is a batch axis: every row is an
     ordinary attention of fixed lengths, and ``bias``, ``mask``, ``block_mask`` and ``score_mod`` are those of the dense
-    call.
+    call. Nothing is repeated then: all three are ragged, with the same sequences.
 
     Args:
       query: values (total, N, D); or a dense (B or 1, T, N, D).
@@ -329,6 +329,14 @@ def _rank(arguments: dict[str, Any]) -> int:
     return max(x.values.ndim for x in arguments.values() if isinstance(x, RaggedArray))
 
 
+def _kinds(arguments: dict[str, Any]) -> str:
+    """The operands in words: ragged or dense, and their shapes."""
+    return ", ".join(
+        f"{name} {'ragged, values' if isinstance(x, RaggedArray) else 'dense'} {_values(x).shape}"
+        for name, x in arguments.items()
+    )
+
+
 def _check_operands(arguments: dict[str, Any]) -> None:
     ragged = {name: x for name, x in arguments.items() if isinstance(x, RaggedArray)}
     if not ragged:
@@ -352,7 +360,12 @@ def _check_operands(arguments: dict[str, Any]) -> None:
     ranks = {name: x.values.ndim for name, x in ragged.items()}
     if len(set(ranks.values())) > 1 or (max(ranks.values()) > 3 and len(ranks) < 3):
         raise ValueError(
-            f"{_NAME}: query, key and value must be ragged on the same dimension, got values of ranks {ranks}"
+            f"{_NAME}: query, key and value must be ragged on the same dimension, got"
+            f" {_kinds(arguments)}: with rows of rank 3 or more all three are RaggedArrays"
+        )
+    if any(_values(x).ndim != 4 for name, x in arguments.items() if name not in ragged):
+        raise ValueError(
+            f"{_NAME}: dense operands must have rank 4, (1 or B, length, heads, head dim), got {_kinds(arguments)}"
         )
     for name, x in ragged.items():
         x.checked(f"{_NAME}: {name}")

@@ -99,16 +99,16 @@ class ScoreProgram:
 
         @jax.custom_jvp
         def function(*arguments: Any) -> Any:
-            return mapped_like_score(_evaluate(self.jaxpr, *arguments)[0], arguments[0])
+            return mapped_like_score(_computed(self.jaxpr, *arguments)[0], arguments[0])
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             moving = [tangents[i] for i in _floating(self.captures)]
             if all(_is_zero(t) for t in moving[1:]):  # nothing is read for the captures that stay
-                value, slope = _evaluate(self.slope_jaxpr, *primals)
+                value, slope = _computed(self.slope_jaxpr, *primals)
                 score = jnp.zeros_like(slope) if _is_zero(moving[0]) else moving[0]
                 return mapped_like_score(value, primals[0]), slope * score
             full = [jnp.zeros(t.shape, t.dtype) if _is_zero(t) else t for t in moving]
-            value, tangent = _evaluate(self.jvp_jaxpr, *primals, *full)
+            value, tangent = _computed(self.jvp_jaxpr, *primals, *full)
             return mapped_like_score(value, primals[0]), tangent
 
         function.defjvp(rule, symbolic_zeros=True)
@@ -118,7 +118,7 @@ class ScoreProgram:
         self, score: Any, batch: Any, head: Any, query: Any, key: Any, *captures: Any
     ) -> jax.Array:
         """Evaluates d score' / d score for one pair."""
-        result: jax.Array = _evaluate(self.slope_jaxpr, score, batch, head, query, key, *captures)[
+        result: jax.Array = _computed(self.slope_jaxpr, score, batch, head, query, key, *captures)[
             1
         ]
         return result
@@ -245,6 +245,31 @@ def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -
     return evaluate_jaxpr(
         closed.jaxpr, *arguments, constants=closed.consts, keeps_rules=keeps_rules
     )
+
+
+def _computed(closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
+    """The same by XLA, with what it gets wrong written otherwise."""
+    return evaluate_jaxpr(
+        closed.jaxpr, *arguments, constants=closed.consts, replaced=_WRITTEN_OTHERWISE
+    )
+
+
+def computed(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """One equation of a program, by XLA, likewise."""
+    function = _WRITTEN_OTHERWISE.get(equation.primitive.name)
+    return bind(equation, inputs) if function is None else [function(*inputs, **equation.params)]
+
+
+def _absolute(x: Any, **_: Any) -> Any:
+    """XLA takes an index that is the magnitude of an integer to be 0 at least, and does not bound it from below. That
+    of the least integer is this integer: memory far outside of the array would be read.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.signedinteger):
+        return lax.abs(x)
+    return jnp.where(x < 0, -x, x)
+
+
+_WRITTEN_OTHERWISE: dict[str, Callable[..., Any]] = {"abs": _absolute}
 
 
 def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStruct]:

@@ -24,6 +24,7 @@ from jattn.jax_interface import (
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 NUM_INDICES = 4  # batch, head, query, key
+_MOST_CONDITIONS = 32
 
 _Arrays = list[jax.Array]
 
@@ -72,7 +73,21 @@ def _retraced(
 
 def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
     """Evaluates nested calls as part of what calls them."""
-    return evaluate_jaxpr(jaxpr, *arguments, constants=constants, keeps_rules=True)
+    return evaluate_jaxpr(
+        jaxpr, *arguments, constants=constants, keeps_rules=True, replaced={"argmax": _first_true}
+    )
+
+
+def _first_true(x: jax.Array, *, axes: Sequence[int], index_dtype: Any) -> jax.Array:
+    """argmax; of a few bools, as ``jnp.select`` has them for its conditions, without an array of them."""
+    if x.dtype != bool or x.ndim != 1 or x.shape[0] > _MOST_CONDITIONS:
+        return lax.argmax(x, axes[0], index_dtype)
+    found = jnp.zeros((), index_dtype)
+    for i in reversed(range(x.shape[0])):
+        found = jnp.where(
+            lax.index_in_dim(x, i, keepdims=False), jnp.asarray(i, index_dtype), found
+        )
+    return found
 
 
 def _straightened(jaxpr: Jaxpr, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:

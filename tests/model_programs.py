@@ -19,6 +19,7 @@ FEW_KEYS, FEW_V = normal(B, S, K, D, seed=3), normal(B, S, K, D, seed=4)
 SINKS, BIAS = normal(N, seed=5), normal(1, N, T, S, seed=6)
 Q_ROPE, K_ROPE = normal(B, T, N, 4, seed=7), normal(B, S, 4, seed=8)
 MASK = jnp.asarray(np.random.default_rng(9).random((B, 1, T, S)) < 0.7).at[..., 0].set(True)
+DISTANCE = jnp.arange(T, dtype=jnp.float32)[:, None] - jnp.arange(S)
 SCALE = D**-0.5
 
 Program = Callable[..., Array]
@@ -149,6 +150,30 @@ def scores_in_float32(q: Array, k: Array, v: Array, bias: Array) -> Array:
     return weighted(jax.nn.softmax(s, axis=-1).astype(v.dtype), v)
 
 
+# ---- Windows of distances, and single queries
+
+
+def distances(q: Array, k: Array, v: Array) -> Array:
+    rows, columns = jnp.arange(T)[:, None], jnp.arange(S)
+    return weighted(
+        jax.nn.softmax(jnp.where(abs(rows - columns) <= 2, scores_of(q, k), -jnp.inf)), v
+    )
+
+
+def far_is_hidden(q: Array, k: Array, v: Array) -> Array:
+    """The distance is there before the program is traced."""
+    return weighted(jax.nn.softmax(jnp.where(jnp.abs(DISTANCE) > 3.0, -1e9, scores_of(q, k))), v)
+
+
+def single_query(q: Array, k: Array, v: Array, bias: Array) -> Array:
+    s = jnp.where(MASK[:, :, 0], jnp.einsum("bhd,bkhd->bhk", q[:, 0], k) * SCALE + bias, -jnp.inf)
+    return jnp.einsum("bhk,bkhd->bhd", jax.nn.softmax(s), v)
+
+
+def single_query_alone(q: Array, k: Array, v: Array) -> Array:
+    return jax.nn.softmax(k[0, :, 0] @ q[0, 0, 0]) @ v[0, :, 0]
+
+
 PROGRAMS: dict[Program, tuple[str, tuple[Array, ...]]] = {
     sink_in_the_last_column: ("mask+sinks", (Q, KEYS, V, SINKS)),
     sink_of_groups: ("mask+sinks", (Q, FEW_KEYS, FEW_V, SINKS)),
@@ -166,6 +191,10 @@ PROGRAMS: dict[Program, tuple[str, tuple[Array, ...]]] = {
     bias_taken_off: ("bias", (Q, KEYS, V, BIAS)),
     scores_taken_off: ("bias", (Q, KEYS, V, BIAS)),
     scores_in_float32: ("bias", (Q, KEYS, V, BIAS)),
+    distances: ("window", (Q, KEYS, V)),
+    far_is_hidden: ("window", (Q, KEYS, V)),
+    single_query: ("mask+bias", (Q, KEYS, V, normal(N, S, seed=11))),
+    single_query_alone: ("plain", (Q, KEYS, V)),
 }
 IN_BFLOAT16 = (sink_in_the_first_column, scores_in_float32)
 

@@ -19,6 +19,8 @@ from jax.typing import DTypeLike
 
 from jattn.api import dot_product_attention
 from jattn.arguments import Window, window_of
+from jattn.block_mask import BlockMask
+from jattn.dropout import check_rate
 from jattn.masks import UNBOUNDED, Alignment, CausalBias
 from jattn.pytrees import exportable
 
@@ -140,6 +142,13 @@ class AttentionFunction:
                 " but a fused kernel never forms them: use sow_weights=False, or Flax's own dot_product_attention for"
                 " the layer that is looked into"
             )
+        flag: object = deterministic
+        if isinstance(flag, str):
+            raise ValueError(
+                f"jattn.flax.attention_fn: deterministic is {deterministic!r}, must be True or False"
+            )
+        if not deterministic:
+            check_rate("jattn.flax.attention_fn: dropout_rate", dropout_rate)
         if deterministic:
             dropout_rate = 0.0
         elif dropout_rng is None and (
@@ -160,6 +169,7 @@ class AttentionFunction:
                 "jattn.flax.attention_fn: query, key and value must have one rank, 3 or more: (batch..., length, heads,"
                 f" head_dim); got {query.shape}, {key.shape}, {value.shape}"
             )
+        _refuse_block_mask(mask)
         is_decoding_step = _is_decoding_step(query, key, mask)
         structure = mask if isinstance(mask, StructuralMask) else StructuralMask()
         if isinstance(mask, StructuralMask):
@@ -233,8 +243,9 @@ def make_attention_fn(
 
     One query beside several keys and a mask array is taken for a step of a module with ``decode=True``. The mask that
     the module makes has the keys up to the query: `is_causal` is then left to it, `alibi_slopes` and the indices of
-    `score_mod` count from the last key that it shows, and a `local_window_size` is refused. A `StructuralMask` is never
-    taken for such a step.
+    `score_mod` take the last key that it shows to the batch entry for the place of the query, and a
+    `local_window_size` is refused. So the query of a `score_mod` is elsewhere if a mask hides the last keys, and where
+    such a call is no step; a `StructuralMask` is never taken for one.
 
     Args:
       is_causal: query t sees keys up to t (or up to t + S - T, see `causal_alignment`).
@@ -242,7 +253,8 @@ def make_attention_fn(
       local_window_size: w or (left, right): query t sees keys t - left to t + right; None or -1 in the pair: no bound.
       scale: of the scores; None: 1 / sqrt(D).
       logits_soft_cap: c in c * tanh(s / c); None: no cap.
-      alibi_slopes: N numbers: slope * distance is taken off the scores of each head; None: none.
+      alibi_slopes: N numbers, known while tracing: slope * distance is taken off the scores of each head; None: none.
+        Slopes that are learned go into `jattn.dot_product_attention`.
       score_mod: of (score, batch, head, query, key), as for `jattn.dot_product_attention`. Functions compare by
         identity: define it once. Parameters that it closes over are those of the moment of the call.
       implementation: a backend name, or several in order of preference; None: the best one that serves the call.
@@ -251,7 +263,7 @@ def make_attention_fn(
       A hashable callable with the keyword list of Flax's `dot_product_attention` (both Linen's and NNX's).
 
     Raises:
-      ValueError: slopes that are not N numbers; other arguments are checked when it is called.
+      ValueError: slopes that are not N known numbers; other arguments are checked when it is called.
 
     Example:
       >>> import jattn.flax
@@ -261,7 +273,7 @@ def make_attention_fn(
     """
     if implementation is not None and not isinstance(implementation, str):
         implementation = tuple(implementation)
-    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes, np.float32)
+    slopes = None if alibi_slopes is None else _known_slopes(alibi_slopes)
     if slopes is not None and slopes.ndim != 1:
         raise ValueError(
             f"jattn.flax.make_attention_fn: alibi_slopes has shape {slopes.shape}, must be (N,): a number for each head"
@@ -281,6 +293,14 @@ def make_attention_fn(
 attention_fn = AttentionFunction()
 
 
+def _refuse_block_mask(mask: object) -> None:
+    if isinstance(mask, BlockMask) or isinstance(getattr(mask, "dense", None), BlockMask):
+        raise ValueError(
+            "jattn.flax.attention_fn: mask is a BlockMask, which Flax's modules cannot combine with theirs: pass"
+            " jattn.flax.StructuralMask(dense=block_mask.materialize())"
+        )
+
+
 def _is_decoding_step(query: Array, key: Array, mask: object) -> bool:
     """Whether a module with ``decode=True`` calls: one query, all places of the cache, and an array of those in use.
 
@@ -291,18 +311,33 @@ def _is_decoding_step(query: Array, key: Array, mask: object) -> bool:
 
 
 def _decoding_positions(query: Array, key: Array, mask: Any) -> StructuralMask:
-    """Puts the lone query at the last key that the mask, an array, shows to anyone, for ALiBi and score functions.
+    """Puts a lone query at the last key that the mask, an array, shows to a head, for ALiBi and score functions.
 
     Softmax does not see what all distances have in common, so any place from the last visible key on would do, but one
     at the end of a long and still empty cache makes scores so large that float32 rounds their differences away.
     """
     batch, kv_len = query.shape[:-3], key.shape[-3]
-    is_seen = jnp.any(jnp.atleast_1d(mask), axis=tuple(range(mask.ndim - 1)))
-    last = kv_len - 1 - jnp.argmax(is_seen[::-1])
+    rank = len(batch) + 3
+    if mask.ndim > rank:
+        return StructuralMask()  # the call says what is wrong with it
+    is_seen = mask.reshape(*[1] * (rank - mask.ndim), *mask.shape).any((-3, -2))
+    is_seen = jnp.broadcast_to(is_seen, (*is_seen.shape[:-1], kv_len))
+    last = kv_len - 1 - jnp.argmax(is_seen[..., ::-1], axis=-1)
     return StructuralMask(
-        query_positions=jnp.full((*batch, 1), last, jnp.int32),
+        query_positions=jnp.broadcast_to(last[..., None], (*batch, 1)).astype(jnp.int32),
         key_value_positions=jnp.broadcast_to(jnp.arange(kv_len), (*batch, kv_len)),
     )
+
+
+def _known_slopes(slopes: Any) -> np.ndarray[Any, Any]:
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(slopes))
+    found = np.asarray(slopes) if is_known else None
+    if found is None or found.dtype.kind not in "iufV":
+        raise ValueError(
+            f"jattn.flax.make_attention_fn: alibi_slopes is {slopes!r}, must be N real numbers known while tracing:"
+            " learned slopes go into jattn.dot_product_attention"
+        )
+    return found.astype(np.float32)
 
 
 def _as_number(x: Any) -> Any:
@@ -331,7 +366,7 @@ def _refuse_products(*, precision: object, **products: Einsum | None) -> None:
                 f"jattn.flax.attention_fn: {name} is given, but a fused kernel multiplies by itself and"
                 " would ignore it: leave it None, or use Flax's own dot_product_attention"
             )
-    requests = precision if isinstance(precision, tuple) else (precision,)
+    requests = precision if isinstance(precision, tuple | list) else (precision,)
     for request in requests:
         # Strings name a precision ("high") or a preset ("TF32_TF32_F32_X3"); only the former are a bound.
         is_preset_name = isinstance(request, str) and hasattr(

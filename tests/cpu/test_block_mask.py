@@ -58,7 +58,7 @@ BLOCK_MASK_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fewer than no queries": (
         lambda: jattn.create_block_mask(_sees, None, None, -1, 4),
         ValueError,
-        "q_len is -1, must be an integer from 0 on",
+        "q_len is -1, must be an integer from 0 to 2.31 - 1",
     ),
     "two arguments": (
         lambda: jattn.create_block_mask(lambda q, k: q >= k, None, None, 4, 4),
@@ -68,12 +68,12 @@ BLOCK_MASK_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "traced keys": (
         lambda: jax.jit(lambda n: jattn.create_block_mask(_sees, None, None, 4, n))(3),
         ValueError,
-        "kv_len is .*, must be an integer from 0 on, known while tracing",
+        "kv_len is .*, must be an integer from 0 to 2.31 - 1, known while tracing",
     ),
     "no batch": (
         lambda: jattn.create_block_mask(_sees, 0, None, 4, 4),
         ValueError,
-        "batch is 0, must be an integer from 1 on or None",
+        "batch is 0, must be an integer from 1 to 2.31 - 1 or None",
     ),
     "half a head": (
         lambda: jattn.create_block_mask(_sees, None, 0.5, 4, 4),
@@ -100,11 +100,16 @@ BLOCK_MASK_ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "q_len is 24.0, must be an integer",
     ),
-    "length": (lambda: _mask(q_len=-24), ValueError, "q_len is -24, must be an integer from 0 on"),
+    "length": (lambda: _mask(q_len=-24), ValueError, "q_len is -24, must be an integer from 0 to"),
     "size": (
         lambda: _mask(block_size=(12.0, 8)),
         ValueError,
         r"block_size is \(12.0, 8\), must be one integer",
+    ),
+    "length beyond int32": (
+        lambda: jattn.create_block_mask(_sees, None, None, 4, 2**62),
+        ValueError,
+        "kv_len is 4611686018427387904, must be an integer from 0 to 2.31 - 1",
     ),
     "an array as a function": (
         lambda: _mask(mask_mod=np.ones(2)),
@@ -200,6 +205,29 @@ def test_masks_of_no_queries_or_keys(q_len: int, kv_len: int) -> None:
         assert mask.materialize().shape == (1, 1, q_len, kv_len)
         out = jattn.dot_product_attention(q, k, k, block_mask=mask)
         np.testing.assert_array_equal(out, np.zeros((2, q_len, 2, 8)))
+
+
+def test_blocks_larger_than_the_lengths() -> None:
+    """No more pairs are looked at than there are."""
+    mask = jattn.create_block_mask(_sees, None, None, 5, 7, 2**40)
+    assert mask.blocks.shape == (1, 1, 1, 1)
+    want = np.asarray([[bool(_sees(0, 0, i, j)) for j in range(7)] for i in range(5)])
+    np.testing.assert_array_equal(mask.materialize()[0, 0], want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_lists_of_any_integer_type(dtype: str) -> None:
+    """Numbers of blocks beyond the last are none, however large; counts end at the last."""
+    largest = np.iinfo(dtype).max
+    counts, blocks = np.array([[[largest, 1]]], dtype), 130
+    lists = np.full((1, 1, 2, blocks), largest, dtype)
+    lists[0, 0, :, 0] = 1
+    made = jattn.BlockMask.from_kv_blocks(counts, lists, 2, blocks, 1).blocks
+    want = np.zeros((1, 1, 2, blocks), bool)
+    want[0, 0, :, 1] = True
+    if largest < blocks:  # a number of a block
+        want[0, 0, 0, largest] = True
+    np.testing.assert_array_equal(made, want)
 
 
 def test_a_mask_that_leaves_the_jit_that_its_function_closes_over() -> None:

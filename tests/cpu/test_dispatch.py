@@ -224,6 +224,21 @@ def test_a_program_for_several_platforms_has_the_backend_of_each() -> None:
         assert "jattn_forward_v1" in text
 
 
+@pytest.mark.parametrize("platform", [None, "", "CPU", ["cpu"], "gpu"], ids=str)
+def test_platforms_that_there_are_not(platform: Any) -> None:
+    with pytest.raises(ValueError, match="register_backend: platform is"):
+        jattn.register_backend(platform, Registered())
+
+
+def test_backends_that_cannot_be_named() -> None:
+    nameless = Registered()
+    nameless.name = None  # type: ignore[assignment]
+    for backend in (Registered, nameless):
+        with pytest.raises(TypeError, match=r"register_backend: backend is .*, must be"):
+            jattn.register_backend("cpu", backend)  # type: ignore[arg-type]
+    assert "cpu" not in dispatch._registered or not dispatch._registered["cpu"]
+
+
 def test_one_name_on_two_platforms_is_two_backends() -> None:
     options = jattn.config.current_options()
     spec = explained(BASE, DEVICES["tpu"], needs_grad=False).spec

@@ -236,6 +236,43 @@ def test_slopes_of_a_short_start_in_a_long_cache_lose_nothing() -> None:
     close(got, function(q, k[:, :used], v[:, :used], mask=structure))
 
 
+def test_every_entry_of_a_decoding_batch_has_its_own_place() -> None:
+    """What another batch entry sees does not move the query of a score function."""
+    q, k, v = normal(1, 2, 1, HEADS, 8), normal(2, 2, 6, HEADS, 8), normal(3, 2, 6, HEADS, 8)
+    function = make_attention_fn(score_mod=lambda s, b, h, i, j: s + jnp.cos(i - 2.0 * j))
+    mask = jnp.arange(6) < jnp.array([3, 6])[:, None, None, None]
+    both = function(q, k, v, mask=mask)
+    for entry in range(2):
+        own = [x[entry : entry + 1] for x in (q, k, v)]
+        close(both[entry : entry + 1], function(*own, mask=mask[entry : entry + 1]))
+        close(both[entry], function(*(x[entry] for x in (q, k, v)), mask=mask[entry]))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"mask": jattn.create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 7)}, "mask is a BlockMask"),
+        ({"dropout_rate": "0.5", "deterministic": False}, "dropout_rate is '0.5', must be a real number"),
+        ({"dropout_rate": 0.5, "deterministic": "False"}, "deterministic is 'False', must be True or False"),
+        ({"precision": ["nonsense"]}, "precision is 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_of_the_adapter(keywords: dict[str, Any], words: str) -> None:
+    x = normal(1, 1, 5, HEADS, 8)
+    with pytest.raises(ValueError, match=f"jattn.flax.attention_fn: {words}"):
+        jattn.flax.attention_fn(x, x, x, **keywords)
+
+
+def test_slopes_of_the_adapter_are_known_numbers() -> None:
+    for slopes in (np.array([1j, 2j]), "ab"):
+        with pytest.raises(ValueError, match=r"alibi_slopes is .*must be N real numbers"):
+            make_attention_fn(alibi_slopes=slopes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"learned slopes go into jattn.dot_product_attention"):
+        jax.jit(lambda s: make_attention_fn(alibi_slopes=s)(*[jnp.ones((1, 2, 2, 8))] * 3))(
+            jnp.ones(2)
+        )
+
+
 @pytest.mark.parametrize("alignment", ["upper_left", "lower_right"])
 def test_decoding_with_a_window_is_refused(alignment: Any) -> None:
     window = make_attention_fn(local_window_size=(3, 0), causal_alignment=alignment)

@@ -101,11 +101,29 @@ def divided(scores: Array, shift: Array, term: Array) -> Array:
     return e / (e.sum(-1, keepdims=True) + term)
 
 
+def divided_by_its_sum(p: Array) -> Array:
+    return p / p.sum(-1, keepdims=True)
+
+
 def last_maximum(scores: Array) -> Array:
     return scores.max(-1, keepdims=True)
 
 
 NEARLY: dict[str, tuple[Program, str]] = {
+    "heads are summed up": (
+        lambda q, k, v, _: jnp.einsum("bhqk,bkhd->bqd", jax.nn.softmax(scores_of(q, k)), v),
+        "the product with the values sums over more than keys",
+    ),
+    "divided twice": (
+        lambda q, k, v, _: weighted(divided_by_its_sum(jax.nn.softmax(scores_of(q, k))), v),
+        "probabilities are divided by their sum once more",
+    ),
+    "one query for all": (
+        lambda q, k, v, _: jnp.einsum(
+            "bk,bkd->bd", jax.nn.softmax(k[:, :, 0] @ q[0, 0, 0]), v[:, :, 0]
+        ),
+        "keys have an axis that probabilities do not share with values",
+    ),
     "sinks of single queries": (
         of_weights(lambda s: softmax_over_both(s, normal(B, N, T, 1))[..., :-1]),
         "sinks of single queries",

@@ -573,6 +573,13 @@ def test_R015_R020_R021_R023_R024_R025_R109_wrong_operands() -> None:
         attend(x, x, x.with_values(x.values[:, 0]))  # R023
     with pytest.raises(ValueError, match="ragged on the same dimension"):
         attend(x, x.with_values(x.values[:, None]), x.with_values(x.values[:, None]))  # R024
+    whole = x.with_values(x.values[:, None])
+    with pytest.raises(ValueError, match=r"query dense .*all three are RaggedArrays"):
+        attend(dense, whole, whole)
+    with pytest.raises(
+        ValueError, match=r"dense operands must have rank 4, .*query dense \(1, 1, 7"
+    ):
+        attend(dense[None], x, x)
     for keywords in ({"mask": jnp.ones((7, 7), bool)}, {"bias": jnp.ones((7, 7))}):
         with pytest.raises(ValueError, match="Masks are not yet supported!"):
             attend(x, x, x, **keywords)  # R015, R025

@@ -1086,3 +1086,49 @@ def test_the_cpu_kernel_runs_functions() -> None:
     after = jattn.call_counters()
     counted = {name for name in after if after[name] != before.get(name)}
     assert counted == {"cpu"}
+
+
+def test_cases_are_selected_in_the_kernel() -> None:
+    """``jnp.select`` asks for the first of its conditions that holds: kernels have no arrays of them."""
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return jnp.select([i < 3, j > 5, i == j], [s * 2, s * 3, s - 1], s)
+
+    q, k, v = (
+        jax.random.normal(key, (1, 9, 2, 8)) for key in jax.random.split(jax.random.key(1), 3)
+    )
+
+    def results(backend: str) -> Any:
+        attend = functools.partial(
+            jattn.dot_product_attention, score_mod=score_mod, implementation=backend
+        )
+        out, pull = jax.vjp(attend, q, k, v)
+        return (out, *pull(jnp.cos(out)))
+
+    for got, want in zip(results("cpu"), results("reference"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "reference"])
+def test_the_magnitude_of_the_least_integer_is_no_index(backend: str) -> None:
+    """It is the least integer itself: clamped to the begin of the array, as JAX does, and nothing is read before it."""
+    indices = jnp.asarray([-(2**31), 2**31 - 1, -1, 0, 8, 9, -9, -10] * 9, jnp.int32)
+    keys = jax.random.normal(jax.random.key(0), (1, 72, 1, 8))
+
+    def total(table: Any) -> Any:
+        out = jattn.dot_product_attention(
+            jnp.ones((1, 10, 2, 8)),
+            keys,
+            keys,
+            score_mod=lambda s, b, h, i, j, table, x: s + table[jnp.abs(x[j])],
+            captures=(table, indices),
+            implementation=backend,
+        )
+        return jnp.sin(out).sum()
+
+    table = jnp.arange(9.0) / 4
+    got, slope = jax.jit(jax.value_and_grad(total))(table)
+    assert jnp.isfinite(got)
+    # Of all numbers in question only 0 and the least integer name the first element.
+    moved = total(table.at[0].add(1e-2)) - total(table.at[0].add(-1e-2))
+    np.testing.assert_allclose(slope[0], moved / 2e-2, rtol=2e-2, atol=2e-4)

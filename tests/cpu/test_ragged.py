@@ -1093,7 +1093,7 @@ def test_conversions_check_what_they_know() -> None:
         RaggedArray.from_mask(x, jnp.ones((2, 5), bool))
     with pytest.raises(ValueError, match="max_length is 2, but a sequence has 3 rows"):
         RaggedArray.from_segment_ids(jnp.ones((5, 4)), jnp.array([0, 0, 0, 1, 1]), 2, max_length=2)
-    with pytest.raises(ValueError, match="alignment is 0, must be 1 or more"):
+    with pytest.raises(ValueError, match="alignment is 0, must be an integer from 1"):
         RaggedArray.from_list([x[0]], alignment=0)
     with pytest.raises(ValueError, match="must have an axis of rows"):
         RaggedArray.from_list([1.0, 2.0])
@@ -1257,11 +1257,11 @@ def test_lengths_that_int32_cannot_hold_are_refused(convert: Callable[..., Any])
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_length": -1}, "max_length is -1, must be 0 or more, an integer"),
-        ({"max_length": 4.0}, "max_length is 4.0, must be 0 or more, an integer"),
-        ({"max_length": "7"}, "max_length is '7', must be 0 or more, an integer"),
-        ({"max_length": True}, "max_length is True, must be 0 or more, an integer"),
-        ({"min_length": -1}, "min_length is -1, must be 0 or more, an integer"),
+        ({"max_length": -1}, "max_length is -1, must be an integer from 0"),
+        ({"max_length": 4.0}, "max_length is 4.0, must be an integer from 0"),
+        ({"max_length": "7"}, "max_length is '7', must be an integer from 0"),
+        ({"max_length": True}, "max_length is True, must be an integer from 0"),
+        ({"min_length": -1}, "min_length is -1, must be an integer from 0"),
         ({"values": [[[1.0]]]}, "values is a list, must be an array"),
         ({"values": jnp.ones(())}, r"values has shape \(\), must have an axis of rows"),
     ],
@@ -1285,13 +1285,25 @@ def test_sizes_of_conversions_are_checked() -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: make.from_padded(x[0, 0], lengths), r"x has shape \(4,\), must be \(B, T"),
         (lambda: make.from_mask(x[0, 0], x[0, 0] > 0), r"x has shape \(4,\), must be \(B, T"),
-        (lambda: make.from_padded(x, lengths, total=-1), "total is -1, must be 0 or more"),
-        (lambda: make.from_padded(x, lengths, total=2.0), "total is 2.0, must be 0 or more"),  # type: ignore[arg-type]
-        (lambda: make.from_padded(x, lengths).to_padded(-3), "length is -3, must be 0 or more"),
+        (lambda: make.from_padded(x, lengths, total=-1), "total is -1, must be an integer from 0"),
+        (
+            lambda: make.from_padded(x, lengths, total=2.0),
+            "total is 2.0, must be an integer from 0",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: make.from_padded(x, lengths).to_padded(-3),
+            "length is -3, must be an integer from 0",
+        ),
         (lambda: make.from_padded(x, lengths).to_padded(2.0), "length is 2.0"),  # type: ignore[arg-type]
-        (lambda: make.from_list([x], alignment=1.5), "alignment is 1.5, must be 1 or more"),  # type: ignore[arg-type]
-        (lambda: make.from_list([x], max_length="3"), "max_length is '3', must be 0 or more"),  # type: ignore[arg-type]
-        (lambda: make.from_segment_ids(x, ids, -1), "num_sequences is -1, must be 0 or more"),
+        (lambda: make.from_list([x], alignment=1.5), "alignment is 1.5, must be an integer from 1"),  # type: ignore[arg-type]
+        (
+            lambda: make.from_list([x], max_length="3"),
+            "max_length is '3', must be an integer from 0",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: make.from_segment_ids(x, ids, -1),
+            "num_sequences is -1, must be an integer from 0",
+        ),
         (lambda: make.from_segment_ids(x, ids, 1, max_length=2.0), "max_length is 2.0"),  # type: ignore[arg-type]
         (lambda: make.from_segment_ids(jnp.ones(()), ids, 1), r"values has shape \(\)"),
     ]

@@ -11,6 +11,14 @@ import jax
 
 from jattn import jax_interface
 
+_PLATFORMS = (
+    "cpu",
+    "cuda",
+    "gpu",
+    "rocm",
+    "tpu",
+)  # that are misspelt in capitals; others may be called anything
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -22,7 +30,8 @@ class Device:
       cudnn: version of the cuDNN library there, 91900 for 9.19.0, 0 if it is missing; None if that is not known.
 
     Raises:
-      ValueError: another name for "cuda", or an arch that is not a pair of integers from 0 on.
+      ValueError: no name, "CPU" for "cpu" and the like, another name for "cuda"; an arch that is not a pair of integers
+        from 0 on; a cudnn that is no such integer.
     """
 
     platform: str
@@ -30,19 +39,38 @@ class Device:
     cudnn: int | None = None
 
     def __post_init__(self) -> None:
+        check_platform("jattn.Device", self.platform)
         if self.platform in ("gpu", "nvidia"):
             raise ValueError(
                 f"jattn.Device: platform is {self.platform!r}, must be 'cuda' for NVIDIA GPUs"
             )
         is_pair = isinstance(self.arch, tuple) and len(self.arch) == 2
-        is_arch = is_pair and all(isinstance(x, int) and x >= 0 for x in self.arch or ())
+        is_arch = is_pair and all(_is_number(x) for x in self.arch or ())
         if self.arch is not None and not is_arch:
             raise ValueError(
-                f"jattn.Device: arch is {self.arch!r}, must be (major, minor) as integers, for example (9, 0), or None"
+                f"jattn.Device: arch is {self.arch!r}, must be (major, minor) as integers, as (9, 0), or None"
+            )
+        if self.cudnn is not None and not _is_number(self.cudnn):
+            raise ValueError(
+                f"jattn.Device: cudnn is {self.cudnn!r}, must be an integer (91900 is 9.19.0), 0 where it is"
+                " missing, or None"
             )
 
     def __str__(self) -> str:
         return f"{self.platform} sm_{self.arch[0]}{self.arch[1]}" if self.arch else self.platform
+
+
+def check_platform(function: str, name: object) -> None:
+    """Refuses what is no name of a platform as JAX has it when lowering; ``function`` was given it."""
+    is_name = isinstance(name, str) and name != ""
+    if not is_name or (str(name).lower() in _PLATFORMS and name not in _PLATFORMS):
+        raise ValueError(
+            f"{function}: platform is {name!r}, must be a name as JAX has it: {', '.join(map(repr, _PLATFORMS))}"
+        )
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
 
 
 # What a lowering for CUDA assumes on a machine without a GPU when no device was named (jattn.target_device names

@@ -16,7 +16,7 @@ from typing import Any
 from jattn import backends
 from jattn.backends.base import Backend, missing_features
 from jattn.config import Options
-from jattn.device import Device, expected, others
+from jattn.device import Device, check_platform, expected, others
 from jattn.errors import (
     FallbackWarning,
     NoBackendError,
@@ -62,11 +62,7 @@ def register_backend(platform: str, backend: Backend) -> None:
       ValueError: no platform, or "gpu" as one; the platform has a backend of that name already, or the name is one of
         jattn's.
     """
-    if not isinstance(platform, str) or not platform or platform != platform.lower():
-        raise ValueError(
-            f"jattn.register_backend: platform is {platform!r}, must be a name in lower case: 'cpu', 'cuda', 'rocm' or"
-            " 'tpu', as JAX has it when lowering"
-        )
+    check_platform("jattn.register_backend", platform)
     if platform == "gpu":
         raise ValueError(
             "jattn.register_backend: platform is 'gpu', must be the name in lowerings: 'cuda' or 'rocm'"

@@ -93,6 +93,7 @@ class RaggedArray:
 
     def _edges(self) -> tuple[jax.Array, jax.Array | None]:
         """Offsets and lengths, whole on every device of an explicit mesh."""
+        self.check_static("jattn.RaggedArray")
         lengths = None if self.lengths is None else partition.gathered(self.lengths)
         return partition.gathered(self.offsets), lengths
 
@@ -172,6 +173,7 @@ class RaggedArray:
 
     def known_lengths(self) -> npt.NDArray[np.int64] | None:
         """Returns the lengths as numbers, clamped as in ``bounds``; None where they are traced."""
+        self.check_static("jattn.RaggedArray")
         if isinstance(self.offsets, jax.core.Tracer) or isinstance(self.lengths, jax.core.Tracer):
             return None
         lengths = np.diff(self._known_edges())

@@ -721,7 +721,10 @@ def _ragged_batch(
             f"{_NAME}: query, key and value must have the same rows, got {lead[0]}, {k.values.shape[0]} and"
             f" {v.values.shape[0]}"
         )
-    for name, x in (("key", k), ("value", v)):
+    for name, x in (("key", k), ("value", v), ("bias", bias), ("mask", mask)):
+        if not isinstance(x, RaggedArray):
+            continue
+        x.check_static(f"{_NAME}: {name}")
         if _known_to_differ(q.offsets, x.offsets):
             raise ValueError(
                 f"{_NAME}: query and {name} have rows in different sequences, offsets {q.offsets} and {x.offsets}; row"

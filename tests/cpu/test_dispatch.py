@@ -355,3 +355,20 @@ def test_both_kinds_of_gpu_are_told_apart(kind: str, monkeypatch: pytest.MonkeyP
         assert jattn.device._lowering_platform("gpu") == kind
     finally:
         jattn.device._lowering_platform.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((5,), "platform is 5, must be a name"),
+        (("",), "platform is '', must be a name"),
+        (("CUDA", (9, 0)), "platform is 'CUDA', must be a name"),
+        ((["cuda"],), r"platform is \['cuda'\], must be a name"),
+        (("cuda", (True, False)), r"arch is \(True, False\), must be"),
+        (("cuda", (9, 0), "9.1"), "cudnn is '9.1', must be an integer"),
+    ],
+)
+def test_devices_that_there_are_not(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=f"jattn.Device: {words}"):
+        jattn.Device(*arguments)
+    assert str(jattn.Device("METAL")) == "METAL"  # as JAX calls it

@@ -4,6 +4,7 @@ Every sequence of a result is compared with the float64 oracle by itself (`ragge
 padding; what is left is about the type, the conversions, refusals and transformations.
 """
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -1382,3 +1383,40 @@ def test_the_result_of_a_repeated_query_goes_into_the_next_call() -> None:
         np.testing.assert_allclose(rows, want, rtol=1e-5, atol=1e-5)
         want = textbook(rows, keys, keys)
         np.testing.assert_allclose(sequences(again)[i], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"offsets": jnp.array([0.0, 2.7, 4.0])}, "offsets has dtype float32, must be int32"),
+        ({"offsets": [0, 2, 4]}, r"offsets is \[0, 2, 4\], must be an int32 array"),
+        ({"lengths": jnp.array([1.0, jnp.nan])}, "lengths has dtype float32, must be int32"),
+        ({"lengths": jnp.array([1], jnp.int32)}, r"lengths has shape \(1,\), must be \(2,\)"),
+        ({"max_length": -3}, "max_length is -3, must be an integer from 0"),
+    ],
+)
+def test_methods_refuse_what_the_call_refuses(fields: dict[str, Any], words: str) -> None:
+    rows = jattn.RaggedArray(jnp.ones((4, 2, 8)), jnp.array([0, 2, 4], jnp.int32))
+    wrong = dataclasses.replace(rows, **fields)
+    for method in (
+        wrong.to_list,
+        wrong.rows,
+        wrong.segment_ids,
+        wrong.bounds,
+        lambda: wrong.to_padded(2),
+    ):
+        with pytest.raises(ValueError, match=f"jattn.RaggedArray.{words}"):
+            method()
+
+
+def test_ragged_biases_and_masks_lie_in_the_same_rows() -> None:
+    """Of problems in rows: what belongs to other rows is refused, not read as if it were theirs."""
+    x = jattn.RaggedArray(normal(1, 3, 4, 2, 8), jnp.array([0, 1, 3], jnp.int32))
+    bias = x.with_values(normal(2, 3, 2, 4, 4))
+    assert attend(x, x, x, bias=bias).values.shape == (3, 4, 2, 8)
+    elsewhere = dataclasses.replace(bias, offsets=jnp.array([0, 2, 3], jnp.int32))
+    with pytest.raises(ValueError, match="query and bias have rows in different sequences"):
+        attend(x, x, x, bias=elsewhere)
+    nothing = jattn.RaggedArray(None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mask\.values is a NoneType, must be an array"):
+        attend(x, x, x, mask=nothing)

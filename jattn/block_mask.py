@@ -234,11 +234,11 @@ def _check_count(
 
 def _within(sizes: tuple[int, int], q_len: int, kv_len: int) -> tuple[int, int]:
     """The size of a block, no larger than what there is."""
-    lengths = (q_len, kv_len)
-    return tuple(
-        size if jax.export.is_symbolic_dim(n) else min(size, max(n, 1))
-        for size, n in zip(sizes, lengths, strict=True)
-    )  # type: ignore[return-value]
+
+    def within(size: int, length: int) -> int:
+        return size if jax.export.is_symbolic_dim(length) else min(size, max(length, 1))
+
+    return within(sizes[0], q_len), within(sizes[1], kv_len)
 
 
 def _as_int32(name: str, x: Any) -> jax.Array:

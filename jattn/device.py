@@ -11,13 +11,8 @@ import jax
 
 from jattn import jax_interface
 
-_PLATFORMS = (
-    "cpu",
-    "cuda",
-    "gpu",
-    "rocm",
-    "tpu",
-)  # that are misspelt in capitals; others may be called anything
+# Names that are misspelt in capitals; other platforms may be called anything.
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)

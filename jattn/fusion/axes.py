@@ -260,12 +260,8 @@ def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:
     rows = [name for name in q.axes if name.startswith("row")]
     if len(rows) < 2:
         head = shared[-1] if len(shared) > 1 else None
-        return (
-            tuple(shared[: len(shared) - (head is not None)]),
-            head,
-            None,
-            rows[0] if rows else "row0",
-        )
+        row = rows[0] if rows else "row0"
+        return tuple(shared[: len(shared) - (head is not None)]), head, None, row
     if not shared:
         raise Miss("queries have two axes, and no heads")
     behind = q.axes.index(shared[-1]) + 1

@@ -258,7 +258,11 @@ def check_rate(name: str, rate: ArrayLike) -> None:
     )
     if not is_number:
         raise ValueError(f"{name} is {shown(rate)}, must be a real number: pass a float")
-    if not isinstance(rate, jax.core.Tracer) and not 0 <= rate < 1:  # type: ignore[operator]
+    if isinstance(rate, jax.core.Tracer):
+        return
+    # A known array is compared as a number: under jit JAX would trace the comparison.
+    known = rate if isinstance(rate, int | float) else float(rate)  # type: ignore[arg-type]
+    if not 0 <= known < 1:
         raise ValueError(
             f"{name} is {shown(rate)}, must be at least 0 and below 1: to drop everything, multiply the result by 0"
         )

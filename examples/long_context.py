@@ -58,7 +58,8 @@ def ring_attention(
             arriving = jax.lax.ppermute(arriving, AXIS, onwards)
         part, part_lse = attend(*key_and_value, key_value_positions=their_positions)
         joined = jnp.logaddexp(lse, part_lse)
-        out = out * jnp.exp(lse - joined)[..., None] + part * jnp.exp(part_lse - joined)[..., None]
+        total = jnp.where(joined == -jnp.inf, 0.0, joined)  # where no key was visible so far
+        out = out * jnp.exp(lse - total)[..., None] + part * jnp.exp(part_lse - total)[..., None]
         lse = joined
     return out.astype(query.dtype)
 

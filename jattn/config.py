@@ -142,7 +142,9 @@ def deterministic(mode: Determinism = "strict") -> Iterator[None]:
 def strict_fallback(enabled: bool = True) -> Iterator[None]:
     """Makes it an error, inside the ``with`` block, when "xla" or "reference" would stand in for a fused backend.
 
-    Such a call raises ``jattn.NoBackendError``, with the reasons of the fused ones, while it is traced.
+    Such a call raises ``jattn.NoBackendError``, with the reasons of the fused ones, while it is traced. Derivatives in
+    forward mode (``jax.jvp``, ``jax.jacfwd``) are no such call: no fused backend has them, and "xla" computes them,
+    here too.
 
     Args:
       enabled: False allows it again in an inner block.

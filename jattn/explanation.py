@@ -448,7 +448,9 @@ def _traced(
 ) -> Any:
     """The jaxpr of a call. Arrays and shapes are traced; what is neither stays as it is, as in a call from Python."""
     if hasattr(function, "trace"):  # jitted: it knows its static arguments
-        return function.trace(*arguments, **keywords).jaxpr.jaxpr
+        traced = function.trace(*arguments, **keywords)
+        if hasattr(traced, "jaxpr"):  # not so what others call a trace, as flax.nnx.jit does
+            return traced.jaxpr.jaxpr
     leaves, tree = jax.tree.flatten((arguments, keywords))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
@@ -460,6 +462,17 @@ def _traced(
         return function(*positional, **named)
 
     return jax.make_jaxpr(of_arrays)(*(leaves[i] for i in places)).jaxpr
+
+
+def _no_forward_mode(backend: str) -> Reason:
+    return Reason(
+        backend,
+        "FEATURE",
+        "pass",
+        "tangent",
+        "must be forward or backward",
+        "use reverse mode (jax.grad, jax.vjp) where speed matters",
+    )
 
 
 _PASSES: dict[str, PassName] = {
@@ -495,9 +508,15 @@ def _explain_equation(equation: Any, timed: bool) -> Explanation:
     planned = plan_pass(
         name, decision.backend, spec, where, wants, options.determinism, has_dlse=has_dlse
     )
+    reasons = dict(decision.refusals)
+    if name == "tangent":
+        names = dict.fromkeys((decision.backend.name, *reasons))
+        reasons = {
+            n: (_no_forward_mode(n), *reasons.get(n, ())) for n in names if n != planned.backend
+        }
     found = Explanation(
         chosen=planned.backend,
-        reasons=dict(decision.refusals),
+        reasons=reasons,
         spec=spec,
         device=where,
         needs_grad=needs_grad,

@@ -112,7 +112,8 @@ class RaggedArray:
         Args:
           arrays: at least one; they agree in all but the first axis, and in the dtype.
           alignment: every sequence starts at a multiple of this many rows; the holes hold zeros.
-          max_length, min_length: static bounds; None: those of these lengths.
+          max_length, min_length: static bounds. None: those of these lengths, so that a jitted function is traced
+            anew for others; of min_length beside a max_length, no bound.
 
         Raises:
           ValueError: no array, arrays that do not fit together, or lengths outside the bounds.
@@ -151,9 +152,9 @@ class RaggedArray:
         made = RaggedArray(
             values,
             known_offsets,
-            known_lengths if padded != lengths else None,
+            known_lengths if alignment > 1 else None,  # by what is static, not by the lengths
             max(lengths) if max_length is None else max_length,
-            min(lengths) if min_length is None else min_length,
+            min(lengths) if min_length is None and max_length is None else min_length,
         )
         return made.checked()
 

@@ -205,6 +205,42 @@ def a_part_of_a_cut_axis(backend: str) -> None:
 
 
 @check
+def a_cache_that_is_cut_more_finely_than_the_query_stays(backend: str) -> None:
+    """A step of decoding: the query is whole on every device, or cut over a part of the mesh."""
+    the_mesh = mesh((2, 2), "x", "y")
+    q, k, v, _ = drawn(backend, length=64, heads=8, kv_heads=4)
+    arrays = [q[:, :1], k, v, q[:, 1:2]]
+    run = value_and_grads(backend, key_value_seq_lengths=jnp.asarray([3, 64, 20, 41], jnp.int32))
+    want = jax.jit(run)(*arrays)
+    cache = NamedSharding(the_mesh, PartitionSpec("x", None, "y"))
+    for spec in (PartitionSpec(), PartitionSpec("x"), PartitionSpec(None, None, "y")):
+        query = NamedSharding(the_mesh, spec)
+        places = (query, cache, cache, query)
+        placed = [jax.device_put(x, to) for x, to in zip(arrays, places, strict=True)]
+        compiled = jax.jit(run).lower(*placed).compile()
+        close(compiled(*placed), want)
+        assert not collectives(compiled), (spec, collectives(compiled))
+
+
+@check
+def an_operand_that_is_cut_otherwise_moves_if_it_is_the_smaller_one(backend: str) -> None:
+    the_mesh = mesh((4,), "x")
+    q, k, v, _ = drawn(backend, length=64)
+    placed = [
+        jax.device_put(x, NamedSharding(the_mesh, spec))
+        for x, spec in (
+            (q[:, :1], PartitionSpec("x")),
+            (k, PartitionSpec(None, None, "x")),
+            (v, PartitionSpec(None, None, "x")),
+        )
+    ]
+    attend = functools.partial(jattn.dot_product_attention, implementation=backend)
+    compiled = jax.jit(attend).lower(*placed).compile()
+    assert compiled(*placed).sharding.spec == PartitionSpec(None, None, "x")
+    assert collectives(compiled) <= {"all-to-all"}, collectives(compiled)
+
+
+@check
 def length_sharding_is_right(backend: str) -> None:
     """Cut along the queries it may communicate, but it must be right."""
     arrays = drawn(backend)

@@ -214,12 +214,13 @@ def partitioned(
         return tuple(run(*arrays, **params))
 
     def layout_on(mesh: Any, arg_infos: Sequence[Any]) -> tuple[Any, Layout]:
-        """The mesh in factors, and the layout that keeps the sharding of the queries."""
+        """The mesh in factors, and the layout that keeps the sharding of the largest of queries, keys and values."""
         # In a partly manual shard_map the compiler has no mesh: everything is kept whole over the automatic axes.
         q_spec = PartitionSpec()
         if not mesh.empty:
             mesh = mesh_of_factors(mesh, spec.num_kv_heads)
-            q_spec = spec_on_mesh(mesh, arg_infos[0].sharding, len(arg_infos[0].shape))
+            largest_first = sorted(arg_infos[:3], key=lambda x: -math.prod(x.shape))
+            q_spec = _joint([spec_on_mesh(mesh, x.sharding, 4) for x in largest_first])
         return mesh, layout(choose_cut(spec, dict(mesh.shape), q_spec, frozenset(mesh.axis_names)))
 
     def shardings_of_results(
@@ -257,6 +258,24 @@ def partitioned(
         return list(wrapped(*arrays))
 
     return call
+
+
+def _joint(specs: Sequence[PartitionSpec]) -> PartitionSpec:
+    """One cut over batch and heads for queries, keys and values, in some order: of what each is cut over more finely
+    than those before it, all; of what is cut otherwise, nothing.
+
+    A step of decoding has one query for each entry, often whole on every device, and a cache that is cut: were the cut
+    that of the queries alone, the cache would be gathered.
+    """
+    groups: dict[int, Axes] = {0: (), 2: ()}
+    for spec in specs:
+        for axis, found in groups.items():
+            axes = _axes(spec[axis]) if axis < len(spec) else ()
+            more = axes[len(found) :]
+            elsewhere = {name for other in groups.values() for name in other}
+            if axes[: len(found)] == found and elsewhere.isdisjoint(more):
+                groups[axis] = axes
+    return _partition_spec(groups[0], (), groups[2], ())
 
 
 def mesh_of_factors(mesh: Any, first: int) -> Any:

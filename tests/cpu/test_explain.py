@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from typing import Any
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zero_sizes
+from flax import nnx
 
 import jattn
+import jattn.flax
 from jattn import call_timing
 from jattn.__main__ import main
 from jattn.spec import Operands, visibility
@@ -418,3 +421,30 @@ def test_nothing_outlives_the_trace() -> None:
     with jax.check_tracer_leaks():
         found = jattn.explain(Q, Q, Q, dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert found.chosen == "cpu"
+
+
+def test_forward_mode_is_said_to_have_no_kernel() -> None:
+    def moved(q: jax.Array) -> Any:
+        attend = functools.partial(jattn.dot_product_attention, implementation="cpu")
+        return jax.jvp(lambda q: attend(q, q, q), (q,), (q,))
+
+    forward, tangent = jattn.explain(moved, Q).sites
+    assert (forward.explanation.chosen, tangent.explanation.chosen) == ("cpu", "xla")
+    reasons = tangent.explanation.reasons
+    assert "xla" not in reasons
+    assert {r.argument for r in reasons["cpu"]} == {"pass"}
+    assert all(any(r.actual == "tangent" for r in of_backend) for of_backend in reasons.values())
+
+
+def test_functions_compiled_by_others_are_explained() -> None:
+    """`flax.nnx.jit` has a method `trace` whose result is none of JAX's."""
+    module = nnx.MultiHeadAttention(
+        num_heads=4,
+        in_features=32,
+        decode=False,
+        rngs=nnx.Rngs(0),
+        attention_fn=jattn.flax.attention_fn,
+    )
+    step = nnx.jit(lambda module, x: module(x))
+    (site,) = jattn.explain(step, module, jnp.ones((2, 8, 32))).sites
+    assert site.explanation.chosen == "cpu"

@@ -572,3 +572,82 @@ def test_the_kernels_of_a_gpu_compute_it() -> None:
     assert found() == ["causal"]
     assert jattn.call_counters() == {"flash": {"forward": 1, "backward": 1}}
     assert "512x512" not in text
+
+
+class _Wrapped(nnx.Module):
+    def __init__(self, wrap: Callable[..., Any], **keywords: Any):
+        self.wrap = wrap
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0), **keywords
+        )
+
+    def __call__(self, x: Array, **keywords: Any) -> Array:
+        return self.wrap(lambda module, x: module(x, **keywords))(self.attention, x)
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+WRAPPERS = pytest.mark.parametrize("wrap", [as_it_is, nnx.jit, nnx.remat])
+
+
+@WRAPPERS
+def test_modules_of_nnx_that_stay_as_they_are(wrap: Callable[..., Any]) -> None:
+    """Their transformations write back the parameters that they were given."""
+    module = _Wrapped(wrap)
+    x = normal(B, T, 32)
+    got = jattn.fuse_attention(lambda module, x: module(x))(module, x)
+    close(got, module(x), "float32")
+    assert found() == ["plain"]
+
+
+@WRAPPERS
+@pytest.mark.parametrize("change", ["cache", "dropout", "attribute"])
+def test_state_that_would_be_lost_is_refused(wrap: Callable[..., Any], change: str) -> None:
+    module = _Wrapped(wrap, dropout_rate=0.5 if change == "dropout" else 0.0)
+    module.attention.init_cache((B, T, 32))
+    place = {"cache": "attention.cache_index", "dropout": "attention.rngs.count"}.get(change, "an")
+
+    def step(module: _Wrapped, x: Array) -> Array:
+        if change == "attribute":
+            module.attention.another = nnx.Intermediate(x)
+        return module(x, decode=change == "cache", deterministic=False)
+
+    with pytest.raises(ValueError, match=f"function changes .*{place}.*nnx.split before"):
+        jattn.fuse_attention(step)(module, normal(B, 1, 32))
+
+
+def test_the_state_of_a_merged_module_may_change() -> None:
+    """`nnx.merge` makes a module of the very variables of a state."""
+    module, another = (
+        nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=nnx.Rngs(0))
+        for _ in range(2)
+    )
+    for each in (module, another):
+        each.init_cache((B, T, 32))
+    x = normal(B, T, 32)
+    graph, state = nnx.split(another)
+
+    @jax.jit
+    @jattn.fuse_attention
+    def step(state: Any, x: Array) -> tuple[Array, Any]:
+        merged = nnx.merge(graph, state)
+        return merged(x, decode=True), nnx.state(merged)
+
+    for i in range(3):
+        want = module(x[:, i : i + 1], decode=True)
+        got, state = step(state, x[:, i : i + 1])
+        close(got, want, "float32")
+    assert int(state["cache_index"][...]) == 3
+
+
+def test_changed_containers_are_refused() -> None:
+    def step(cache: dict[str, Any], x: Array) -> Array:
+        cache["length"] = cache["length"] + 1
+        return self_attend(x)
+
+    x = normal(B, N, T, D)
+    for length, place in ((3, "an argument"), (jnp.asarray(3), r"\[0\]\[0\]\['length'\]")):
+        with pytest.raises(ValueError, match=f"function changes {place}"):
+            jattn.fuse_attention(step)({"length": length}, x)

@@ -1420,3 +1420,24 @@ def test_ragged_biases_and_masks_lie_in_the_same_rows() -> None:
     nothing = jattn.RaggedArray(None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mask\.values is a NoneType, must be an array"):
         attend(x, x, x, mask=nothing)
+
+
+def test_other_lengths_need_no_new_trace_within_a_bound() -> None:
+    traces = 0
+
+    @jax.jit
+    def run(x: RaggedArray) -> RaggedArray:
+        nonlocal traces
+        traces += 1
+        return attend(x, x, x)
+
+    for alignment in (1, 4):
+        for lengths in ((3, 5), (4, 4), (2, 6), (1, 7)):
+            parts = [normal(i, n, 2, 16) for i, n in enumerate(lengths)]
+            if alignment > 1:  # as many rows for all
+                parts = [x[: 1 + i] for i, x in enumerate(parts)]
+            x = RaggedArray.from_list(parts, alignment=alignment, max_length=8)
+            assert x.min_length is None
+            run(x)
+    assert traces == 2
+    assert RaggedArray.from_list(parts).min_length == min(map(len, parts))

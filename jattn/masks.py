@@ -95,6 +95,15 @@ class CausalBias:
                     " tracing"
                 )
 
+    @property
+    def ndim(self) -> int:
+        """Refuses: this is no array. An AttributeError, so that `hasattr` says so too."""
+        raise AttributeError(
+            "jattn.CausalBias: mask is no array and has no ndim, but a Flax module with decode=True combines its own"
+            " mask, which is causal, with the mask given, as arrays: pass no mask there, or a bool array (B, 1, 1, S)"
+            " of what else is to be hidden"
+        )
+
     def materialize(self) -> jax.Array:
         """Returns the mask as a bool array (q_len, kv_len), True where the key takes part."""
         offset = self.kv_len - self.q_len if self.alignment == "lower_right" else 0

@@ -18,7 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.api import dot_product_attention
-from jattn.arguments import Window, window_of
+from jattn.arguments import Window, check_no_captures, window_of
+from jattn.arrays import shown
 from jattn.block_mask import BlockMask
 from jattn.dropout import check_rate
 from jattn.masks import UNBOUNDED, Alignment, CausalBias
@@ -39,8 +40,10 @@ class StructuralMask:
     """Describes a mask by arrays of the size of the sequence instead of one entry per query and key.
 
     Goes where a Flax attention module takes ``mask=``; the module hands it on untouched (not with its key/value cache
-    switched on: decoding combines masks as arrays). The parts apply together, and with the options of
-    `make_attention_fn`. A pytree, so it passes through `jax.jit`, `nnx.jit` and rematerialisation.
+    switched on: decoding combines masks as arrays). So it also carries the arrays that a module has no argument for:
+    slopes, sinks and what a score function reads. The parts apply together, and with the options of
+    `make_attention_fn`. A pytree, so it passes through `jax.jit`, `nnx.jit` and rematerialisation, and its arrays may
+    be differentiated, mapped and scanned over.
 
     B stands for the batch axes of the call, as many as the query has.
 
@@ -51,6 +54,11 @@ class StructuralMask:
       query_positions, key_value_positions: (B, T) and (B, S) integer, both or neither: where the tokens stand, for
         causality, windows and slopes, in place of their indices.
       dense: a boolean mask that broadcasts to (B, N, T, S), True = takes part.
+      alibi_slopes: (N,), or broadcastable to (B, N), float: as in `make_attention_fn`, but these may be learned. One of
+        the two places has them.
+      sinks: (N,), or broadcastable to (B, N), float: the score of one more key, without a value, in the softmax of each
+        row that sees a key.
+      captures: arrays that the `score_mod` of `make_attention_fn` gets as further arguments.
     """
 
     segment_ids: Array | None = None
@@ -61,6 +69,19 @@ class StructuralMask:
     query_positions: Array | None = None
     key_value_positions: Array | None = None
     dense: Array | None = None
+    alibi_slopes: Array | None = None
+    sinks: Array | None = None
+    captures: tuple[Array, ...] = ()
+
+    @property
+    def ndim(self) -> int:
+        """Refuses: this is no array. An AttributeError, so that `hasattr` says so too."""
+        raise AttributeError(
+            "jattn.flax.StructuralMask: mask is no array and has no ndim, but a Flax module with decode=True combines"
+            " its own mask with the mask given, as arrays: pass a bool array (B, 1, 1, S) there, or no mask;"
+            " a score_mod can close over its captures in an attention_fn that is made in the call, and slopes and sinks"
+            " that are learned take jattn.dot_product_attention"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +131,8 @@ class AttentionFunction:
           broadcast_dropout: one dropout mask (T, S) serves all batch entries and heads, as in Flax.
           dropout_rng: the key of dropout; `jattn.dropout_mask` of `jattn.seed_from_key(dropout_rng)` tells the mask,
             whose bits are not those that Flax would draw from the same key.
-          dropout_rate, deterministic: weights are dropped at this rate unless `deterministic` is true.
+          dropout_rate, deterministic: weights are dropped at this rate unless `deterministic` is true. The rate may be
+            traced, `deterministic` may not.
           dtype: of the computation and the result; None: the promoted dtype of the three inputs.
           precision: a lower bound; None, "default", "high" and "highest" are all met, because the kernels
             multiply in the full precision of the inputs and accumulate in float32 or better.
@@ -126,8 +148,8 @@ class AttentionFunction:
           (B..., T, N, Dv). A row that sees no key is 0; Flax's own function averages the values there.
 
         Raises:
-          ValueError: wrong shapes, weights or custom products asked for, a `precision` that names an algorithm, or
-            dropout without a key.
+          ValueError: wrong shapes, weights or custom products asked for, a `precision` that names an algorithm,
+            dropout without a key, a traced flag, or slopes in two places.
           NoBackendError: no backend serves the problem.
         """
         _refuse_products(
@@ -147,6 +169,8 @@ class AttentionFunction:
             raise ValueError(
                 f"jattn.flax.attention_fn: deterministic is {deterministic!r}, must be True or False"
             )
+        _refuse_tracer("deterministic", deterministic, "pass dropout_rate traced, 0 for none")
+        _refuse_tracer("is_causal", is_causal, "pass the causality as a bool mask")
         if not deterministic:
             check_rate("jattn.flax.attention_fn: dropout_rate", dropout_rate)
         if deterministic:
@@ -174,6 +198,9 @@ class AttentionFunction:
         structure = mask if isinstance(mask, StructuralMask) else StructuralMask()
         if isinstance(mask, StructuralMask):
             mask = structure.dense
+        alibi_slopes = self._slopes(structure)
+        if self.score_mod is None:
+            check_no_captures(structure.captures, "jattn.flax.attention_fn")
         if mask is not None and not isinstance(mask, CausalBias):
             mask = jnp.asarray(mask) != 0
         if bias is not None and not jnp.issubdtype(jnp.asarray(bias).dtype, jnp.floating):
@@ -208,10 +235,10 @@ class AttentionFunction:
             implementation=self.implementation,
             causal_alignment=causal_alignment,
             logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=(
-                None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
-            ),
+            alibi_slopes=alibi_slopes,
+            sinks=structure.sinks,
             score_mod=self.score_mod,
+            captures=structure.captures,
             dropout_rate=dropout_rate,
             dropout_key=dropout_rng,
             broadcast_dropout=broadcast_dropout,
@@ -223,6 +250,17 @@ class AttentionFunction:
             query_positions=structure.query_positions,
             key_value_positions=structure.key_value_positions,
         )
+
+    def _slopes(self, structure: StructuralMask) -> Array | None:
+        """Those of this object or those of the call."""
+        if self.alibi_slopes is None:
+            return structure.alibi_slopes
+        if structure.alibi_slopes is not None:
+            raise ValueError(
+                f"jattn.flax.attention_fn: mask has alibi_slopes, but make_attention_fn got"
+                f" {shown(self.alibi_slopes)} too, must be in one place: make the attention_fn without them"
+            )
+        return jnp.asarray(self.alibi_slopes, jnp.float32)
 
 
 def make_attention_fn(
@@ -239,7 +277,8 @@ def make_attention_fn(
     """Returns an ``attention_fn`` for Flax modules whose mask is a structure rather than an array.
 
     A causal or windowed layer built this way needs no (T, S) mask, and the tiles outside the band are skipped. What
-    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`.
+    differs from call to call (segment ids, lengths) goes into the module's ``mask=`` as a `StructuralMask`, and so do
+    arrays that are learned (slopes, sinks, what a score function reads).
 
     One query beside several keys and a mask array is taken for a step of a module with ``decode=True``. The mask that
     the module makes has the keys up to the query: `is_causal` is then left to it, `alibi_slopes` and the indices of
@@ -254,9 +293,13 @@ def make_attention_fn(
       scale: of the scores; None: 1 / sqrt(D).
       logits_soft_cap: c in c * tanh(s / c); None: no cap.
       alibi_slopes: N numbers, known while tracing: slope * distance is taken off the scores of each head; None: none.
-        Slopes that are learned go into `jattn.dot_product_attention`.
-      score_mod: of (score, batch, head, query, key), as for `jattn.dot_product_attention`. Functions compare by
-        identity: define it once. Parameters that it closes over are those of the moment of the call.
+        Slopes that are learned go into a `StructuralMask`.
+      score_mod: of (score, batch, head, query, key, *captures), as for `jattn.dot_product_attention`; the captures of a
+        call are those of its `StructuralMask`. Functions compare by identity: define it once. One that closes over an
+        NNX module or variable reads the object of the moment when it was made, and not what `nnx.jit`, `nnx.grad` or
+        `nnx.merge` make of it later: made in ``__init__``, it finds old values there, and parameters that it reads
+        have no gradient. Nothing warns of that. Parameters go into `captures`; in Linen a function made in the call
+        may close over them.
       implementation: a backend name, or several in order of preference; None: the best one that serves the call.
 
     Returns:
@@ -291,6 +334,14 @@ def make_attention_fn(
 
 
 attention_fn = AttentionFunction()
+
+
+def _refuse_tracer(name: str, flag: object, way_out: str) -> None:
+    if isinstance(flag, jax.core.Tracer):
+        raise ValueError(
+            f"jattn.flax.attention_fn: {name} is {shown(flag)}, must be True or False, known while tracing: make it a"
+            f" static argument of jit, or {way_out}"
+        )
 
 
 def _refuse_block_mask(mask: object) -> None:
@@ -335,7 +386,7 @@ def _known_slopes(slopes: Any) -> np.ndarray[Any, Any]:
     if found is None or found.dtype.kind not in "iufV":
         raise ValueError(
             f"jattn.flax.make_attention_fn: alibi_slopes is {slopes!r}, must be N real numbers known while tracing:"
-            " learned slopes go into jattn.dot_product_attention"
+            " learned slopes go into the module's mask, as jattn.flax.StructuralMask(alibi_slopes=slopes)"
         )
     return found.astype(np.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -267,7 +268,7 @@ def test_slopes_of_the_adapter_are_known_numbers() -> None:
     for slopes in (np.array([1j, 2j]), "ab"):
         with pytest.raises(ValueError, match=r"alibi_slopes is .*must be N real numbers"):
             make_attention_fn(alibi_slopes=slopes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"learned slopes go into jattn.dot_product_attention"):
+    with pytest.raises(ValueError, match=r"learned slopes go into the module's mask"):
         jax.jit(lambda s: make_attention_fn(alibi_slopes=s)(*[jnp.ones((1, 2, 2, 8))] * 3))(
             jnp.ones(2)
         )
@@ -755,6 +756,156 @@ def test_positions_and_slopes() -> None:
     close(function(q, k, v, mask=mask), want)
 
 
+# --- arrays of a call that a module has no argument for ---------------------------------------------------------------
+
+
+def by_table(score: Any, batch: Any, head: Any, query: Any, key: Any, table: Any) -> Any:
+    return score + table[head, jnp.clip(query - key, 0, LENGTH - 1)]
+
+
+relative = make_attention_fn(is_causal=True, score_mod=by_table)
+SLOPES = jnp.array([0.5, 0.25, 0.125, 0.0625])
+# Name -> the function and what goes into its mask: the attention_fn, the arrays, the arguments that these stand for.
+CARRIED: dict[str, tuple[Callable[..., Array], Any, Callable[..., Any]]] = {
+    "captures": (
+        relative,
+        {"captures": (normal(5, HEADS, LENGTH),)},
+        lambda captures: {"score_mod": by_table, "captures": captures},
+    ),
+    "alibi_slopes": (
+        make_attention_fn(is_causal=True),
+        {"alibi_slopes": SLOPES},
+        lambda alibi_slopes: {"alibi_slopes": alibi_slopes},
+    ),
+    "sinks": (
+        make_attention_fn(is_causal=True),
+        {"sinks": normal(6, HEADS)},
+        lambda sinks: {"sinks": sinks},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_arrays_in_the_mask_are_those_of_the_call(name: str) -> None:
+    """Values and gradients, compiled, scanned and mapped over, beside segments."""
+    function, arrays, arguments = CARRIED[name]
+    x = normal(1, BATCH, LENGTH, HEADS, 8)
+
+    def by_mask(arrays: Any) -> Array:
+        mask = StructuralMask(segment_ids=SEGMENTS, **arrays)
+        return jnp.asarray(jax.jit(function)(x, x, x, mask=mask))
+
+    def by_argument(arrays: Any) -> Array:
+        return jattn.dot_product_attention(
+            x, x, x, is_causal=True, segment_ids=SEGMENTS, **arguments(**arrays)
+        )
+
+    def square(attention: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda arrays: jnp.sum(attention(arrays) ** 2)
+
+    close(by_mask(arrays), by_argument(arrays))
+    gradients = jax.grad(square(by_mask))(arrays)
+    close(gradients, jax.grad(square(by_argument))(arrays))
+    assert all(np.abs(g).max() > 1e-2 for g in jax.tree.leaves(gradients))
+
+    several = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), arrays)
+    wanted = jnp.stack([by_argument(arrays), by_argument(jax.tree.map(lambda a: 2 * a, arrays))])
+    close(jax.vmap(by_mask)(several), wanted)
+
+    def mapped(mask: StructuralMask) -> Array:
+        return function(x, x, x, mask=mask)
+
+    masks = StructuralMask(segment_ids=jnp.stack([SEGMENTS] * 2), **several)
+    close(jax.vmap(mapped)(masks), wanted)
+    close(jax.lax.map(mapped, masks), wanted)
+
+
+class Relative(nnx.Module):
+    """A layer that learns a table of distances."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (HEADS, LENGTH)))
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, FEATURES, attention_fn=relative, decode=False, rngs=rngs
+        )
+
+    def __call__(self, x: Array) -> Array:
+        return self.attention(x, mask=StructuralMask(captures=(self.table[...],)))
+
+
+def test_parameters_of_an_nnx_module_reach_its_score_function() -> None:
+    """Those of the module that NNX makes of it: gradients, new values in a compiled program, one trace of it."""
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    module = Relative(nnx.Rngs(0))
+    traces = 0
+
+    @nnx.jit
+    def run(module: Relative, x: Array) -> Array:
+        nonlocal traces
+        traces += 1
+        return module(x)
+
+    def loss(module: Relative) -> Array:
+        return jnp.sum(module(x) ** 2)
+
+    before = run(module, x)
+    gradient = nnx.grad(loss)(module)["table"][...]
+    graph, state = nnx.split(module)
+    close(jax.grad(lambda state: loss(nnx.merge(graph, state)))(state)["table"][...], gradient)
+    assert np.abs(gradient).max() > 1e-2
+
+    step, value = 1e-2 * np.sign(gradient), loss(module)
+    module.table[...] += step
+    after = run(module, x)
+    close(after, module(x))
+    assert np.abs(after - before).max() > 1e-3
+    assert loss(module) > value
+    assert traces == 1
+
+
+def test_linen_parameters_reach_a_score_function() -> None:
+    x = normal(1, BATCH, LENGTH, FEATURES)
+
+    class Layer(nn.Module):
+        is_closure: bool
+
+        @nn.compact
+        def __call__(self, x: Array) -> Array:
+            table = self.param("table", nn.initializers.normal(1.0), (HEADS, LENGTH))
+            function, mask = relative, StructuralMask(captures=(table,))
+            if self.is_closure:  # made in the call, over an array of it
+                closure = functools.partial(by_table, table=table)
+                function, mask = make_attention_fn(is_causal=True, score_mod=closure), None
+            return nn.MultiHeadDotProductAttention(HEADS, attention_fn=function)(x, mask=mask)
+
+    variables = Layer(True).init(jax.random.key(0), x)
+    captured, closed = (
+        jax.value_and_grad(lambda v, f=flag: jnp.sum(Layer(f).apply(v, x) ** 2))(variables)
+        for flag in (False, True)
+    )
+    close(captured, closed)
+    assert np.abs(captured[1]["params"]["table"]).max() > 1e-2
+
+
+def test_masks_with_arrays_are_exported() -> None:
+    x = normal(1, BATCH, LENGTH, HEADS, 8)
+    mask = StructuralMask(sinks=jnp.ones(HEADS), captures=(normal(5, HEADS, LENGTH),))
+    program = jax.jit(lambda x, mask: relative(x, x, x, mask=mask))
+    exported = jax.export.export(program, disabled_checks=jattn.export_disabled_checks())(x, mask)
+    again = jax.export.deserialize(exported.serialize())
+    close(again.call(x, mask), program(x, mask))
+
+
+def test_arrays_of_a_call_have_one_place() -> None:
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"mask has alibi_slopes, but make_attention_fn got \(0.5"):
+        make_attention_fn(alibi_slopes=SLOPES)(q, k, v, mask=StructuralMask(alibi_slopes=SLOPES))
+    with pytest.raises(ValueError, match=r"jattn.flax.attention_fn: captures is .* without score_"):
+        attention_fn(q, k, v, mask=StructuralMask(captures=(SLOPES,)))
+    with pytest.raises(TypeError, match=r"captures is .*must be a tuple of arrays"):
+        relative(q, k, v, mask=StructuralMask(captures=SLOPES))  # type: ignore[arg-type]
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -763,6 +914,58 @@ def test_dropout_needs_a_key() -> None:
     with pytest.raises(ValueError, match=r"dropout_rate is 0\.1 .*dropout_rng is None"):
         attention_fn(q, k, v, dropout_rate=0.1)
     close(attention_fn(q, k, v, dropout_rate=0.1, deterministic=True), attention_fn(q, k, v))
+
+
+def test_a_traced_flag_is_refused() -> None:
+    q, k, v = qkv()
+    rng = jax.random.key(0)
+
+    def drop(flag: Any) -> Array:
+        return attention_fn(q, k, v, dropout_rate=0.5, dropout_rng=rng, deterministic=flag)
+
+    with pytest.raises(ValueError, match=r"deterministic is .*known while tracing.* dropout_rate"):
+        jax.jit(drop)(True)
+    # The way out that it names.
+    rate = jax.jit(lambda rate: attention_fn(q, k, v, dropout_rate=rate, dropout_rng=rng))
+    for value, flag in ((0.5, False), (0.0, True), (0.0, jnp.asarray(True))):
+        close(rate(value), drop(flag))
+    for function in (attention_fn, make_attention_fn(is_causal=True)):
+        with pytest.raises(ValueError, match=r"is_causal is .*known while tracing.* bool mask"):
+            jax.jit(lambda flag, f=function: f(q, k, v, is_causal=flag))(True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (
+            StructuralMask(segment_ids=SEGMENTS[:, :1]),
+            "jattn.flax.StructuralMask: mask is no array",
+        ),
+        (jattn.causal_lower_right(1, Q_LEN), "jattn.CausalBias: mask is no array"),
+    ],
+    ids=["structure", "causal"],
+)
+def test_a_module_that_decodes_takes_mask_arrays_only(mask: Any, words: str) -> None:
+    x = normal(1, BATCH, 1, FEATURES)
+    module = nnx.MultiHeadAttention(
+        HEADS, FEATURES, attention_fn=attention_fn, rngs=nnx.Rngs(7), decode=True
+    )
+    module.init_cache((BATCH, Q_LEN, FEATURES))
+    wanted = rf"{words}.* decode=True .*bool array \(B, 1, 1, S\)"
+    with pytest.raises(AttributeError, match=wanted):
+        module(x, mask=mask)
+    linen = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, decode=True)
+    variables = linen.init(jax.random.key(7), normal(1, BATCH, Q_LEN, FEATURES))
+    with pytest.raises(AttributeError, match=wanted):
+        linen.apply(variables, x, mask=mask, mutable=["cache"])
+    module(x, mask=jnp.ones((BATCH, 1, 1, Q_LEN), bool))
+
+    # What asks whether it is an array hears that it is none.
+    assert not hasattr(mask, "ndim")
+    assert getattr(mask, "ndim", None) is None
+    assert np.ndim(mask) == 0
+    assert type(dataclasses.replace(mask)) is type(copy.deepcopy(mask)) is type(mask)
+    assert jax.eval_shape(lambda mask: mask, mask) is not None
 
 
 def test_attention_weights_are_refused() -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import math
-import operator
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.api import dot_product_attention
 from jattn.arrays import as_flag, shown, wider
 from jattn.fusion.axes import Miss, Named, extents_of, parts_of
 from jattn.fusion.graph import Axes, Graph, Node, Value
 from jattn.fusion.matching import Match, find
-from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, nested_call, source_line
+from jattn.fusion.tracing import trace
+from jattn.jax_interface import ClosedJaxpr, Jaxpr, evaluate, jaxpr_as_fun, source_line
 from jattn.sharding import partition
 
 _NAME = "jattn.fuse_attention"
@@ -143,114 +140,17 @@ def _fused(function: Any, *, options: _Options) -> Any:
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
-        arrays = [x for x, traced in zip(leaves, is_array, strict=True) if traced]
-        traced = _Traced(function, tree, leaves, is_array)
-        closed = jax.make_jaxpr(traced.results)(*arrays)
-        if traced.changed:
-            _refuse_lost_changes(traced, arrays)
-        plan = _Plan.of(closed.jaxpr, closed.consts, options)
+        traced = trace(_NAME, function, args, kwargs)
+        program = traced.program
+        plan = _Plan.of(program.jaxpr, program.consts, options)
         with _lock:
             _log.extend(plan.records)
-        run = plan.run if plan.changes else jaxpr_as_fun(closed)
-        constants = closed.consts if plan.changes else ()
-        results = run(*constants, *arrays)
+        run = plan.run if plan.changes else jaxpr_as_fun(program)
+        constants = program.consts if plan.changes else ()
+        results = run(*constants, *traced.arrays)
         return jax.tree.unflatten(traced.result_tree, [_as_array(x) for x in results])
 
     return fused
-
-
-class _Traced:
-    """A call of a function, to be traced.
-
-    Attributes:
-      result_tree: of the results; known once it is traced.
-      changed: what it then has put into its arguments, by the place among the arrays; -1 for what is no array.
-    """
-
-    def __init__(self, function: Any, tree: Any, leaves: Sequence[Any], is_array: Sequence[bool]):
-        self.function, self.tree, self.leaves, self.is_array = function, tree, leaves, is_array
-        self.result_tree: Any = None
-        self.changed: dict[int, Any] = {}
-
-    def results(self, *arrays: Any) -> list[Any]:
-        rest = iter(arrays)
-        given = [next(rest) if t else x for x, t in zip(self.leaves, self.is_array, strict=True)]
-        arguments = jax.tree.unflatten(self.tree, given)
-        # Some types make new leaves whenever they are asked.
-        keeps_leaves = all(map(operator.is_, jax.tree.leaves(arguments), given))
-        results, self.result_tree = jax.tree.flatten(self.function(*arguments[0], **arguments[1]))
-        if keeps_leaves:
-            self.changed = self._changes(given, arguments)
-        return results
-
-    def _changes(self, given: Sequence[Any], arguments: Any) -> dict[int, Any]:
-        left, tree = jax.tree.flatten(arguments)
-        if tree != self.tree:
-            return {-1: None}
-        place = itertools.accumulate(self.is_array, initial=0)
-        parts = jax.tree.leaves(arguments, is_leaf=_is_split_off)
-        split_off = [_is_split_off(part) for part in parts for _ in jax.tree.leaves(part)]
-        leaves = zip(place, self.is_array, split_off, given, left, strict=False)
-        return {
-            i if array and isinstance(new, jax.Array) else -1: new
-            for i, array, apart, old, new in leaves
-            if old is not new and not apart
-        }
-
-    def changes(self, *arrays: Any) -> list[Any]:
-        self.results(*arrays)
-        return [x for i, x in self.changed.items() if i >= 0]
-
-
-def _is_split_off(x: Any) -> bool:
-    """Whether it is the state of a module of flax.nnx: a module merged of it changes it, and the caller knows."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.State)
-
-
-def _refuse_lost_changes(traced: _Traced, arrays: Sequence[Any]) -> None:
-    """Refuses a function that changes what it is given, which are copies. `flax.nnx.jit` and others put the same values
-    there again.
-
-    Raises:
-      ValueError: it does.
-    """
-    jaxpr = jax.make_jaxpr(traced.changes)(*arrays).jaxpr
-    places = [i for i in traced.changed if i >= 0]
-    same = [
-        _origin(jaxpr, x) is jaxpr.invars[i] for i, x in zip(places, jaxpr.outvars, strict=True)
-    ]
-    if all(same) and -1 not in traced.changed:
-        return
-    what = "an argument"
-    if not all(same):
-        paths = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(traced.tree, traced.leaves))
-        of_arrays = [path for (path, _), t in zip(paths, traced.is_array, strict=True) if t]
-        path = jax.tree_util.keystr(of_arrays[places[same.index(False)]])
-        what = f"{path} of its arguments (args, kwargs)"
-    raise ValueError(
-        f"{_NAME}: function changes {what}, which must stay as it is, since the function is traced with copies:"
-        " return what is new as a result (of a flax.nnx module the state: nnx.split before, nnx.merge and nnx.state"
-        " inside)"
-    )
-
-
-def _origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """The variable that has reached this one unchanged, through nested calls."""
-    made_by = {id(x): (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
-    while id(variable) in made_by:
-        equation, place = made_by[id(variable)]
-        called = nested_call(equation)
-        if called is None:
-            break
-        inner = _origin(called.jaxpr, called.jaxpr.outvars[place])
-        entries = [i for i, x in enumerate(called.jaxpr.invars) if x is inner]
-        if not entries:
-            break
-        variable = equation.invars[entries[0]]
-    return variable
 
 
 def _as_array(result: Any) -> jax.Array:

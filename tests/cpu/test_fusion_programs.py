@@ -589,7 +589,41 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-WRAPPERS = pytest.mark.parametrize("wrap", [as_it_is, nnx.jit, nnx.remat])
+def in_a_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One round of a ``while``."""
+
+    def run(module: Any, x: Array) -> Array:
+        def round_(state: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+            module, x, i = state
+            return module, function(module, x), i + 1
+
+        return nnx.while_loop(lambda state: state[2] < 1, round_, (module, x, jnp.asarray(0)))[1]
+
+    return run
+
+
+def in_rounds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Two steps of a ``scan`` along which the module travels."""
+
+    def run(module: Any, x: Array) -> Array:
+        def step(_: int, state: tuple[Any, Array]) -> tuple[Any, Array]:
+            return state[0], function(state[0], state[1])
+
+        return nnx.fori_loop(0, 2, step, (module, x))[1]
+
+    return run
+
+
+def in_a_branch(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(module: Any, x: Array) -> Array:
+        return nnx.cond(x[0, 0, 0] < 9, function, lambda module, x: x, module, x)
+
+    return run
+
+
+WRAPPERS = pytest.mark.parametrize(
+    "wrap", [as_it_is, nnx.jit, nnx.remat, in_a_loop, in_rounds, in_a_branch]
+)
 
 
 @WRAPPERS

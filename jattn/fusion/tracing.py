@@ -116,7 +116,9 @@ def _is_split_off(x: Any) -> bool:
 
 
 def _refuse_lost_changes(name: str, call: _Call, arrays: Sequence[Any]) -> None:
-    """Raises if other values are in an argument than before: transformations of flax.nnx write the same ones again."""
+    """Raises if other values are in an argument than before: some transformations of flax.nnx write the same again,
+    as results of a nested call.
+    """
     jaxpr = jax.make_jaxpr(call.new_arrays)(*arrays).jaxpr
     changed = [
         i
@@ -133,41 +135,16 @@ def _refuse_lost_changes(name: str, call: _Call, arrays: Sequence[Any]) -> None:
 
 
 def _origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """The variable whose value has reached this one unchanged."""
+    """The variable whose value has reached this one unchanged, through nested calls."""
     made_by = {id(x): (e, i) for e in jaxpr.eqns for i, x in enumerate(e.outvars)}
     while id(variable) in made_by:
-        before = _passed_on(*made_by[id(variable)])
-        if before is None:
+        equation, place = made_by[id(variable)]
+        called = nested_call(equation)
+        if called is None:
             break
-        variable = before
+        inner = _origin(called.jaxpr, called.jaxpr.outvars[place])
+        entry = next((i for i, x in enumerate(called.jaxpr.invars) if x is inner), None)
+        if entry is None:
+            break
+        variable = equation.invars[entry]
     return variable
-
-
-def _passed_on(equation: Any, place: int) -> Any:
-    """The input that is this output; None where there is none."""
-    params, inputs = equation.params, equation.invars
-    if (called := nested_call(equation)) is not None:
-        entry = _entry(called, place)
-        return None if entry is None else inputs[entry]
-    match equation.primitive.name:
-        case "cond":
-            entries = {_entry(branch, place) for branch in params["branches"]}
-            entry = entries.pop()
-            return None if entries or entry is None else inputs[1 + entry]
-        case "while":
-            first = params["body_nconsts"]
-            same = _entry(params["body_jaxpr"], place) == first + place
-            return inputs[params["cond_nconsts"] + first + place] if same else None
-        case "scan":
-            entry = _entry(params["jaxpr"], place)
-            first, behind = params["num_consts"], params["num_consts"] + params["num_carry"]
-            is_carry = place < params["num_carry"]
-            same = entry is not None and (entry == first + place if is_carry else entry >= behind)
-            return inputs[entry] if same else None
-    return None
-
-
-def _entry(called: ClosedJaxpr, place: int) -> int | None:
-    """The number of the input that is this output of a program."""
-    origin = _origin(called.jaxpr, called.jaxpr.outvars[place])
-    return next((i for i, x in enumerate(called.jaxpr.invars) if x is origin), None)

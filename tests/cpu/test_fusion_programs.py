@@ -628,7 +628,7 @@ WRAPPERS = pytest.mark.parametrize(
 
 @WRAPPERS
 def test_modules_of_nnx_that_stay_as_they_are(wrap: Callable[..., Any]) -> None:
-    """Their transformations write back the parameters that they were given."""
+    """Some of their transformations write back the parameters that they were given."""
     module = _Wrapped(wrap)
     x = normal(B, T, 32)
     got = jattn.fuse_attention(lambda module, x: module(x))(module, x)

@@ -199,7 +199,7 @@ KernelKey parse_kernel_key(std::string_view text) {
       key.family = value;
     } else if (name == "arch") {
       JATTN_REQUIRE(is_architecture(value), "kernel key: arch is ", quoted(value),
-                    ", must be sm_ and a number from 80 to 999, then perhaps a or f");
+                    ", must be sm_ and a number from 80 to 999, then perhaps a");
       key.arch = value;
     } else if (name == "digest") {
       JATTN_REQUIRE(is_program_digest(value), "kernel key: digest is ", quoted(value),

@@ -128,10 +128,11 @@ int current_device() {
 
 const DeviceFacts& device_facts(int device_ordinal) {
   static std::mutex mutex;
-  static std::map<int, DeviceFacts> known;
+  // Never destroyed: threads of the runtime may outlive static objects.
+  static auto* const known = new std::map<int, DeviceFacts>;
   const std::lock_guard lock(mutex);
-  const auto found = known.find(device_ordinal);
-  if (found != known.end()) return found->second;
+  const auto found = known->find(device_ordinal);
+  if (found != known->end()) return found->second;
   const Driver& functions = driver();
   CUdevice device = 0;
   check(functions.cuDeviceGet(&device, device_ordinal), "cuDeviceGet of device ", device_ordinal);
@@ -142,9 +143,8 @@ const DeviceFacts& device_facts(int device_ordinal) {
   };
   DeviceFacts facts;
   facts.sm_count = attribute(kDeviceMultiprocessorCount);
-  facts.compute_capability = 10 * attribute(kDeviceComputeCapabilityMajor) + attribute(kDeviceComputeCapabilityMinor);
   facts.shared_bytes_per_block = attribute(kDeviceMaxSharedBytesPerBlockOptin);
-  return known.emplace(device_ordinal, facts).first->second;
+  return known->emplace(device_ordinal, facts).first->second;
 }
 
 }  // namespace jattn::cuda

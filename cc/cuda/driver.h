@@ -26,8 +26,6 @@ struct alignas(128) CUtensorMap {  // the driver wants 64; CUDA 13's own header 
 
 // CUdevice_attribute
 inline constexpr int kDeviceMultiprocessorCount = 16;
-inline constexpr int kDeviceComputeCapabilityMajor = 75;
-inline constexpr int kDeviceComputeCapabilityMinor = 76;
 inline constexpr int kDeviceMaxSharedBytesPerBlockOptin = 97;
 // CUfunction_attribute
 inline constexpr int kFunctionStaticSharedBytes = 1;
@@ -84,7 +82,6 @@ int current_device();
 // Facts of one device that do not change, asked once.
 struct DeviceFacts {
   int sm_count = 0;
-  int compute_capability = 0;  // 10 * major + minor
   int shared_bytes_per_block = 0;
 };
 const DeviceFacts& device_facts(int device_ordinal);

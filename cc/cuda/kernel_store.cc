@@ -30,6 +30,7 @@ struct Entry {
   std::string code;  // owned, unless the code is embedded
   std::string_view code_view;
   std::string origin;
+  CUlibrary library = nullptr;  // loaded, perhaps without a handle of the kernel yet
 };
 
 struct Store {
@@ -99,15 +100,16 @@ const EmbeddedCubin* find_embedded(const std::string& canonical_text) {
 void append_part(std::string& text, std::string_view part) { text += concat(part.size(), ':', part); }
 
 const std::string& headers_digest() {
-  static const std::string digest = [] {
+  // Never destroyed: threads of the runtime may outlive static objects.
+  static const auto* const digest = [] {
     std::string text;
     for (const EmbeddedHeader& header : embedded_headers()) {
       append_part(text, header.name);
       append_part(text, header.text());
     }
-    return to_hex(sha256(text));
+    return new std::string(to_hex(sha256(text)));
   }();
-  return digest;
+  return *digest;
 }
 
 StoreSettings current_settings() {
@@ -169,11 +171,13 @@ void load(Entry& entry, int device_ordinal) {
   fetch_code(entry);
   const Driver& functions = driver();
   if (entry.kernel.handle == nullptr) {
-    CUlibrary library = nullptr;
-    check(functions.cuLibraryLoadData(&library, entry.code_view.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+    if (entry.library == nullptr) {
+      check(
+          functions.cuLibraryLoadData(&entry.library, entry.code_view.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
           "cuLibraryLoadData");
+    }
     CUkernel handle = nullptr;
-    check(functions.cuLibraryGetKernel(&handle, library, kKernelEntry), "cuLibraryGetKernel");
+    check(functions.cuLibraryGetKernel(&handle, entry.library, kKernelEntry), "cuLibraryGetKernel");
     entry.kernel.handle = handle;
   }
   CUdevice device = 0;

@@ -44,8 +44,8 @@ struct State {
 };
 
 State& state() {
-  static State instance;
-  return instance;
+  static State* const instance = new State;  // never destroyed: threads of the runtime may outlive static objects
+  return *instance;
 }
 
 std::string dlopen_error() {

@@ -66,11 +66,11 @@ CUtensorMap make_tensor_map(const void* address, DType dtype, std::span<const Te
     element_strides[i] = 1;
   }
   CUtensorMap map{};
-  check(driver().cuTensorMapEncodeTiled(&map, element_type(dtype), static_cast<unsigned int>(axes.size()),
-                                        const_cast<void*>(address), extents.data(), strides_bytes.data(), box.data(),
-                                        element_strides.data(), kInterleaveNone, static_cast<int>(swizzle),
-                                        static_cast<int>(promotion), kFillZero),
-        "cuTensorMapEncodeTiled");
+  const CUresult result = driver().cuTensorMapEncodeTiled(
+      &map, element_type(dtype), static_cast<unsigned int>(axes.size()), const_cast<void*>(address), extents.data(),
+      strides_bytes.data(), box.data(), element_strides.data(), kInterleaveNone, static_cast<int>(swizzle),
+      static_cast<int>(promotion), kFillZero);
+  if (result != 0) fail(Fault::kJattn, concat("cuTensorMapEncodeTiled: ", describe(result)));
   return map;
 }
 

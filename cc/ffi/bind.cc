@@ -159,7 +159,7 @@ const int32_t* decode_indices(Operands& operands, const char* name, std::initial
   return static_cast<const int32_t*>(buffer->untyped_data());
 }
 
-// An array of `columns` words for each batch entry (or for all) and each query head (or for all).
+// An array of `words` words for each batch entry (or for all) and each query head (or for all).
 template <class T>
 PerHead<T> decode_per_head(Operands& operands, const char* name, ffi::DataType type, int64_t rows, int64_t heads,
                            int64_t words, Checker& check) {

@@ -24,7 +24,6 @@
 namespace jattn::program {
 
 JATTN_PROGRAM_FUNCTION constexpr float float_of_bits(uint32_t x) { return __builtin_bit_cast(float, x); }
-JATTN_PROGRAM_FUNCTION constexpr double double_of_bits(uint64_t x) { return __builtin_bit_cast(double, x); }
 
 inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 inline constexpr float kLog2OfE = 1.4426950408889634f;

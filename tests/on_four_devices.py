@@ -7,6 +7,7 @@ Run by tests in a process of its own, because the number of devices is fixed whe
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -225,7 +226,7 @@ def a_cache_that_is_cut_more_finely_than_the_query_stays(backend: str) -> None:
 @check
 def an_operand_that_is_cut_otherwise_moves_if_it_is_the_smaller_one(backend: str) -> None:
     the_mesh = mesh((4,), "x")
-    q, k, v, _ = drawn(backend, length=64)
+    q, k, v, _ = drawn(backend, length=64, heads=8, kv_heads=4)
     placed = [
         jax.device_put(x, NamedSharding(the_mesh, spec))
         for x, spec in (
@@ -238,6 +239,9 @@ def an_operand_that_is_cut_otherwise_moves_if_it_is_the_smaller_one(backend: str
     compiled = jax.jit(attend).lower(*placed).compile()
     assert compiled(*placed).sharding.spec == PartitionSpec(None, None, "x")
     assert collectives(compiled) <= {"all-to-all"}, collectives(compiled)
+    moved = re.findall(r"\[([\d,]+)\][^=\n]*? all-to-all\(", compiled.as_text())
+    sizes = [math.prod(map(int, extents.split(","))) for extents in moved]
+    assert max(sizes, default=0) <= placed[0].size, sizes
 
 
 @check

@@ -294,8 +294,8 @@ def make_attention_fn(
       logits_soft_cap: c in c * tanh(s / c); None: no cap.
       alibi_slopes: N numbers, known while tracing: slope * distance is taken off the scores of each head; None: none.
         Slopes that are learned go into a `StructuralMask`.
-      score_mod: of (score, batch, head, query, key, *captures), as for `jattn.dot_product_attention`; the captures of a
-        call are those of its `StructuralMask`. Functions compare by identity: define it once. One that closes over an
+      score_mod: of ``(score, batch, head, query, key, *captures)``, as for `jattn.dot_product_attention`; those of a
+        call are in its `StructuralMask`. Functions compare by identity: define it once. One that closes over an
         NNX module or variable reads the object of the moment when it was made, and not what `nnx.jit`, `nnx.grad` or
         `nnx.merge` make of it later: made in ``__init__``, it finds old values there, and parameters that it reads
         have no gradient. Nothing warns of that. Parameters go into `captures`; in Linen a function made in the call

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from toolchain import build_host_program
 
+from jattn.backends.flash_tiles import document_tiles_bytes, other_tiles_room
+
 SHIM = """
 #include <algorithm>
 #include <cmath>
@@ -387,3 +389,25 @@ def test_queries_begin_with_documents_where_there_is_room(program: Path, length:
     )
     assert (refused, wrong, wrong_rows) == (0, 0, 0)
     assert (off_grid > 0) == (fits and length % 64 != 0)
+
+
+ROOMS = """
+int main() {
+  for (int tile : {64, 128, 192})
+    for (long length : {1L, 64L, 129L, 1000L, 16384L, 1L << 33})
+      std::cout << tile << " " << length << " "
+                << jattn::sm90::document_tiles_room(length, tile) * sizeof(jattn::sm90::DocumentTile) << " "
+                << jattn::sm90::other_tiles_room(length, tile) << "\\n";
+}
+"""
+
+
+def test_python_plans_the_rooms_of_the_lists(tmp_path: Path) -> None:
+    source = f'{SHIM}\n#include "sm90/document_tiles.cuh"\n{ROOMS}'
+    program = build_host_program(source, tmp_path)
+    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(lines) == 18
+    for tile, length, list_bytes, others in lines:
+        assert document_tiles_bytes(length, tile) == list_bytes
+        assert other_tiles_room(length, tile) == others

@@ -215,7 +215,7 @@ def test_readme_examples_run() -> None:
     finished = subprocess.run(
         [sys.executable, "-W", "error::jattn.FallbackWarning", "-c", "\n".join(blocks) + checks],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         check=False,

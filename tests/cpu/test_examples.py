@@ -24,7 +24,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, f"examples/{name}", *arguments],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         check=False,

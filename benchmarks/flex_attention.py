@@ -26,10 +26,11 @@ def _mask_mod(case: Case, arrays: Arrays) -> Any:
     """The visibility of a case as a function of (batch, head, query, key), or None if all pairs are visible."""
     parts: list[Any] = []
     left, right = case.band
+    offset = case.kv_len - case.q_len if case.lower_right else 0
     if right is not None:
-        parts.append(lambda b, h, q, k: k - q <= right)
+        parts.append(lambda b, h, q, k: k - q <= right + offset)
     if left is not None:
-        parts.append(lambda b, h, q, k: k - q >= -left)
+        parts.append(lambda b, h, q, k: k - q >= offset - left)
     if arrays.q_segments is not None and arrays.kv_segments is not None:
         q_ids, kv_ids = _from_jax(arrays.q_segments), _from_jax(arrays.kv_segments)
         parts.append(lambda b, h, q, k: (q_ids[b, q] == kv_ids[b, k]) & (q_ids[b, q] >= 0))
@@ -83,7 +84,7 @@ def build(case: Case, arrays: Arrays, backward: bool) -> Contender:
     if jax.default_backend() != "gpu":
         raise UnsupportedError(f"{NAME} needs a GPU")
     unsupported = {
-        "lower right": case.lower_right,
+        "lower right beside lengths": case.lower_right and case.kv_lengths is not None,
         "query lengths": case.q_lengths is not None,
         "positions": case.positions is not None,
         "sinks": case.sinks_form is not None,

@@ -93,19 +93,6 @@ FUNCTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One contender on one function and pass; either timed or with a note that says why not."""
-
-    case: str  # "fusion-(function)-D(head dim)-S(length)"
-    pass_name: str
-    contender: str
-    median_us: float | None = None
-    spread: float | None = None
-    backends: str = ""
-    note: str = ""
-
-
 def _contender(
     name: str, function: Callable[..., Any], arrays: Sequence[Any], dout: Any, backward: bool
 ) -> timing.Contender:
@@ -124,7 +111,7 @@ def _contender(
 
 def measure(
     name: str, head_dim: int, length: int, pass_name: str, options: argparse.Namespace
-) -> list[Row]:
+) -> list[report.Row]:
     """Builds, compares and times the contenders of one function."""
     function, backward = FUNCTIONS[name], pass_name == PASSES[1]
     batch, heads = options.batch, options.width // head_dim
@@ -147,16 +134,11 @@ def measure(
     contenders = [written, fused, _contender("jattn", ours, arrays, dout, backward)]
     note = timing.disagreement(contenders, TOLERANCE) or ("" if ran else "no attention was found")
     if note:
-        return [Row(case, pass_name, c.name, note=note) for c in contenders]
+        return [report.Row(case, pass_name, c.name, note=note) for c in contenders]
     times = timing.compare(contenders, options.rounds, options.round_seconds)
     return [
-        Row(
-            case,
-            pass_name,
-            c.name,
-            times[c.name].median_seconds * 1e6,
-            times[c.name].spread,
-            "" if c is written else "/".join(ran),
+        report.Row(case, pass_name, c.name, backends="" if c is written else "/".join(ran)).timed(
+            times[c.name]
         )
         for c in contenders
     ]
@@ -179,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     facts = report.circumstances(timed=True)
-    rows: list[Row] = []
+    rows: list[report.Row] = []
     for head_dim in options.head_dims:
         for length in options.lengths:
             for name in options.functions:

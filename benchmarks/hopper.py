@@ -2,7 +2,7 @@
 
 The problems of the comparisons that the field publishes (16 384 tokens, num_heads * head_dim = 2048), and those where
 kernels differ most: grouped heads, head dims between the usual ones, windows, packed documents, few queries of many
-keys. All contenders of a problem are built and checked first, then timed in interleaved rounds of random order.
+keys. All contenders of a problem are built and checked first, then timed in interleaved rounds of balanced order.
 
 Examples:
   python -m benchmarks.hopper --out benchmarks/results/2026-01-01-h200-hopper.json
@@ -350,16 +350,6 @@ def check(entry: Entry, oracle: Oracle) -> None:
         entry.fails("WRONG, not timed")
 
 
-def enqueue_us(contender: timing.Contender, calls: int = 8) -> float:
-    """Times the host's part of a call: few, so that no queue is full. A call cannot be faster than this."""
-    begin = time.perf_counter()
-    for _ in range(calls):
-        raw = contender.enqueue()
-    seconds = time.perf_counter() - begin
-    contender.wait(raw)
-    return seconds / calls * 1e6
-
-
 def time_entries(
     entries: Sequence[Entry], arrays: Arrays, rounds: int, seconds: float
 ) -> list[report.Row]:
@@ -379,16 +369,7 @@ def time_entries(
             failed=entry.failed,
         )
         if entry.contender is not None:
-            result = timings[entry.contender.name]
-            row = dataclasses.replace(
-                row,
-                note=f"enqueued in {enqueue_us(entry.contender):.0f} us",
-                median_us=result.median_seconds * 1e6,
-                spread=result.spread,
-                tflops=work / result.median_seconds / 1e12,
-                calls_per_round=result.calls_per_round,
-                rounds_us=tuple(seconds * 1e6 for seconds in result.seconds),
-            )
+            row = row.timed(timings[entry.contender.name], work)
         rows.append(row)
     return rows
 
@@ -435,7 +416,11 @@ def run_problems(
 def describe(rows: Sequence[report.Row]) -> str:
     """One line for a problem and pass: everybody's TFLOP/s, and who did not run."""
     speeds = [f"{row.contender} {row.tflops:.4g}" for row in rows if row.tflops is not None]
-    speeds += [f"({row.note})" for row in rows if row.contender == OURS and row.tflops is not None]
+    speeds += [
+        f"(enqueued in {row.enqueue_us:.0f} us)"
+        for row in rows
+        if row.contender == OURS and row.enqueue_us is not None
+    ]
     notes = [
         f"{row.contender}: {row.note} {row.check}".strip()
         for row in rows
@@ -509,7 +494,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=sorted(RIVALS),
         default=["jax-cudnn", "fa3-dew", "fa3-jax", "torch-cudnn"],
     )
-    parser.add_argument("--rounds", type=int, default=4, help="interleaved rounds (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds (%(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=0.03, help="of one contender in one round (%(default)s)"
     )

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ _SHOWN_VERSIONS = {
     "nvidia-cudnn-cu13": "cuDNN",
     "torch": "torch",
     "tokamax": "tokamax",
-    "dew-flash-attn-cu13": "FlashAttention-3 of dew-flash-attn",
+    "dew-flash-attn-cu13": "FlashAttention-3 of dew-flash-attn-cu13",
+    "flash-attn3-jax": "of flash-attn3-jax",
 }
 
 
@@ -79,6 +81,21 @@ class Point:
     tflops: float | None = None
     spread: float | None = None
     backends: str = ""
+    rounds_us: tuple[float, ...] = ()
+    enqueue_us: float | None = None  # the host's part of a call to another device
+
+    @property
+    def middle_us(self) -> tuple[float, float]:
+        """Where the middle half of the rounds lies; the median twice in records without rounds."""
+        if len(self.rounds_us) < 2:
+            return self.median_us, self.median_us
+        low, _, high = statistics.quantiles(self.rounds_us, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether most of the time of a call may be the host's, who starts it."""
+        return self.enqueue_us is not None and self.enqueue_us > 0.8 * self.median_us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +122,18 @@ class Record:
         commit = str(content.get("commit", "unknown"))[:7]
         changed = " with changes" if content.get("modified") else ""
         return ", ".join([content["device"], self.date, f"commit {commit}{changed}", *shown])
+
+    def left_out(self) -> list[str]:
+        """What was not timed because of its results, as "who on what"."""
+        found: dict[str, None] = {}
+        for row in self.content.get("rows", []):
+            note = row.get("note") or ""
+            at = f"{row.get('case')} {row.get('pass_name')}"
+            if note.startswith("WRONG"):
+                found[f"{TITLES.get(row['contender'], row['contender'])} on {at}"] = None
+            elif "of the largest value off" in note:  # contenders were compared with each other
+                found[f"all on {at} ({note})"] = None
+        return list(found)
 
     def stamp(self) -> str:
         """Name and digest of the file: what is drawn from it carries this."""
@@ -154,6 +183,8 @@ def _points(row: dict[str, Any], *, on_cpu: bool) -> Iterable[Point]:
             tflops=row.get("tflops"),
             spread=row.get("spread"),
             backends=row.get("backends", ""),
+            rounds_us=tuple(row.get("rounds_us", ())),
+            enqueue_us=None if on_cpu else row.get("enqueue_us"),
         )
     elif "median_ms" in row and isinstance(row["median_ms"], dict):
         # Causal, batch 1, 8 heads of 64: the form of the first records of the CPU kernel.

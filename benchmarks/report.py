@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jax
 
+from benchmarks import timing
 from jattn.call_timing import matmul_speed
 from jattn.device import expected
 from jattn.testing.cases import Case
@@ -41,8 +42,21 @@ class Row:
     tflops: float | None = None
     calls_per_round: int | None = None
     rounds_us: tuple[float, ...] = ()
+    enqueue_us: float | None = None  # the host's part of a call (timing.enqueue_seconds)
     note: str = ""
     failed: bool = False  # wrong numbers, or an error nobody expected
+
+    def timed(self, result: timing.Timing, flops: float | None = None) -> Row:
+        """The row with its times, and with the speed of ``flops`` operations a call."""
+        return dataclasses.replace(
+            self,
+            median_us=result.median_seconds * 1e6,
+            spread=result.spread,
+            tflops=None if flops is None else flops / result.median_seconds / 1e12,
+            calls_per_round=result.calls_per_round,
+            rounds_us=tuple(seconds * 1e6 for seconds in result.seconds),
+            enqueue_us=None if result.enqueue_seconds is None else result.enqueue_seconds * 1e6,
+        )
 
 
 def flops(case: Case, pairs: float, pass_name: str) -> float:

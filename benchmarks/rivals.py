@@ -171,7 +171,10 @@ def _jax_nn(implementation: Literal["xla", "cudnn"]) -> Callable[[Case, Arrays, 
                 implementation=implementation,
             )
 
-        return jax_contender(name, arrays, attention, backward)
+        # By default XLA takes float32 products in TF32 on a GPU.
+        precision = "highest" if case.dtype == "float32" else None
+        with jax.default_matmul_precision(precision):
+            return jax_contender(name, arrays, attention, backward)
 
     return build
 
@@ -187,7 +190,8 @@ def _flash_attention_3(name: str, package: str) -> Callable[[Case, Arrays, bool]
             raise UnsupportedError(f"{name}: the package {package} is not installed")
         _refuse(name, case, ("softcap", "bias", "mask", "lengths", "value head dim"))
         # Its causal masks and windows are aligned to the last key.
-        if case.q_len != case.kv_len and (case.is_causal or case.window is not None):
+        has_band = case.is_causal or case.window is not None
+        if case.q_len != case.kv_len and has_band and not case.lower_right:
             raise UnsupportedError(f"{name}: alignment to the first key")
         library = importlib.import_module(package)
         window = (-1, -1)

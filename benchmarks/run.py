@@ -108,12 +108,7 @@ def measure(
             name,
             backends=backends.get(name, ""),
             check=checks[name],
-            median_us=result.median_seconds * 1e6,
-            spread=result.spread,
-            tflops=work / result.median_seconds / 1e12,
-            calls_per_round=result.calls_per_round,
-            rounds_us=tuple(seconds * 1e6 for seconds in result.seconds),
-        )
+        ).timed(result, work)
         for name, result in timings.items()
     ]
     return timed + rows

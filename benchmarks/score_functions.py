@@ -153,19 +153,6 @@ FUNCTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One contender on one function and pass; either timed or with a note that says why not."""
-
-    case: str  # "score-(function)-D(head dim)"
-    pass_name: str
-    contender: str
-    median_us: float | None = None
-    spread: float | None = None
-    backends: str = ""
-    note: str = ""
-
-
 _RESULTS = ("out", "dq", "dk", "dv", "dcapture")
 
 
@@ -294,7 +281,9 @@ def _flex(
     return contender
 
 
-def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespace) -> list[Row]:
+def measure(
+    name: str, head_dim: int, pass_name: str, options: argparse.Namespace
+) -> list[report.Row]:
     """Builds, compares and times the contenders of one function."""
     function = FUNCTIONS[name]
     heads = options.width // head_dim
@@ -306,7 +295,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
     }
     captures = [jnp.asarray(x) for x in function.captures(options.batch, heads, options.length)]
     case = f"score-{name}-D{head_dim}"
-    rows: list[Row] = []
+    rows: list[report.Row] = []
     contenders: list[timing.Contender] = []
     backends: dict[str, str] = {}
 
@@ -316,7 +305,7 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
             contenders.append(build())
         except Exception as error:  # a contender that cannot run must not hide the others
             note = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rows.append(Row(case, pass_name, contender, note=note[:200]))
+            rows.append(report.Row(case, pass_name, contender, note=note[:200]))
             return
         after = jattn.call_counters()
         backends[contender] = "/".join(
@@ -338,20 +327,13 @@ def measure(name: str, head_dim: int, pass_name: str, options: argparse.Namespac
 
         add("jattn, xla", lambda: _ours(arrays, read, by_xla, "jattn, xla", pass_name))
     if len(contenders) > 1 and (note := timing.disagreement(contenders, TOLERANCE)):
-        return rows + [Row(case, pass_name, c.name, note=note) for c in contenders]
+        return rows + [report.Row(case, pass_name, c.name, note=note) for c in contenders]
     if is_cpu:
         plain = "jattn, no function"
         add(plain, lambda: _ours(arrays, [], dict, plain, pass_name))
     times = timing.compare(contenders, options.rounds, options.round_seconds)
     return rows + [
-        Row(
-            case,
-            pass_name,
-            c.name,
-            times[c.name].median_seconds * 1e6,
-            times[c.name].spread,
-            backends.get(c.name, ""),
-        )
+        report.Row(case, pass_name, c.name, backends=backends.get(c.name, "")).timed(times[c.name])
         for c in contenders
     ]
 
@@ -375,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     facts = report.circumstances(timed=True)
-    rows: list[Row] = []
+    rows: list[report.Row] = []
     for head_dim in options.head_dims:
         for name in options.functions:
             for pass_name in options.passes:
@@ -395,7 +377,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.contender == "jattn" and row.median_us is None for row in rows))
 
 
-def write(options: argparse.Namespace, facts: dict[str, object], rows: Sequence[Row]) -> None:
+def write(
+    options: argparse.Namespace, facts: dict[str, object], rows: Sequence[report.Row]
+) -> None:
     """Writes the JSON file."""
     content = {
         **facts,

@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import backend_table, plot, records
 from benchmarks.records import ROOT, Point, Record
@@ -39,19 +40,51 @@ def _caption(record: Record, page: Path, what: str) -> str:
     return f"{what}. {record.caption()}: [record]({link})."
 
 
-def _cells(
-    values: dict[str, float], titles: Sequence[str], digits: int, *, largest: bool
-) -> list[str]:
-    """One cell per contender, the best one in bold."""
-    best = (max if largest else min)(values.values())
+Row = dict[str, Point]  # by the titles of contenders
+TFLOPS = "TFLOP/s"
+MILLISECONDS = "ms"
+MICROSECONDS = "us"
+_NO_CELL = '"-": cannot run it, or has no call for it in the benchmark'
+
+
+def _value(point: Point, unit: str) -> float:
+    if unit == TFLOPS:
+        return point.tflops or 0.0
+    return point.median_us / (1e3 if unit == MILLISECONDS else 1.0)
+
+
+def _cells(row: Row, titles: Sequence[str], digits: int, unit: str) -> list[str]:
+    """One cell per contender. In bold: the fastest of several, and those whose middle half of rounds meets its own."""
+    fastest = min(row.values(), key=lambda point: point.median_us)
     cells = []
     for title in titles:
-        if title not in values:
+        if title not in row:
             cells.append("-")
             continue
-        text = f"{values[title]:.{digits}f}"
-        cells.append(f"**{text}**" if values[title] == best else text)
+        point = row[title]
+        text = f"{_value(point, unit):.{digits}f}"
+        ties = point.middle_us[0] <= fastest.middle_us[1] or point is fastest
+        text = f"**{text}**" if ties and len(row) > 1 else text
+        cells.append(text + ("†" if point.is_bound_by_host else ""))
     return cells
+
+
+def _rows_by(points: Iterable[Point], key: Callable[[Point], tuple[str, ...]]) -> dict[Any, Row]:
+    """Points in rows, in the order in which they come."""
+    rows: dict[Any, Row] = {}
+    for point in points:
+        rows.setdefault(key(point), {})[point.contender] = point
+    return rows
+
+
+def _remarks(record: Record, points: Sequence[Point]) -> str:
+    """How far rounds lie apart, which calls the host may bound, and who was left out."""
+    parts = [_spread(points).strip()]
+    if any(point.is_bound_by_host for point in points):
+        parts.append("†: the host takes four fifths of that time, or more, to start the call.")
+    if left_out := record.left_out():
+        parts.append(f"Not timed, as results were wrong: {'; '.join(left_out)}.")
+    return " ".join(part for part in parts if part)
 
 
 def _grid(points: Sequence[Point]) -> dict[tuple[int, str, int, str], list[Point]]:
@@ -64,16 +97,16 @@ def _grid(points: Sequence[Point]) -> dict[tuple[int, str, int, str], list[Point
     return dict(sorted(groups.items()))
 
 
-def _ratios(groups: Iterable[dict[str, float]], titles: Sequence[str], *, largest: bool) -> str:
+def _ratios(rows: Sequence[Row], titles: Sequence[str]) -> str:
     """How jattn stands to each of the others over problems that both have: geometric mean, least, most."""
-    rows = list(groups)
+    ours = [row for row in rows if "jattn" in row]
     parts = []
     for title in titles:
-        pairs = [(row["jattn"], row[title]) for row in rows if {"jattn", title} <= set(row)]
-        if title != "jattn" and pairs:
-            found = [ours / other if largest else other / ours for ours, other in pairs]
+        found = [row[title].median_us / row["jattn"].median_us for row in ours if title in row]
+        if title != "jattn" and found:
             mean = statistics.geometric_mean(found)
-            parts.append(f"{title} {mean:.2f} ({min(found):.2f} to {max(found):.2f})")
+            some = "" if len(found) == len(ours) else f", {len(found)} of {len(ours)} rows"
+            parts.append(f"{title} {mean:.2f} ({min(found):.2f} to {max(found):.2f}{some})")
     return "; ".join(parts)
 
 
@@ -104,16 +137,15 @@ def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
     ]
     rows, groups = [], []
     for (head_dim, mask, length, pass_name), group in _grid(points).items():
-        values = {p.contender: p.tflops for p in group if p.tflops and p.contender in titles}
-        cells = _cells(values, titles, 0, largest=True)
+        row = {p.contender: p for p in group if p.contender in titles}
+        cells = _cells(row, titles, 0, TFLOPS)
         rows.append([str(head_dim), mask, str(length), pass_name, *cells])
-        groups.append(values)
-    ratios = _ratios(groups, titles, largest=True)
+        groups.append(row)
     return "\n\n".join(
         [
             _format(["head dim", "mask", "length", "pass", *titles], rows),
-            f"Speed of `jattn` over others, geometric mean (least to most) of the rows: {ratios}."
-            + _spread([p for p in points if p.contender in titles]),
+            "Speed of `jattn` over others, geometric mean (least to most) of the rows: "
+            f"{_ratios(groups, titles)}. {_remarks(record, [p for p in points if p.contender in titles])}",
             _caption(record, page, "bfloat16, TFLOP/s"),
         ]
     )
@@ -131,30 +163,23 @@ def speed_h200_others(page: Path) -> str:
     if not points:
         return ""
     titles = records.contenders(points)
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for point in sorted(points, key=lambda p: p.name):
-        if point.tflops is not None:
-            values = groups.setdefault((point.name, point.pass_name), {})
-            values[point.contender] = point.tflops
-    rows = [
-        [*at, *_cells(values, titles, 0, largest=True)] for at, values in sorted(groups.items())
-    ]
-    what = 'bfloat16, TFLOP/s, "-": cannot run it, or gave wrong numbers'
+    groups = _rows_by(points, lambda point: (point.name, point.pass_name))
+    rows = [[*at, *_cells(row, titles, 0, TFLOPS)] for at, row in sorted(groups.items())]
+    what = f"bfloat16, TFLOP/s, {_NO_CELL}"
     table = _format(["problem", "pass", *titles], rows)
-    return "\n\n".join([table, _spread(points).strip(), _caption(record, page, what)])
+    return "\n\n".join([table, _remarks(record, points), _caption(record, page, what)])
 
 
 def speed_h200_f32(page: Path) -> str:
     """float32 on the GPU: one shape."""
     record = records.newest("h200-f32")
-    titles = records.contenders(record.points)
-    groups: dict[str, dict[str, float]] = {}
-    for point in record.points:
-        if point.tflops is not None:
-            groups.setdefault(point.pass_name, {})[point.contender] = point.tflops
-    rows = [[name, *_cells(values, titles, 1, largest=True)] for name, values in groups.items()]
+    points = [point for point in record.points if point.tflops is not None]
+    titles = records.contenders(points)
+    groups = _rows_by(points, lambda point: (point.pass_name,))
+    rows = [[*at, *_cells(row, titles, 1, TFLOPS)] for at, row in groups.items()]
     what = "float32, TFLOP/s, batch 2, length 2048, 16 heads of 128, TF32 off for torch"
-    return "\n\n".join([_format(["pass", *titles], rows), _caption(record, page, what)])
+    table = _format(["pass", *titles], rows)
+    return "\n\n".join([table, _remarks(record, points), _caption(record, page, what)])
 
 
 def _shown_in_readme(point: Point) -> bool:
@@ -167,29 +192,28 @@ def speed_cpu(page: Path) -> str:
     record = records.newest("cpu-two-cores")
     points = [p for p in record.points if page.name != "README.md" or _shown_in_readme(p)]
     titles = records.contenders(points)
-    groups: dict[tuple[str, int, str, int, str], dict[str, float]] = {}
+    groups: dict[tuple[str, int, str, int, str], Row] = {}
     for point in points:
         at = point.problem
         if at is not None:
             key = (at.dtype, at.head_dim, at.mask, at.length, point.pass_name)
-            groups.setdefault(key, {})[point.contender] = point.median_us / 1e3
+            groups.setdefault(key, {})[point.contender] = point
     order = ("float32", "bfloat16", "float16")
-    rows, by_type = [], dict[str, list[dict[str, float]]]()
-    for key, values in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0])):
+    rows, by_type = [], dict[str, list[Row]]()
+    for key, row in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0])):
         dtype, head_dim, mask, length, pass_name = key
-        by_type.setdefault(dtype, []).append(values)
-        rival = min((values[t] for t in titles if t != "jattn" and t in values), default=0.0)
-        times = f"{rival / values['jattn']:.1f}" if "jattn" in values and rival else "-"
-        cells = _cells(values, titles, 1, largest=False)
+        by_type.setdefault(dtype, []).append(row)
+        rival = min((p.median_us for title, p in row.items() if title != "jattn"), default=0.0)
+        times = f"{rival / row['jattn'].median_us:.1f}" if "jattn" in row and rival else "-"
+        cells = _cells(row, titles, 1, MILLISECONDS)
         rows.append([dtype, str(head_dim), mask, str(length), pass_name, *cells, times])
     header = ["type", "head dim", "mask", "length", "pass", *titles, "times the best other"]
-    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
+    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles)}." for dtype in by_type]
     return "\n\n".join(
         [
             _format(header, rows),
             "Times as fast as others, geometric mean (least to most) of the rows. "
-            + " ".join(ratios)
-            + _spread(points),
+            f"{' '.join(ratios)} {_remarks(record, points)}",
             _caption(record, page, 'Batch 1, 8 heads, milliseconds, "-": not timed'),
         ]
     )
@@ -233,28 +257,24 @@ def _cpu_problems(
     if not records.has(f"cpu-{option}"):
         return ""
     record = records.newest(f"cpu-{option}")
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for point in record.points:
-        times = groups.setdefault((point.name, point.pass_name), {})
-        times[point.contender] = point.median_us / 1e3
+    groups = _rows_by(record.points, lambda point: (point.name, point.pass_name))
     titles = records.contenders(record.points)
-    rows, by_type = [], dict[str, list[dict[str, float]]]()
-    for (name, pass_name), values in groups.items():
+    rows, by_type = [], dict[str, list[Row]]()
+    for (name, pass_name), row in groups.items():
         match = pattern.fullmatch(name)
         if match is None:
             raise LookupError(
                 f"{record.path.name}: {name!r} is no problem of benchmarks.cpu --{option}"
             )
-        by_type.setdefault(match.group(1), []).append(values)
-        cells = _cells(values, titles, 2, largest=False)
+        by_type.setdefault(match.group(1), []).append(row)
+        cells = _cells(row, titles, 2, MILLISECONDS)
         rows.append([*shape(match.groups(), pass_name), *cells])
-    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles, largest=False)}." for dtype in by_type]
+    ratios = [f"{dtype}: {_ratios(by_type[dtype], titles)}." for dtype in by_type]
     return "\n\n".join(
         [
             _format([*header, *titles], rows),
             "Times as fast, geometric mean (least to most) of the rows. "
-            + " ".join(ratios)
-            + _spread(record.points),
+            f"{' '.join(ratios)} {_remarks(record, record.points)}",
             _caption(record, page, caption),
         ]
     )
@@ -267,25 +287,21 @@ def gpu_decode(page: Path) -> str:
     record = records.newest("gpu-decode")
     points = [point for point in record.points if point.median_us]
     titles = records.contenders(points)
-    groups: dict[str, dict[str, float]] = {}
-    for point in points:
-        groups.setdefault(point.name, {})[point.contender] = point.median_us
+    groups = _rows_by(points, lambda point: (point.name,))
     rows = [
-        [name.removeprefix("decode-"), *_cells(values, titles, 0, largest=False)]
-        for name, values in groups.items()
+        [name.removeprefix("decode-"), *_cells(row, titles, 0, MICROSECONDS)]
+        for (name,), row in groups.items()
     ]
     return "\n\n".join(
         [
             _format(["problem", *titles], rows),
             "Times as fast, geometric mean (least to most) of the rows that both have: "
-            + _ratios(groups.values(), titles, largest=False)
-            + "."
-            + _spread(points),
+            f"{_ratios(list(groups.values()), titles)}. {_remarks(record, points)}",
             _caption(
                 record,
                 page,
                 "Forward, bfloat16, batch 64, one query of 32 heads on 8192 keys of 8 heads of 128 where a row says"
-                ' nothing else; microseconds, "-": refused',
+                f" nothing else; microseconds, {_NO_CELL}",
             ),
         ]
     )
@@ -389,7 +405,7 @@ def speed_features(page: Path) -> str:
             parts += [
                 f"![Speed by feature](images/{figure}.svg)",
                 _features(record),
-                _spread([p for p in record.points if p.contender == "jattn"]).strip(),
+                _remarks(record, [p for p in record.points if p.contender == "jattn"]),
                 _caption(record, page, what),
             ]
     words = (
@@ -428,18 +444,13 @@ def speed_feature_rivals(page: Path) -> str:
     record = records.newest(FEATURE_RIVALS)
     points = [p for p in record.points if p.tflops is not None]
     titles = records.contenders(points)
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for point in points:
-        if point.tflops is not None:
-            at = (point.name.split("feature-")[1], point.pass_name)
-            groups.setdefault(at, {})[point.contender] = point.tflops
-    rows = [[*at, *_cells(values, titles, 0, largest=True)] for at, values in groups.items()]
-    ratios = _ratios(groups.values(), titles, largest=True)
+    groups = _rows_by(points, lambda point: (point.name.split("feature-")[1], point.pass_name))
+    rows = [[*at, *_cells(row, titles, 0, TFLOPS)] for at, row in groups.items()]
     return "\n\n".join(
         [
             _format(["feature", "pass", *titles], rows),
-            f"Speed of `jattn` over others, geometric mean (least to most) of the rows: {ratios}."
-            + _spread(points),
+            "Speed of `jattn` over others, geometric mean (least to most) of the rows: "
+            f"{_ratios(list(groups.values()), titles)}. {_remarks(record, points)}",
             _caption(
                 record,
                 page,
@@ -539,27 +550,21 @@ def _of_functions(which: str, form: re.Pattern[str], columns: list[str], page: P
         return ""
     record = records.newest(which)
     titles = records.contenders(record.points)
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for point in record.points:
-        times = groups.setdefault((point.name, point.pass_name), {})
-        times[point.contender] = point.median_us / 1e3
+    groups = _rows_by(record.points, lambda point: (point.name, point.pass_name))
     rows = []
-    for (name, pass_name), values in groups.items():
+    for (name, pass_name), row in groups.items():
         match = form.fullmatch(name)
         if match is None:
             raise LookupError(f"{record.path.name}: {name!r} is no case like {form.pattern}")
-        rows.append([*match.groups(), pass_name, *_cells(values, titles, 2, largest=False)])
-    missing = '"-": does not run, or there is no such contender'
+        rows.append([*match.groups(), pass_name, *_cells(row, titles, 2, MILLISECONDS)])
     what = f"{record.content['what']}, milliseconds"
     return "\n\n".join(
         [
             _format([*columns, "pass", *titles], rows),
             "Times as fast, geometric mean (least to most) of the rows that both have: "
-            + _ratios(list(groups.values()), titles, largest=False)
-            + "."
-            + _spread(record.points),
+            f"{_ratios(list(groups.values()), titles)}. {_remarks(record, record.points)}",
             _caption(
-                record, page, f"{what}, {missing}" if any("-" in row for row in rows) else what
+                record, page, f"{what}, {_NO_CELL}" if any("-" in row for row in rows) else what
             ),
         ]
     )
@@ -571,18 +576,21 @@ def training(page: Path) -> str:
         return ""
     record = records.newest("h200-training")
     rows = record.content["rows"]
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    groups: dict[tuple[int, str], dict[str, float]] = {}
+    titles = [
+        records.TITLES.get(name, name) for name in dict.fromkeys(r["contender"] for r in rows)
+    ]
+    groups: dict[tuple[int, str], Row] = {}
     for row in rows:
         if row["median_ms"] is not None:
-            groups.setdefault((row["head_dim"], row["kind"]), {})[row["contender"]] = row[
-                "median_ms"
-            ]
+            title = records.TITLES.get(row["contender"], row["contender"])
+            groups.setdefault((row["head_dim"], row["kind"]), {})[title] = Point(
+                row["kind"], None, "step", title, row["median_ms"] * 1e3
+            )
     table = _format(
-        ["head dim", "rows", *(records.TITLES.get(name, name) for name in contenders)],
+        ["head dim", "rows", *titles],
         [
-            [str(head_dim), _ROWS[kind], *_cells(values, contenders, 1, largest=False)]
-            for (head_dim, kind), values in groups.items()
+            [str(head_dim), _ROWS[kind], *_cells(row, titles, 1, MILLISECONDS)]
+            for (head_dim, kind), row in groups.items()
         ],
     )
     return "\n\n".join([table, _caption(record, page, record.content["what"])])

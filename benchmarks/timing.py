@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+# The host's part of longer calls is not measured: none takes as long to start.
+LONGEST_STARTED_SECONDS = 2e-3
+
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
@@ -33,6 +36,9 @@ class Timing:
 
     seconds: tuple[float, ...]  # of one call, one entry per round
     calls_per_round: int
+    enqueue_seconds: float | None = (
+        None  # the host's part of a call; None where that is no question
+    )
 
     @property
     def median_seconds(self) -> float:
@@ -69,6 +75,18 @@ def run_many(contender: Contender, calls: int) -> float:
     return time.perf_counter() - begin
 
 
+def enqueue_seconds(contender: Contender, repeats: int = 5, calls: int = 8) -> float:
+    """Returns the host's part of a call: the median of repeats of so few calls that no queue is full."""
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            results = contender.enqueue()
+        found.append((time.perf_counter() - begin) / calls)
+        contender.wait(results)
+    return float(np.median(found))
+
+
 def calls_for(contender: Contender, round_seconds: float, max_calls: int = 2000) -> int:
     """Finds how many calls fill a round; warms the contender up on the way."""
     run_many(contender, 1)
@@ -89,6 +107,22 @@ def come_to_rest(pause_seconds: float, most_pauses: int = 50) -> None:
             return
 
 
+def balanced_orders(count: int, rounds: int, seed: int = 0) -> list[list[int]]:
+    """Orders of ``count`` contenders, one for each round.
+
+    In ``count`` rounds (twice as many if it is odd) each contender stands as often in each place and behind each of the
+    others: the design of E. J. Williams, 1949, with contenders numbered at random.
+    """
+    numbers = list(range(count))
+    random.Random(seed).shuffle(numbers)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) % max(count, 1) for i in range(count)]
+    orders = []
+    for at in range(rounds):
+        order = [numbers[(place + at) % count] for place in zigzag]
+        orders.append(order[::-1] if count % 2 and at // max(count, 1) % 2 else order)
+    return orders
+
+
 def compare(
     contenders: Sequence[Contender],
     rounds: int,
@@ -96,20 +130,18 @@ def compare(
     seed: int = 0,
     pause_seconds: float = 0.0,
 ) -> dict[str, Timing]:
-    """Times contenders in rounds; every round runs all of them once, each round in another random order.
+    """Times contenders in rounds; every round runs all of them once, in orders that are balanced over rounds.
 
-    Clocks and heat drift by several percent within a minute; interleaving puts that drift on everyone alike. On a CPU
+    Clocks and heat drift by several percent within a minute, and the contender before leaves its own behind;
+    interleaving puts both on everyone alike. On a CPU
     pauses before each contender let the threads of the one before come to rest: PyTorch's spin for some 7 ms behind
     a call (2.13, two threads), on cores that the next contender is timed on, and the memory of a call of jax.nn, 1 GiB
     for 4096 keys, is given back behind it.
     """
-    order = list(contenders)
-    calls = {contender.name: calls_for(contender, round_seconds) for contender in order}
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in order}
-    shuffle = random.Random(seed)
-    for _ in range(rounds):
-        shuffle.shuffle(order)
-        for contender in order:
+    calls = {contender.name: calls_for(contender, round_seconds) for contender in contenders}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for order in balanced_orders(len(contenders), rounds, seed):
+        for contender in (contenders[number] for number in order):
             come_to_rest(pause_seconds)
             if calls[contender.name] > 1:
                 # Brings the clock up and the caches to this contender's state. One call that fills a round does it by
@@ -118,4 +150,10 @@ def compare(
             seconds[contender.name].append(
                 run_many(contender, calls[contender.name]) / calls[contender.name]
             )
-    return {name: Timing(tuple(values), calls[name]) for name, values in seconds.items()}
+    found = {}
+    for contender in contenders:
+        timing = Timing(tuple(seconds[contender.name]), calls[contender.name])
+        if timing.median_seconds < LONGEST_STARTED_SECONDS:
+            timing = dataclasses.replace(timing, enqueue_seconds=enqueue_seconds(contender))
+        found[contender.name] = timing
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import json
 import platform
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,13 @@ from benchmarks import (
     cpu_tiles,
     latency,
     memory,
+    records,
     report,
     tables,
     timing,
 )
 from benchmarks import run as benchmark_run
+from benchmarks.records import Point
 from benchmarks.rivals import Rival, jattn_contender, jax_contender
 from jattn import _core, call_timing
 from jattn.call_plan import Kernel
@@ -205,6 +210,73 @@ def test_a_call_that_fills_a_round_runs_once_a_round(monkeypatch: pytest.MonkeyP
     assert found["fast"].calls_per_round == 100
     assert found["fast"].median_seconds == pytest.approx(1e-4)
     assert ran.count("slow") == 2 + 3  # two to find the number of calls
+    assert found["slow"].enqueue_seconds is None
+    assert found["fast"].enqueue_seconds == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_orders_of_rounds_are_balanced(count: int) -> None:
+    """Everybody is as often in each place and, in as many rounds as that takes, behind each of the others."""
+    rounds = count if count % 2 == 0 else 2 * count
+    orders = timing.balanced_orders(count, rounds, seed=3)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    for place in range(count):
+        assert set(collections.Counter(order[place] for order in orders).values()) == {
+            rounds // count
+        }
+    behind = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(behind) == count * (count - 1)
+    assert len(set(behind.values())) <= 1
+    assert timing.balanced_orders(0, 2) == [[], []]
+
+
+def point(contender: str, rounds: tuple[float, ...], enqueue_us: float | None = None) -> Point:
+    return Point(
+        "case",
+        None,
+        "forward",
+        contender,
+        statistics.median(rounds),
+        rounds_us=rounds,
+        enqueue_us=enqueue_us,
+    )
+
+
+def test_cells_that_cannot_be_told_apart_are_both_bold() -> None:
+    fast, near, far = (
+        point("a", (10, 11, 12, 13), enqueue_us=11),
+        point("b", (9, 12, 13, 14)),
+        point("c", (13, 14, 15, 90)),
+    )
+    titles = ["a", "b", "c", "d"]
+    cells = tables._cells({"a": fast, "b": near, "c": far}, titles, 0, tables.MICROSECONDS)
+    assert cells == ["**12**†", "**12**", "14", "-"]
+    assert tables._cells({"c": far}, ["c"], 0, tables.MICROSECONDS) == ["14"]
+
+
+def test_ratios_say_how_many_rows_they_are_of() -> None:
+    rows = [
+        {"jattn": point("jattn", (1.0,)), "b": point("b", (2.0,))},
+        {"jattn": point("jattn", (1.0,))},
+        {"b": point("b", (2.0,))},
+    ]
+    assert tables._ratios(rows, ["jattn", "b"]) == "b 2.00 (2.00 to 2.00, 1 of 2 rows)"
+
+
+def test_rows_with_wrong_results_are_named(tmp_path: Path) -> None:
+    base = {"case": "x", "pass_name": "forward"}
+    rows = [
+        base | {"contender": "torch-cudnn", "note": "WRONG, not timed:"},
+        base | {"contender": "torch-flash", "note": "torch-flash does not take: bias"},
+        {"case": "y", "pass_name": "forward", "contender": "jattn"}
+        | {"note": "dq of a is 1.0e-01 of the largest value off"},
+    ]
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"rows": rows}))
+    assert records.read(path).left_out() == [
+        "torch cuDNN on x forward",
+        "all on y forward (dq of a is 1.0e-01 of the largest value off)",
+    ]
 
 
 @pytest.mark.parametrize("name", _core.cpu_instruction_sets())

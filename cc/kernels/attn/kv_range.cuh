@@ -11,6 +11,19 @@
 
 namespace jattn {
 
+// What a packed mask says of the tiles in one row of them (MaskTile).
+struct MaskStates {
+  const uint8_t* states = nullptr;  // of tile 0
+  int stride = 0;
+
+  __device__ __forceinline__ void look_at(const PackedMask& mask, int batch, int head, int row_tile) {
+    states =
+        mask.states + batch * mask.states_batch + head * mask.states_head + int64_t(row_tile) * mask.states_row_tile;
+    stride = mask.states_column_tile;
+  }
+  __device__ __forceinline__ int of(int tile) const { return states[int64_t(tile) * stride]; }
+};
+
 struct Band {
   int left, right, offset;
 };

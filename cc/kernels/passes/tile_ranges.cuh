@@ -8,6 +8,7 @@
 //                                        means, and their positions may be anything
 #pragma once
 
+#include "attn/sequence.cuh"
 #include "base/numeric.cuh"
 #include "config.cuh"
 #include "params.cuh"
@@ -81,7 +82,7 @@ __device__ __forceinline__ void position_ranges(const PositionRangesParams& para
   const int lane = threadIdx.x & 31, extent = params.sides.extent[side], rows = params.sides.tile[side];
   const int32_t* positions = params.positions[side] + entry * extent;
   const int32_t* segments = params.segments[side] ? params.segments[side] + entry * extent : nullptr;
-  const int length = params.lengths[side] ? min(params.lengths[side][entry], extent) : extent;
+  const int length = params.lengths[side] ? clamped_length(params.lengths[side], entry, extent) : extent;
   int low = 0x7fffffff, high = -0x7fffffff;
   for (int i = first + lane; i < min(first + rows, length); i += 32) {
     if (segments && segments[i] < 0) continue;

@@ -9,6 +9,7 @@
 // sums, which passes/sum_partials.cuh adds in order.
 #pragma once
 
+#include "attn/dbias_work.cuh"
 #include "attn/kv_range.cuh"
 #include "attn/sequence.cuh"
 #include "base/integers.cuh"
@@ -44,26 +45,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
 
   const BackwardParams& params = dbias.backward;
   const ProblemParams& problem = params.problem;
-  const bool all_queries = dbias.bias.extent_query == 1 && problem.q_len != 1;
-  const bool all_keys = dbias.bias.extent_key == 1 && problem.kv_len != 1;
-  const int q_tiles = ceil_div(problem.q_len, kTileQ), kv_tiles = ceil_div(problem.kv_len, kTileKv);
-
-  int rest = blockIdx.x;
-  const int split = rest % dbias.bias.splits;
-  rest /= dbias.bias.splits;
-  const int bias_kv_tile = rest % dbias.bias.tiles_key;
-  rest /= dbias.bias.tiles_key;
-  const int bias_q_tile = rest % dbias.bias.tiles_query;
-  rest /= dbias.bias.tiles_query;
-  const int bias_head = rest % dbias.bias.extent_head;
-  const int bias_batch = rest / dbias.bias.extent_head;
-
-  // The score tiles that add to this tile of the bias, numbered with the keys running fastest.
-  const int step_keys = all_keys ? kv_tiles : 1, step_queries = all_queries ? q_tiles : 1;
-  const int step_heads = dbias.bias.extent_head == 1 ? problem.num_heads : 1;
-  const int step_batch = dbias.bias.extent_batch == 1 ? problem.batch : 1;
-  const int64_t steps = int64_t(step_batch) * step_heads * step_queries * step_keys;
-
+  const DbiasWork work(dbias.bias, problem, kTileQ, kTileKv);
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int warp_row = warp * kWarpRows;
   const auto q_operand = RowOperand<kElement, kD>::a(q_tile, warp_row);
@@ -74,15 +56,8 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
   float sum[kM][kN][4];
   clear(sum);
   int loaded_batch = -1, loaded_head = -1, loaded_q_tile = -1, loaded_kv_tile = -1;
-  for (int64_t index = split; index < steps; index += dbias.bias.splits) {
-    int64_t item = index;
-    const int kv_tile = all_keys ? int(item % step_keys) : bias_kv_tile;
-    item /= step_keys;
-    const int q_tile_index = all_queries ? int(item % step_queries) : bias_q_tile;
-    item /= step_queries;
-    const int head = step_heads == 1 ? bias_head : int(item % step_heads);
-    const int batch = step_batch == 1 ? bias_batch : int(item / step_heads);
-
+  for (int64_t index = work.split; index < work.steps; index += dbias.bias.splits) {
+    const auto [kv_tile, q_tile_index, head, batch] = work.step(index);
     const Sequence sequence = sequence_of<kConfig>(problem, batch);
     const int row_begin = q_tile_index * kTileQ;
     const int row_end = min(row_begin + kTileQ, sequence.q_length);
@@ -145,16 +120,16 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     }
   }
 
-  const int64_t base = bias_batch * problem.bias.stride_batch + bias_head * problem.bias.stride_head;
+  const int64_t base = work.batch * problem.bias.stride_batch + work.head * problem.bias.stride_head;
   const auto write = [&](int64_t index, float x) {
     if (dbias.bias.splits == 1) {
       static_cast<typename BiasTraits::Storage*>(dbias.bias.result)[index] = BiasTraits::from_float(x);
     } else {
-      dbias.bias.partials[split * dbias.bias.bias_elements + index] = x;
+      dbias.bias.partials[work.split * dbias.bias.bias_elements + index] = x;
     }
   };
-  const int row0 = bias_q_tile * kTileQ + warp_row + (lane >> 2), column0 = bias_kv_tile * kTileKv + 2 * (lane & 3);
-  if (!all_queries && !all_keys) {
+  const int row0 = work.q_tile * kTileQ + warp_row + (lane >> 2), column0 = work.kv_tile * kTileKv + 2 * (lane & 3);
+  if (!work.all_queries && !work.all_keys) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -170,7 +145,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     }
     return;
   }
-  if (!all_queries) {  // a sum per row
+  if (!work.all_queries) {  // a sum per row
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -201,7 +176,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     }
   }
   __syncthreads();
-  if (all_keys) {
+  if (work.all_keys) {
     if (threadIdx.x == 0) {
       float x = 0.0f;
       for (int i = 0; i < kWarps * kTileKv; ++i) x += column_sums[i];
@@ -210,7 +185,7 @@ __device__ __forceinline__ void backward_dbias(const DbiasParams& dbias) {
     return;
   }
   for (int i = threadIdx.x; i < kTileKv; i += kThreads) {
-    const int column = bias_kv_tile * kTileKv + i;
+    const int column = work.kv_tile * kTileKv + i;
     if (column >= problem.kv_len) break;
     float x = 0.0f;
 #pragma unroll

@@ -18,16 +18,13 @@ template <Config kConfig>
 struct MaskFilter<kConfig, true> : TileFilter<kConfig> {
   static constexpr bool kActive = true;
 
-  const uint8_t* states;  // of the own row of tiles of a head
-  int stride;
+  MaskStates states;  // of the own row of tiles of a head
 
   __device__ __forceinline__ void look_at(const PackedMask& mask, int batch, int head, int own_tile) {
-    states =
-        mask.states + batch * mask.states_batch + head * mask.states_head + int64_t(own_tile) * mask.states_row_tile;
-    stride = mask.states_column_tile;
+    states.look_at(mask, batch, head, own_tile);
   }
   __device__ __forceinline__ bool meets(int tile) const {
-    return TileFilter<kConfig>::meets(tile) && states[int64_t(tile) * stride] != kMaskTileEmpty;
+    return TileFilter<kConfig>::meets(tile) && states.of(tile) != kMaskTileEmpty;
   }
 };
 

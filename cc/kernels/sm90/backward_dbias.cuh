@@ -13,6 +13,7 @@
 // away.
 #pragma once
 
+#include "attn/dbias_work.cuh"
 #include "base/integers.cuh"
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_products.cuh"
@@ -37,50 +38,6 @@ struct alignas(16) DbiasControl {
   int kv_positions[C.positions ? C.stages : 1][C.positions ? C.tile_kv : 4];
   Barrier full[C.stages], empty[C.stages];
   Barrier bias_full;
-};
-
-// Which part of the bias a block owns, and which score tiles add to it.
-struct DbiasWork {
-  int split, kv_tile, q_tile, head, batch;  // of the bias; 0 along broadcast axes
-  bool all_queries, all_keys;
-  int step_keys, step_queries, step_heads, step_batch;
-  int64_t steps;
-
-  __device__ __forceinline__ DbiasWork(const DbiasParams& dbias, int tile_q, int tile_kv) {
-    const ProblemParams& problem = dbias.backward.problem;
-    int rest = blockIdx.x;
-    split = rest % dbias.bias.splits;
-    rest /= dbias.bias.splits;
-    kv_tile = rest % dbias.bias.tiles_key;
-    rest /= dbias.bias.tiles_key;
-    q_tile = rest % dbias.bias.tiles_query;
-    rest /= dbias.bias.tiles_query;
-    head = rest % dbias.bias.extent_head;
-    batch = rest / dbias.bias.extent_head;
-    all_queries = dbias.bias.extent_query == 1 && problem.q_len != 1;
-    all_keys = dbias.bias.extent_key == 1 && problem.kv_len != 1;
-    step_keys = all_keys ? ceil_div(problem.kv_len, tile_kv) : 1;
-    step_queries = all_queries ? ceil_div(problem.q_len, tile_q) : 1;
-    step_heads = dbias.bias.extent_head == 1 ? problem.num_heads : 1;
-    step_batch = dbias.bias.extent_batch == 1 ? problem.batch : 1;
-    steps = int64_t(step_batch) * step_heads * step_queries * step_keys;
-  }
-
-  // A score tile that adds to this tile of the bias; they are numbered with the keys running fastest.
-  struct Step {
-    int kv_tile, q_tile, head, batch;
-  };
-  __device__ __forceinline__ Step step(int64_t index) const {
-    int64_t rest = index;
-    Step found;
-    found.kv_tile = all_keys ? int(rest % step_keys) : kv_tile;
-    rest /= step_keys;
-    found.q_tile = all_queries ? int(rest % step_queries) : q_tile;
-    rest /= step_queries;
-    found.head = step_heads == 1 ? head : int(rest % step_heads);
-    found.batch = step_batch == 1 ? batch : int(rest / step_heads);
-    return found;
-  }
 };
 
 template <Config C>
@@ -171,7 +128,7 @@ struct DbiasProducer {
   }
 
   __device__ __forceinline__ void run() {
-    const DbiasWork work(dbias, C.tile_q, C.tile_kv);
+    const DbiasWork work(dbias.bias, dbias.backward.problem, C.tile_q, C.tile_kv);
     if constexpr (bias_tile_bytes(C) > 0) {  // only a bias with both axes is staged: its tile serves all steps
       if (leads()) {
         load_bias_tile<C>(tiles + kLayout.bias, dbias.backward, &control.bias_full, work.batch, work.head,
@@ -257,7 +214,7 @@ struct DbiasConsumer {
 
   // The bias of a block is the same in all its steps: what is not staged is read once and kept, each thread's own.
   __device__ __forceinline__ void keep_bias() const {
-    const DbiasWork work(dbias, C.tile_q, C.tile_kv);
+    const DbiasWork work(dbias.bias, dbias.backward.problem, C.tile_q, C.tile_kv);
     const BroadcastArray& array = dbias.backward.problem.bias;
     DbiasStep first{};
     first.first_query = work.q_tile * C.tile_q;
@@ -344,7 +301,7 @@ struct DbiasConsumer {
 
     const ProblemParams& problem = dbias.backward.problem;
     const BroadcastArray& bias = problem.bias;
-    const DbiasWork work(dbias, C.tile_q, C.tile_kv);
+    const DbiasWork work(dbias.bias, dbias.backward.problem, C.tile_q, C.tile_kv);
     const int64_t base = work.batch * bias.stride_batch + work.head * bias.stride_head;
     const int row0 = work.q_tile * C.tile_q + row_in_tile(), column0 = work.kv_tile * C.tile_kv + lane() % 4 * 2;
     if (!work.all_queries && !work.all_keys) {

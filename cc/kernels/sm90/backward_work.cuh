@@ -315,21 +315,16 @@ struct RoundWalk {
   bool takes_all = false;  // whatever the filter says; read if Config::documents
   bool descends = orders_dq(C);
   TileFilter<C> filter;
-  const uint8_t* states = nullptr;  // MaskTile of tile 0 of the other axis
-  int state_stride = 0;
-  int position = 0;  // tiles looked at
+  MaskStates states;  // of the tiles of the other axis
+  int position = 0;   // tiles looked at
   uint32_t hits = 0;
   int window = 0;  // position of bit 0 of `hits`
 
   // For a tile of the own axis of a query head.
   __device__ __forceinline__ void look_at_mask(const PackedMask& mask, int batch, int head, int own_tile) {
-    if constexpr (C.mask) {  // rows of the packed mask are the axis that the block owns
-      states =
-          mask.states + batch * mask.states_batch + head * mask.states_head + int64_t(own_tile) * mask.states_row_tile;
-      state_stride = mask.states_column_tile;
-    }
+    if constexpr (C.mask) states.look_at(mask, batch, head, own_tile);  // whose rows are the axis that the block owns
   }
-  __device__ __forceinline__ int state(int tile) const { return C.mask ? states[int64_t(tile) * state_stride] : 0; }
+  __device__ __forceinline__ int state(int tile) const { return C.mask ? states.of(tile) : 0; }
 
   __device__ __forceinline__ int tile_at(int index) const {
     if (descends) return begin + count - 1 - index;

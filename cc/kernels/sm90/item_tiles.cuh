@@ -15,15 +15,12 @@ template <Config C>
 struct ItemFilter<C, true> : TileFilter<C> {
   static constexpr bool kActive = true;
 
-  const uint8_t* states;  // of the item's row of tiles
-  int stride;
+  MaskStates states;  // of the item's row of tiles
 
   __device__ __forceinline__ void load_mask(const PackedMask& mask, const ItemRecord& record) {
-    states = mask.states + record.batch * mask.states_batch + record.head * mask.states_head +
-             int64_t(record.q_begin / C.tile_q) * mask.states_row_tile;
-    stride = mask.states_column_tile;
+    states.look_at(mask, record.batch, record.head, record.q_begin / C.tile_q);
   }
-  __device__ __forceinline__ int state(int tile) const { return states[tile * stride]; }
+  __device__ __forceinline__ int state(int tile) const { return states.of(tile); }
   __device__ __forceinline__ bool meets(int tile) const {
     return TileFilter<C>::meets(tile) && state(tile) != kMaskTileEmpty;
   }

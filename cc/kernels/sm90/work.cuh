@@ -169,16 +169,11 @@ __device__ __forceinline__ ItemRecord item_record(const ForwardParams& params, i
   record.q_begin = place.tile * C.tile_q;
   record.head = C.packed_heads ? place.head * problem.group_size : place.head;
   record.batch = place.batch;
-  record.q_length = problem.q_len;
-  record.kv_length = problem.kv_len;
-  if constexpr (C.lengths) {
-    if (problem.q_lengths) record.q_length = clamped_length(problem.q_lengths, place.batch, problem.q_len);
-    if (problem.kv_lengths) record.kv_length = clamped_length(problem.kv_lengths, place.batch, problem.kv_len);
-  }
-  const int offset = problem.lower_right ? record.kv_length - record.q_length : 0;
-  record.upper_offset = offset + problem.band_right + 1;
-  record.lower_offset = offset - problem.band_left;
-  record.q_length = rows_of_queries<C>(params, record.q_length);
+  const Sequence sequence = sequence_of<C>(problem, place.batch);
+  record.kv_length = sequence.kv_length;
+  record.upper_offset = sequence.band.offset + problem.band_right + 1;
+  record.lower_offset = sequence.band.offset - problem.band_left;
+  record.q_length = rows_of_queries<C>(params, sequence.q_length);
   if constexpr (cuts_first_tile(C)) {
     if (place.tile == 0) {
       record.q_length = min(params.first_rows, problem.q_len);

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,16 @@ class Record:
         changed = " with changes" if content.get("modified") else ""
         return ", ".join([content["device"], self.date, f"commit {commit}{changed}", *shown])
 
-    def left_out(self) -> list[str]:
-        """What was not timed because of its results, as "who on what"."""
+    def left_out(self, titles: Collection[str] = ()) -> list[str]:
+        """What was not timed because of its results, as "who on what"; ``titles``: of these contenders, if given."""
         found: dict[str, None] = {}
         for row in self.content.get("rows", []):
             note = row.get("note") or ""
             at = f"{row.get('case')} {row.get('pass_name')}"
+            title = TITLES.get(row.get("contender"), row.get("contender"))
             if note.startswith("WRONG"):
-                found[f"{TITLES.get(row['contender'], row['contender'])} on {at}"] = None
+                if not titles or title in titles:
+                    found[f"{title} on {at}"] = None
             elif "of the largest value off" in note:  # contenders were compared with each other
                 found[f"all on {at} ({note})"] = None
         return list(found)

@@ -164,7 +164,8 @@ def circumstances(*, timed: bool = False) -> dict[str, object]:
         "flash-attn3-jax",
         "numpy",
     )
-    commit = _output("git", "rev-parse", "HEAD")
+    named = os.environ.get("JATTN_COMMIT")
+    commit = "" if named else _output("git", "rev-parse", "HEAD")
     changes = _output("git", "status", "--porcelain", "--untracked-files=no")
     ceiling = (
         {dtype: matmul_speed(dtype, expected(None)) / 1e12 for dtype in ("bfloat16", "float32")}
@@ -173,7 +174,7 @@ def circumstances(*, timed: bool = False) -> dict[str, object]:
     )
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": os.environ.get("JATTN_COMMIT") or commit or None,
+        "commit": named or commit or None,
         "modified": bool(changes) if commit else None,
         "device": _device_name(device),
         "platform": device.platform,

@@ -12,7 +12,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,12 @@ def _rows_by(points: Iterable[Point], key: Callable[[Point], tuple[str, ...]]) -
     return rows
 
 
-def _remarks(record: Record, points: Sequence[Point]) -> str:
+def _remarks(record: Record, points: Sequence[Point], titles: Collection[str] = ()) -> str:
     """How far rounds lie apart, which calls the host may bound, and who was left out."""
     parts = [_spread(points).strip()]
     if any(point.is_bound_by_host for point in points):
         parts.append("†: the host takes four fifths of that time, or more, to start the call.")
-    if left_out := record.left_out():
+    if left_out := record.left_out(titles):
         parts.append(f"Not timed, as results were wrong: {'; '.join(left_out)}.")
     return " ".join(part for part in parts if part)
 
@@ -98,11 +98,19 @@ def _grid(points: Sequence[Point]) -> dict[tuple[int, str, int, str], list[Point
 
 
 def _ratios(rows: Sequence[Row], titles: Sequence[str]) -> str:
-    """How jattn stands to each of the others over problems that both have: geometric mean, least, most."""
+    """How jattn stands to each of the others over problems that both have: geometric mean, least, most.
+
+    Where a call takes as long as the host needs to start it, nothing is said of the kernels.
+    """
     ours = [row for row in rows if "jattn" in row]
     parts = []
     for title in titles:
-        found = [row[title].median_us / row["jattn"].median_us for row in ours if title in row]
+        pairs = [(row["jattn"], row[title]) for row in ours if title in row]
+        found = [
+            other.median_us / point.median_us
+            for point, other in pairs
+            if not (point.is_bound_by_host or other.is_bound_by_host)
+        ]
         if title != "jattn" and found:
             mean = statistics.geometric_mean(found)
             some = "" if len(found) == len(ours) else f", {len(found)} of {len(ours)} rows"
@@ -145,7 +153,7 @@ def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
         [
             _format(["head dim", "mask", "length", "pass", *titles], rows),
             "Speed of `jattn` over others, geometric mean (least to most) of the rows: "
-            f"{_ratios(groups, titles)}. {_remarks(record, [p for p in points if p.contender in titles])}",
+            f"{_ratios(groups, titles)}. {_remarks(record, [p for p in points if p.contender in titles], titles)}",
             _caption(record, page, "bfloat16, TFLOP/s"),
         ]
     )
@@ -154,6 +162,31 @@ def _gpu_table(page: Path, lengths: Sequence[int] | None) -> str:
 def speed_h200(page: Path) -> str:
     """The grid of head dims, masks and lengths; the README shows two lengths."""
     return _gpu_table(page, README_LENGTHS if page.name == "README.md" else None)
+
+
+def speed_h200_sustained(page: Path) -> str:
+    """The grid in longer rounds, in which the clock comes down to what the power limit allows."""
+    record, bursts = records.newest("h200-hopper-sustained"), _gpu_record()
+    keys = {(p.name, p.pass_name): p for p in bursts.points if p.contender == "jattn"}
+    parts = []
+    for pass_name in ("forward", "forward+backward"):
+        points = [p for p in record.points if p.problem is not None and p.pass_name == pass_name]
+        rows = list(_rows_by(points, lambda point: (point.name,)).values())
+        found = [row["FlashAttention-3"].median_us / row["jattn"].median_us for row in rows]
+        own = [
+            keys[row["jattn"].name, pass_name].median_us / row["jattn"].median_us for row in rows
+        ]
+        mean = statistics.geometric_mean(found)
+        parts.append(
+            f"{pass_name} {mean:.2f} of the speed of FlashAttention-3 ({min(found):.2f} to {max(found):.2f}), and"
+            f" {statistics.geometric_mean(own):.2f} of its own speed in the table"
+        )
+    path = record.path.relative_to(ROOT)
+    link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{path}"
+    return (
+        f"In rounds of 0.3 s `jattn` has, {'; '.join(parts)}. Geometric mean (least to most) of {len(rows)} problems of"
+        f" head dims 64, 128 and 256, commit {str(record.content['commit'])[:7]}: [record]({link})."
+    )
 
 
 def speed_h200_others(page: Path) -> str:
@@ -215,6 +248,44 @@ def speed_cpu(page: Path) -> str:
             "Times as fast as others, geometric mean (least to most) of the rows. "
             f"{' '.join(ratios)} {_remarks(record, points)}",
             _caption(record, page, 'Batch 1, 8 heads, milliseconds, "-": not timed'),
+        ]
+    )
+
+
+# Records of benchmarks.cpu on machines other than that of the tables, and what to call them.
+CPU_MACHINES = (
+    ("AMD Zen 5, AVX-512-BF16", "2026-11-25-cpu-zen5.json"),
+    ("Xeon with AMX", "2026-11-29-cpu-amx-float32.json"),
+    ("Xeon with AVX-512, no AMX", "2026-11-28-cpu-avx512-float32.json"),
+    ("Xeon at 2.8 GHz with AVX-512, no AMX", "2026-11-30-cpu-avx512-float32.json"),
+    ("AMD Zen 4", "2026-11-28-cpu-zen4-float32.json"),
+    ("AMD Zen 4, again", "2026-11-28-cpu-zen4-float32-scratch.json"),
+)
+
+
+def cpu_machines(page: Path) -> str:
+    """How many times as fast as PyTorch the CPU kernel is on other machines, by type."""
+    rows = []
+    for machine, name in CPU_MACHINES:
+        record = records.read(records.RESULTS / name)
+        points = [p for p in record.points if p.problem is not None]
+        link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{record.path.relative_to(ROOT)}"
+        for dtype in dict.fromkeys(p.problem.dtype for p in points if p.problem):
+            own = [p for p in points if p.problem and p.problem.dtype == dtype]
+            cells = []
+            for pass_name in ("forward", "forward+backward"):
+                chosen = [p for p in own if p.pass_name == pass_name]
+                by_name = list(_rows_by(chosen, lambda point: (point.name,)).values())
+                cells.append(_ratios(by_name, ["torch"]).removeprefix("torch "))
+            spreads = [p.spread for p in own if p.spread is not None]
+            apart = f"{statistics.median(spreads):.0%}, {max(spreads):.0%}" if spreads else "-"
+            rows.append([machine, dtype, *cells, apart, f"[record]({link})"])
+    header = ["machine", "type", "forward", "forward and backward", "spread", "record"]
+    return "\n\n".join(
+        [
+            _format(header, rows),
+            "Times as fast as PyTorch, geometric mean (least to most) of the problems; spread: slowest less fastest"
+            " round over the median, of half the rows and at most.",
         ]
     )
 
@@ -593,7 +664,8 @@ def training(page: Path) -> str:
             for (head_dim, kind), row in groups.items()
         ],
     )
-    return "\n\n".join([table, _caption(record, page, record.content["what"])])
+    what = f"{record.content['what']}, packed documents: segment ids for jattn, a dense mask for the others"
+    return "\n\n".join([table, _caption(record, page, what)])
 
 
 _ROWS = {"rows": "one document, causal", "documents": "packed documents"}
@@ -610,7 +682,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "backends": lambda _: _format(backend_table.rows()[0], backend_table.rows()[1:]),
     "backends-summary": lambda _: _format(backend_table.summary()[0], backend_table.summary()[1:]),
     "speed-h200": speed_h200,
+    "speed-h200-sustained": speed_h200_sustained,
     "speed-h200-others": speed_h200_others,
+    "cpu-machines": cpu_machines,
     "speed-h200-f32": speed_h200_f32,
     "speed-cpu": speed_cpu,
     "cpu-decode": cpu_decode,

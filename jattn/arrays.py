@@ -28,6 +28,10 @@ def as_array(name: str, x: Any, function: str = _NAME) -> jax.Array:
             hint = "jattn.explain and jax.eval_shape take shapes"
         elif isinstance(error, OverflowError):
             hint = "it holds integers that int32 cannot, write them as floats or clamp them"
+        elif isinstance(x, np.ma.MaskedArray):
+            hint = (
+                "JAX has no masked arrays, pass x.filled(0) and the mask as an argument of its own"
+            )
         elif isinstance(x, np.ndarray):
             hint = f"JAX has no arrays of {x.dtype.str!r}, cast it"
         else:
@@ -75,6 +79,11 @@ def check_arity(
 def is_integer(value: Any) -> bool:
     """Whether an argument is a number without fraction that is known while tracing; True and False are none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def plain_integer(value: Any) -> Any:
+    """An integer of numpy as one of Python, which no sum or product makes wrap round; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def as_integers(name: str, x: Any, function: str = _NAME) -> Any:

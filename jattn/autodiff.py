@@ -34,6 +34,7 @@ from jattn.errors import NoBackendError, Reason, describe_refusals, warn_caller
 from jattn.jax_interface import (
     Primitive,
     ad,
+    allow_devices_in_lowering,
     batching,
     jit_primitive,
     lowering_platforms,
@@ -770,7 +771,7 @@ def _register_lowerings(primitive: Primitive, run: Callable[..., Any]) -> None:
     mlir.register_lowering(primitive, rule("cpu"), platform="cpu")
     mlir.register_lowering(primitive, rule("cuda"), platform="cuda")
     mlir.register_lowering(primitive, rule())  # of every other platform
-    partition.allow_devices_in_lowering(primitive)
+    allow_devices_in_lowering(primitive)
 
 
 _register_lowerings(forward_p, _run_forward)

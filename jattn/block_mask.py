@@ -17,7 +17,7 @@ import jax.export
 import jax.numpy as jnp
 from jax import lax
 
-from jattn.arrays import as_array, as_integers, check_arity, is_integer, shown
+from jattn.arrays import as_array, as_integers, check_arity, is_integer, plain_integer, shown
 from jattn.jax_interface import traced_anew
 from jattn.pytrees import exportable
 from jattn.spec import as_int32
@@ -56,8 +56,8 @@ class BlockMask:
     mask_mod: MaskMod | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        _check_count(_CLASS, "q_len", self.q_len, least=0)
-        _check_count(_CLASS, "kv_len", self.kv_len, least=0)
+        for name in ("q_len", "kv_len"):
+            object.__setattr__(self, name, _count(_CLASS, name, getattr(self, name), least=0))
         object.__setattr__(self, "block_size", _sizes(_CLASS, self.block_size))
         if self.mask_mod is not None:
             _check_callable(_CLASS, self.mask_mod)
@@ -77,7 +77,7 @@ class BlockMask:
             return visible
         _check_result(_CLASS, self.mask_mod)
         counted = [jnp.arange(extent, dtype=jnp.int32) for extent in self.shape]
-        with _note_of_dead_arrays():
+        with _notes_of_errors():
             return visible & _of_pairs(self.mask_mod)(*counted)
 
     def sparsity(self) -> jax.Array:
@@ -133,8 +133,8 @@ class BlockMask:
           ValueError: no integers, or shapes that do not fit each other or the lengths.
         """
         sizes = _sizes(_CLASS, block_size)
-        _check_count(_CLASS, "q_len", q_len, least=0)
-        _check_count(_CLASS, "kv_len", kv_len, least=0)
+        q_len = _count(_CLASS, "q_len", q_len, least=0)
+        kv_len = _count(_CLASS, "kv_len", kv_len, least=0)
         counts = _as_int32("kv_num_blocks", kv_num_blocks)
         indices = _as_int32("kv_indices", kv_indices)
         wanted = _block_counts(q_len, kv_len, sizes)
@@ -185,11 +185,11 @@ def create_block_mask(
     name = "jattn.create_block_mask"
     _check_callable(name, mask_mod)
     sizes = _sizes(name, block_size)
-    for argument, value in (("q_len", q_len), ("kv_len", kv_len)):
-        _check_count(name, argument, value, least=0)
-    for argument, extent in (("batch", batch), ("num_heads", num_heads)):
-        if extent is not None:
-            _check_count(name, argument, extent, otherwise=" or None")
+    q_len, kv_len = _count(name, "q_len", q_len, least=0), _count(name, "kv_len", kv_len, least=0)
+    if batch is not None:
+        batch = _count(name, "batch", batch, otherwise=" or None")
+    if num_heads is not None:
+        num_heads = _count(name, "num_heads", num_heads, otherwise=" or None")
     _check_result(name, mask_mod)
     of_pairs = _of_pairs(mask_mod)
     rows, columns = _block_counts(q_len, kv_len, sizes)
@@ -220,12 +220,11 @@ def _block_counts(q_len: int, kv_len: int, sizes: tuple[int, int]) -> tuple[int,
     return -(-q_len // sizes[0]), -(-kv_len // sizes[1])
 
 
-def _check_count(
-    function: str, name: str, value: Any, *, least: int = 1, otherwise: str = ""
-) -> None:
-    """Refuses what is no int32 from ``least`` on, nor one that is only known later, while exporting."""
+def _count(function: str, name: str, value: Any, *, least: int = 1, otherwise: str = "") -> int:
+    """A number from ``least`` on that int32 holds, or one that is only known later, while exporting."""
     if jax.export.is_symbolic_dim(value) or (is_integer(value) and least <= value < 2**31):
-        return
+        number: int = plain_integer(value)
+        return number
     raise ValueError(
         f"{function}: {name} is {shown(value)}, must be an integer from {least} to 2^31 - 1{otherwise}, known while"
         " tracing"
@@ -269,7 +268,7 @@ def _check_callable(function: str, mask_mod: Any) -> None:
 
 
 def _check_result(function: str, mask_mod: MaskMod) -> None:
-    with _note_of_dead_arrays():
+    with _notes_of_errors():
         result = jax.eval_shape(traced_anew(mask_mod), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
     if not hasattr(result, "dtype") or result.shape != () or result.dtype != bool:
         raise TypeError(
@@ -278,10 +277,16 @@ def _check_result(function: str, mask_mod: MaskMod) -> None:
 
 
 @contextlib.contextmanager
-def _note_of_dead_arrays() -> Iterator[None]:
-    """Says what to do about a function that outlives the arrays that it closes over."""
+def _notes_of_errors() -> Iterator[None]:
+    """Says what to do about a function that outlives the arrays that it closes over, or that asks for values."""
     try:
         yield
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "mask_mod is traced: its indices have no values yet. Write jnp.where(condition, a, b) in place of an if,"
+            " and & in place of and."
+        )
+        raise
     except jax.errors.UnexpectedTracerError as error:
         error.add_note(
             "mask_mod closes over arrays of a transformation that has ended, as of the jit in which the mask was made:"

@@ -31,7 +31,8 @@ class Array:
 
     def at(self, index: Index) -> Scalar:
         for i, size in zip(index, self.shape, strict=True):
-            assert 0 <= i.range[0] <= i.range[1] < size, (i, self.shape)
+            if not 0 <= i.range[0] <= i.range[1] < size:  # it becomes code of a device
+                raise IndexError(f"{i} may be outside of an axis of {size} elements")
         if index not in self._read:
             self._read[index] = self._element(index)
         return self._read[index]

@@ -310,7 +310,7 @@ def dropout_mask(
             f"jattn.dropout_mask: shape is {shape!r}, must be (B, N, T, S), integers from 0 to 2^31 - 1: add axes of"
             " size 1"
         )
-    return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(shape))
+    return _mask(seed_words, offset_words, jnp.asarray(p, jnp.float32), tuple(map(int, shape)))
 
 
 @functools.partial(jax.jit, static_argnums=3)

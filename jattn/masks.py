@@ -94,6 +94,8 @@ class CausalBias:
                     f"jattn.CausalBias: {name} is {length!r}, must be an integer from 0 to 2^31 - 1, known while"
                     " tracing"
                 )
+            if is_known:  # one of numpy's may wrap round where it is worked with
+                object.__setattr__(self, name, int(length))
 
     @property
     def ndim(self) -> int:

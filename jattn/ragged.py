@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jattn.arrays import as_array, as_flag, as_integers, is_integer, shown
+from jattn.arrays import as_array, as_flag, as_integers, is_integer, plain_integer, shown
 from jattn.pytrees import exportable
 from jattn.sharding import partition
 from jattn.spec import as_int32
@@ -52,6 +52,11 @@ class RaggedArray:
     lengths: jax.Array | None = None
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
     min_length: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # What they hold is checked where they are used: transformations of JAX put anything there.
+        object.__setattr__(self, "max_length", plain_integer(self.max_length))
+        object.__setattr__(self, "min_length", plain_integer(self.min_length))
 
     @property
     def num_sequences(self) -> int:
@@ -137,7 +142,7 @@ class RaggedArray:
             raise ValueError(
                 "jattn.RaggedArray: arrays are numbers, must have an axis of rows: pass x[None] for one of a row"
             )
-        _check_count("jattn.RaggedArray: alignment", alignment, "1 leaves no holes", least=1)
+        alignment = _count("jattn.RaggedArray: alignment", alignment, "1 leaves no holes", least=1)
         lengths = [int(x.shape[0]) for x in parts]
         padded = [-(-length // alignment) * alignment for length in lengths]
         pieces: list[jax.Array] = []
@@ -209,7 +214,7 @@ class RaggedArray:
                 " each batch entry"
             )
         if total is not None:
-            _check_count(f"{name}: total", total, "None is B * T, which always suffices")
+            total = _count(f"{name}: total", total, "None is B * T, which always suffices")
         counts = jnp.clip(partition.gathered(jnp.asarray(as_int32(lengths))), 0, longest)
         offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         if total is not None:
@@ -230,7 +235,9 @@ class RaggedArray:
           ValueError: a length that is no number of rows.
         """
         length = self.longest if length is None else length
-        _check_count("jattn.RaggedArray.to_padded: length", length, "None is the bound of them all")
+        length = _count(
+            "jattn.RaggedArray.to_padded: length", length, "None is the bound of them all"
+        )
         starts, stops = self.bounds()
         counts = jnp.minimum(stops - starts, length)
         position = jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -268,9 +275,11 @@ class RaggedArray:
             )
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"{name}: ids have dtype {ids.dtype}, must be integers: cast them")
-        _check_count(f"{name}: num_sequences", num_sequences, "it counts empty sequences too")
+        num_sequences = _count(
+            f"{name}: num_sequences", num_sequences, "it counts empty sequences too"
+        )
         if max_length is not None:
-            _check_count(f"{name}: max_length", max_length, "None is the number of rows")
+            max_length = _count(f"{name}: max_length", max_length, "None is the number of rows")
         if not isinstance(ids, jax.core.Tracer):
             # What numpy makes of it is known even where the call is traced.
             known: Any = np.asarray(ids)
@@ -355,7 +364,7 @@ class RaggedArray:
             ("min_length", self.min_length, "None is no bound"),
         ):
             if value is not None:
-                _check_count(f"{name}.{bound}", value, unbounded)
+                _count(f"{name}.{bound}", value, unbounded)
         for field, x in (("offsets", self.offsets), ("lengths", self.lengths)):
             if x is None:
                 continue
@@ -472,12 +481,13 @@ def is_left_aligned(mask: jax.Array) -> jax.Array:
     return ~jnp.any(~kept[..., :-1] & kept[..., 1:])
 
 
-def _check_count(name: str, value: Any, way_out: str, *, least: int = 0) -> None:
-    """Checks a static number, of rows or sequences."""
+def _count(name: str, value: Any, way_out: str, *, least: int = 0) -> int:
+    """A static number, of rows or sequences."""
     if not is_integer(value) or not least <= value < 2**31:
         raise ValueError(
             f"{name} is {shown(value)}, must be an integer from {least} to 2^31 - 1, known while tracing: {way_out}"
         )
+    return int(value)
 
 
 def _check_padded(name: str, x: jax.Array) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -181,6 +182,20 @@ def ragged_dot_product_attention(
     return (result, q.with_values(lse)) if return_lse else result
 
 
+# Of arguments that other functions call otherwise: the PyTorch package, or the one that the rest goes to.
+_OTHER_NAMES = {
+    "scale": "softmax_scale",
+    "local_window_size": "window_size",
+    "causal": "is_causal",
+    "dropout_p": "dropout_rate, with dropout_key",
+    "softcap": "logits_soft_cap",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "cu_seqlens_q": "seqlens_q",
+    "cu_seqlens_k": "seqlens_k",
+}
+
+
 def flash_mha_varlen(
     q: ArrayLike,
     k: ArrayLike,
@@ -196,7 +211,7 @@ def flash_mha_varlen(
     window_size: int | tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes attention over packed sequences, in the words of other libraries' functions of this name.
+    """Computes attention over packed sequences, in the words of the JAX packages' functions of this name.
 
     The causal diagonal and the window end at the last key of each sequence, as theirs do.
 
@@ -218,15 +233,19 @@ def flash_mha_varlen(
       (total_q, N, Dv), or with ``return_lse=True`` the pair with the log-sum-exp (total_q, N).
 
     Raises:
-      TypeError: as ``jattn.ragged_dot_product_attention``; ``scale`` or ``local_window_size``, which have other names
-        here.
+      TypeError: as ``jattn.ragged_dot_product_attention``; arguments that have another name here, or none.
       ValueError: as ``jattn.ragged_dot_product_attention``; lengths in place of cumulative ones.
       jattn.NoBackendError: as ``jattn.ragged_dot_product_attention``.
     """
-    for name, own_name in (("scale", "softmax_scale"), ("local_window_size", "window_size")):
-        if name in options:
+    for name, value in options.items():
+        if name in _OTHER_NAMES:
             raise TypeError(
-                f"jattn.flash_mha_varlen: {name} is {shown(options[name])}, must not be given: pass it as {own_name}"
+                f"jattn.flash_mha_varlen: {name} is {shown(value)}, must not be given: pass it as {_OTHER_NAMES[name]}"
+            )
+        if name not in inspect.signature(ragged_dot_product_attention).parameters:
+            raise TypeError(
+                f"jattn.flash_mha_varlen: {name} is {shown(value)}, must not be given: neither this function nor"
+                " jattn.ragged_dot_product_attention has such an argument"
             )
     q, k, v = (_packed_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     of_q = _borders("seqlens_q", seqlens_q)

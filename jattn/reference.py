@@ -159,7 +159,7 @@ def _pair_products(spec: Spec, rows: jax.Array, columns: jax.Array) -> jax.Array
     return products.reshape(batch, num_heads, q_len, kv_len)
 
 
-def _sum_over_keys(spec: Spec, weights: jax.Array, values: jax.Array) -> jax.Array:
+def _sum_over_keys(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Weighted sums of key rows: (B, N, t, s), (B, s, K, D) -> (B, t, N, D)."""
     batch, num_heads, q_len, kv_len = weights.shape
     num_kv_heads = values.shape[2]
@@ -196,15 +196,11 @@ def sum_over_keys(
     def careful() -> jax.Array:
         finite = jnp.isfinite(values)
         seen = jnp.broadcast_to(visible, weights.shape).astype(weights.dtype)
-        touched = (
-            _sum_over_keys(spec, seen, (~finite.all(-1, keepdims=True)).astype(weights.dtype)) > 0
-        )
-        clean = _sum_over_keys(spec, weights, jnp.where(finite, values, 0))
-        return jnp.where(touched, _sum_over_keys(spec, weights, values), clean)
+        touched = _sum_over_keys(seen, (~finite.all(-1, keepdims=True)).astype(weights.dtype)) > 0
+        clean = _sum_over_keys(weights, jnp.where(finite, values, 0))
+        return jnp.where(touched, _sum_over_keys(weights, values), clean)
 
-    return lax.cond(
-        jnp.isfinite(values).all(), lambda: _sum_over_keys(spec, weights, values), careful
-    )
+    return lax.cond(jnp.isfinite(values).all(), lambda: _sum_over_keys(weights, values), careful)
 
 
 def sum_over_queries(

@@ -500,12 +500,20 @@ def _words(closed: ClosedJaxpr) -> str:
             params = " ".join(
                 f"{key}={_words_of_parameter(value)}"
                 for key, value in sorted(equation.params.items())
+                if not _is_said_otherwise(equation, key)
             )
             left, right = " ".join(map(name, outputs)), " ".join(map(name, inputs))
             yield f"{left} = {equation.primitive.name}[{params}] {right}"
         yield "-> " + " ".join(map(name, results))
 
     return "\n".join(lines())
+
+
+def _is_said_otherwise(equation: Any, key: str) -> bool:
+    """Whether a parameter is a function, named by its place in memory, that says nothing that others do not say."""
+    if equation.primitive.name == "custom_vmap_call":
+        return key == "rule"  # how a batch is computed, not what
+    return key == "computation" and "jaxpr" in equation.params
 
 
 def _words_of_parameter(value: Any) -> str:

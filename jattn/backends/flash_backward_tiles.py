@@ -17,6 +17,7 @@ from jattn.backends.flash_tiles import (
     can_stage_bias,
     check_head_dims,
     document_tiles_bytes,
+    has_row_bias,
     other_tiles_room,
     tile_bytes,
 )
@@ -128,10 +129,6 @@ def _has_scores_terms(spec: Spec) -> bool:
     return any(x is not None for x in terms)
 
 
-def _is_row_bias(spec: Spec) -> bool:
-    return spec.bias is not None and spec.bias[2] == 1
-
-
 def _bias_bytes(tile: Tile) -> int:
     return tile_bytes(tile.tile_q, tile.tile_kv) if tile.staged_bias else 0
 
@@ -241,7 +238,7 @@ def can_sum_bias(spec: Spec) -> bool:
     The bias is one of the keys, and the query heads of a key/value head share it; the gradients contain the slope of a
     softcap. Beside segments or positions there are no registers for it at head dim 128.
     """
-    if not _is_row_bias(spec) or spec.softcap > 0 or not is_number(spec.batch):
+    if not has_row_bias(spec) or spec.softcap > 0 or not is_number(spec.batch):
         return False
     if spec.segments or spec.positions:
         return False
@@ -277,7 +274,7 @@ def _wants_items(spec: Spec, *, drop_warps: bool) -> bool:
         return False
     if spec.dropout is not None and _is_crowded_by_dropout(spec, drop_warps=drop_warps):
         return False
-    return not ((_is_row_bias(spec) and small) or (spec.mask is not None and spec.segments))
+    return not ((has_row_bias(spec) and small) or (spec.mask is not None and spec.segments))
 
 
 def _is_crowded_by_dropout(spec: Spec, *, drop_warps: bool) -> bool:
@@ -289,7 +286,7 @@ def _is_crowded_by_dropout(spec: Spec, *, drop_warps: bool) -> bool:
     biases = spec.bias is not None
     terms = biases + (spec.alibi_slopes is not None) + (spec.mask is not None)
     terms += spec.positions + spec.segments + (spec.segments and lengths)
-    return terms > 1 or (biases and not _is_row_bias(spec))
+    return terms > 1 or (biases and not has_row_bias(spec))
 
 
 def _lists_documents(spec: Spec, tile: Tile) -> bool:
@@ -528,7 +525,7 @@ def _attention_key(family: str, spec: Spec, tile: Tile) -> str:
         stages=tile.stages,
         **feature_flags(spec.without_sinks()),
         staged_bias=tile.staged_bias,
-        row_bias=_is_row_bias(spec),
+        row_bias=has_row_bias(spec),
         scale_first=not spec.scale > 0 and not spec.softcap > 0,
         bulk_reduce=tile.bulk_reduce,
         stores_ds=tile.stores_ds,

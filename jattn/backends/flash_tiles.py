@@ -199,7 +199,7 @@ def _reads_bias_directly(spec: Spec) -> bool:
     return spec.bias is not None and spec.bias[2] != 1 and not can_stage_bias(spec)
 
 
-def _has_row_bias(spec: Spec) -> bool:
+def has_row_bias(spec: Spec) -> bool:
     """Whether there is a bias that all queries share."""
     return spec.bias is not None and spec.bias[2] == 1
 
@@ -233,14 +233,14 @@ def _tile_of_three_warpgroups(spec: Spec, head_dim: int, head_dim_v: int) -> Til
         return large  # measured at head dim 128: 1003 -> 895 us, causal 479 -> 467 us
     if largest > 64 or spec.positions or _reads_bias_directly(spec):
         return None
-    staged = spec.bias is not None and not _has_row_bias(spec)
+    staged = spec.bias is not None and not has_row_bias(spec)
     return dataclasses.replace(
         large,
         in_series=False,
         take_turns=True,
         stages=2 if staged else 4,
         staged_bias=staged,
-        row_bias=_has_row_bias(spec),
+        row_bias=has_row_bias(spec),
     )
 
 
@@ -263,7 +263,7 @@ def _tile_of_two_warpgroups(spec: Spec, head_dim: int, head_dim_v: int) -> Tile:
             in_series=head_dim_v > 192 and (terms > 1 or reads_directly),
             q_in_registers=light and largest <= 128,
             integer_max=head_dim_v <= 128,
-            row_bias=_has_row_bias(spec),
+            row_bias=has_row_bias(spec),
             take_turns=drops and terms == 1 and largest <= 192,
         )
         for tile_kv in ((128, 96, 64) if terms < 4 else (96, 64, 32))
@@ -323,7 +323,7 @@ def forward_tile(spec: Spec, *, partial: bool = False) -> Tile:
     check_head_dims(spec)
     head_dim, head_dim_v = _head_dim_tile(spec.head_dim), _head_dim_tile(spec.head_dim_v)
     changes = _CHANGES.get() or {}
-    with_terms = _tile_with_row_bias if _has_row_bias(spec) else _tile_with_terms
+    with_terms = _tile_with_row_bias if has_row_bias(spec) else _tile_with_terms
     pick = _plain_tile if _is_plain(spec) else with_terms
     tile = pick(spec, head_dim, head_dim_v)
     tile = dataclasses.replace(

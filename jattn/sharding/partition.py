@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import dispatch as jax_dispatch  # has the one registry that no public module offers
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jattn.jax_interface import NamedSharding, PartitionSpec, Primitive, mlir
+from jattn.jax_interface import NamedSharding, PartitionSpec, mlir
 from jattn.spec import Operands, Spec
 
 Axes = tuple[str, ...]  # mesh axes over which one array axis is cut
@@ -196,11 +195,6 @@ def is_automatic(ctx: mlir.LoweringRuleContext) -> bool:
             return False  # no mesh is set, and JAX partitions only over devices that it knows
         return bool(axis_context.manual_axes != frozenset(axis_context.mesh.axis_names))
     return False
-
-
-def allow_devices_in_lowering(primitive: Primitive) -> None:
-    """Lets the lowering of ``primitive`` contain a custom partitioning."""
-    jax_dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def partitioned(

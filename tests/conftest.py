@@ -6,7 +6,7 @@ A test that takes the argument `backend` runs once for every backend of its tier
 import collections
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -71,27 +71,52 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_full = config.getoption("--full")
     if not is_full:
         chosen = [item for item in chosen if not item.get_closest_marker("full")]
-    seen: collections.Counter[str] = collections.Counter()
-    numbers = []
-    for item in chosen:
-        function = item.nodeid.partition("[")[0]
-        numbers.append(seen[function])
-        seen[function] += 1
-
-    def runs(item: pytest.Item, number: int) -> bool:
-        is_whole = (
-            is_full or item.get_closest_marker("whole") or not item.get_closest_marker("thinned")
-        )
-        # Two of five: of two or three kinds of cases that alternate, as backends do, all are among them.
-        if not is_whole and number >= 6 and number % 5 not in (0, 3):
-            return False
-        # By name: every sixth test of a list would be of one backend where six cases alternate between two.
-        return zlib.crc32(item.nodeid.encode()) % every == 0
-
-    chosen = [item for item, number in zip(chosen, numbers, strict=True) if runs(item, number)]
+        thinned = {item for item in chosen if _is_thinned(item)}
+        few = _some_of([item for item in chosen if item in thinned])
+        chosen = [item for item in chosen if item not in thinned or item in few]
+    # By name: every sixth test of a list would be of one backend where six cases alternate between two.
+    chosen = [item for item in chosen if zlib.crc32(item.nodeid.encode()) % every == 0]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def _is_thinned(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("thinned") and not item.get_closest_marker("whole"))
+
+
+def _some_of(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test function the first six cases and two of five others; and the first case with a parameter value that
+    none of these has, unless the value is that of one case alone.
+    """
+    seen: collections.Counter[str] = collections.Counter()
+    some = set()
+    for item in items:
+        number = seen[_function(item)]
+        seen[_function(item)] += 1
+        if number < 6 or number % 5 in (0, 3):
+            some.add(item)
+    counts = collections.Counter(value for item in items for value in _values(item))
+    met = {value for item in some for value in _values(item)}
+    for item in items:
+        missed = {value for value in _values(item) if counts[value] > 1} - met
+        if missed:
+            some.add(item)
+            met |= missed
+    return some
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _values(item: pytest.Item) -> list[tuple[object, ...]]:
+    """The values of its parameters, each with the test function and the name of the parameter."""
+    callspec = getattr(item, "callspec", None)
+    return [
+        (_function(item), name, value if isinstance(value, Hashable) else id(value))
+        for name, value in (callspec.params.items() if callspec else ())
+    ]
 
 
 def tier_of(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Score functions for the tests of device code: every primitive, and every way of reading a capture."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Case:
 CASES: list[Case] = []
 
 
+@functools.cache
 def traced(case: Case) -> tuple[ScoreProgram, tuple[jax.Array, ...]]:
     """The program of a case, and the arrays that it reads."""
     with jax.enable_x64(case.x64):

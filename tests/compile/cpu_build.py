@@ -125,9 +125,9 @@ class Build:
             if (source := os.path.relpath(entry["file"], ROOT)).startswith("cc/cpu/")
         }
 
-    def _alone(self) -> "_Lock":
+    def _alone(self) -> "Lock":
         self.folder.mkdir(parents=True, exist_ok=True)
-        return _Lock(self.folder / "lock")
+        return Lock(self.folder / "lock")
 
     @staticmethod
     def _cmake(*arguments: str) -> None:
@@ -142,7 +142,7 @@ class Build:
         assert done.returncode == 0, done.stdout
 
 
-class _Lock:
+class Lock:
     """Held by one process at a time."""
 
     def __init__(self, path: Path) -> None:

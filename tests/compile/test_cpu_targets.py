@@ -4,7 +4,6 @@ No machine that runs these tests need have the instruction set: an emulator runs
 Of AMX only the tile instructions are emulated.
 """
 
-import os
 import platform
 import re
 import subprocess
@@ -30,13 +29,6 @@ TILE_PRODUCT = re.compile(r"multiply(_columns)?ILb")  # symbols of its functions
 
 CONDITIONS = "eq|ne|cs|hs|cc|lo|mi|pl|vs|vc|hi|ls|ge|lt|gt|le"
 JUMP = re.compile(rf"(?:b|b\.?(?:{CONDITIONS})|cbn?z|tbn?z)\s.*?([.\w$]+)")
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all processes of a test run."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ import toolchain
 from test_document_tiles import BACKWARD_WORK, SHIM
 from test_dq_order import FILTERS, WITHOUT_FILTERS, key_of_fused
 
-from jattn import _core
-
 MAIN = """
 #undef __shared__
 #define __shared__
@@ -95,7 +93,7 @@ def test_each_sum_goes_where_it_belongs(tile: tuple[int, int], tmp_path: Path) -
 
 def casters(key: str, folder: Path) -> int:
     """How often a kernel discards sums, which nothing but a caster does."""
-    code, _ = _core.compile_kernel(key)
+    code, _ = toolchain.compile_once(key)
     return toolchain.disassemble(code, folder).count(" CCTL.E.RML2 ")
 
 

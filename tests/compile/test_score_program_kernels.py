@@ -178,8 +178,7 @@ def test_packed_rows_on_hopper(positions: bool) -> None:
         assert resources.read_log(key, log, len(code)).faults == (), key
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", ["added", "capped"])
+@pytest.mark.parametrize(("name", "dtype"), [("capped", "float16"), ("added", "float32")])
 def test_with_everything_else(name: str, dtype: str) -> None:
     """Compiles beside all other features; registers may spill."""
     toolchain.require_nvrtc()

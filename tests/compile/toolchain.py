@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cpu_build import Lock
 
 from jattn import _core, ffi
 from jattn.backends import cuda_tiles, flash_backward_tiles, flash_tiles
@@ -22,6 +24,7 @@ from jattn.spec import Spec
 MIN_NVCC = (12, 8)
 KERNELS = Path(__file__).parents[2] / "cc" / "kernels"
 HOT_SET_FILE = Path(__file__).parents[2] / "cc" / "core" / "hot_set.txt"
+shared_folder = Path()  # conftest.py sets it
 
 
 def hot_set_lines() -> list[str]:
@@ -183,6 +186,19 @@ def run_nvcc(text: str, arch: str, folder: Path, *flags: str) -> tuple[bytes, st
     )
     assert done.returncode == 0, done.stdout
     return cubin.read_bytes(), done.stdout
+
+
+def compile_once(key: str) -> tuple[bytes, str]:
+    """What `_core.compile_kernel` returns; of equal keys one process of a test run compiles it for all."""
+    name = hashlib.sha256(_core.canonical_kernel_key(key).encode()).hexdigest()
+    shared_folder.mkdir(exist_ok=True)
+    code_file, log_file = (shared_folder / f"{name}.{kind}" for kind in ("cubin", "log"))
+    with Lock(shared_folder / f"{name}.lock"):
+        if not log_file.exists():
+            code, log = _core.compile_kernel(key)
+            code_file.write_bytes(code)
+            log_file.write_text(log)
+        return code_file.read_bytes(), log_file.read_text()
 
 
 def word(key: str, name: str) -> str:

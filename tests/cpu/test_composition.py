@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import covering
 import numpy as np
 import pytest
 from composition import (
@@ -50,12 +51,36 @@ def test_features_compose_on_the_kernel(case: Case) -> None:
     verify(case, "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 @settings(max_examples=settings.default.max_examples // 20)
 @given(case=composed())
 def test_features_compose_in_plain_jax(backend: str, case: Case) -> None:
-    """Few examples in CI's profile: each compiles for seconds."""
     verify(case, backend)
+
+
+def features_of(case: Case) -> list[str]:
+    """Its features and its dtype, which its name tells."""
+    return case.name.split("-")[2:]
+
+
+# Few, since each compiles for seconds, and others for each backend.
+IN_XLA = covering.chosen(listed(60), features_of, 3)
+IN_REFERENCE = covering.chosen([x for x in listed(60) if x not in IN_XLA], features_of, 3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("xla", case) for case in IN_XLA] + [("reference", case) for case in IN_REFERENCE],
+    ids=str,
+)
+def test_few_compositions_in_plain_jax(backend: str, case: Case) -> None:
+    verify(case, backend)
+
+
+@pytest.mark.parametrize("few", [IN_XLA, IN_REFERENCE], ids=["xla", "reference"])
+def test_few_compositions_have_every_feature(few: list[Case]) -> None:
+    assert {*FEATURES} - {feature for case in few for feature in features_of(case)} == set()
 
 
 @pytest.mark.full

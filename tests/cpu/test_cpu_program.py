@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,25 @@ def log_sum_exp(score_mod: Any, captures: Any, q: Array, k: Array, mask: Array) 
     return lse
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def instructions(case: Case) -> set[str]:
+    program, _ = traced(case)
+    texts = (
+        cpu_program.cpu_program(program, by_position=False, slope=slope) for slope in (False, True)
+    )
+    return set(re.findall(r"[a-z_]\w*\.[\w.]+", " ".join(texts)))
+
+
+WITH_ALL_INSTRUCTIONS = covering.chosen(CASES, instructions)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.whole] * (case in WITH_ALL_INSTRUCTIONS))
+        for case in CASES
+    ],
+    ids=lambda case: case.name,
+)
 def test_values_and_slopes(case: Case) -> None:
     """The same programs as on GPUs, a key at a time: log-sum-exp is the new score, and the gradient of q its slope."""
     program, captures = traced(case)

@@ -141,10 +141,12 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+(["<])([^">]+)[">]', re.MULTILINE)
 
 
 def includes_of(folder: str) -> Iterator[tuple[Path, str, str]]:
-    for path in sorted((ROOT / "cc" / folder).rglob("*")):
-        if path.suffix in (".h", ".cc", ".cuh", ".inl"):
-            for bracket, target in INCLUDE.findall(path.read_text()):
-                yield path, bracket, target
+    suffixes = (".h", ".cc", ".cuh", ".inl")
+    files = [path for path in sorted((ROOT / "cc" / folder).rglob("*")) if path.suffix in suffixes]
+    assert files, folder
+    for path in files:
+        for bracket, target in INCLUDE.findall(path.read_text()):
+            yield path, bracket, target
 
 
 @pytest.mark.parametrize(

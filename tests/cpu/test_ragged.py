@@ -1096,6 +1096,8 @@ def test_conversions_check_what_they_know() -> None:
         RaggedArray.from_segment_ids(jnp.ones((5, 4)), jnp.array([0, 0, 0, 1, 1]), 2, max_length=2)
     with pytest.raises(ValueError, match="alignment is 0, must be an integer from 1"):
         RaggedArray.from_list([x[0]], alignment=0)
+    with pytest.raises(ValueError, match=r"lengths \[3, 2\], which must be at least the bound 3"):
+        RaggedArray.from_list([jnp.ones((3, 4)), jnp.ones((2, 4))], min_length=3)
     with pytest.raises(ValueError, match="must have an axis of rows"):
         RaggedArray.from_list([1.0, 2.0])
     for arrays, words in (
@@ -1420,6 +1422,42 @@ def test_ragged_biases_and_masks_lie_in_the_same_rows() -> None:
     nothing = jattn.RaggedArray(None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mask\.values is a NoneType, must be an array"):
         attend(x, x, x, mask=nothing)
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["rank 4", "rank 5"])
+def test_rows_that_are_whole_problems_equal_dense_calls(lead: tuple[int, ...]) -> None:
+    """Values and gradients under a bias and a mask of each row; keys and values of rows that are padding hold NaN."""
+    offsets, lengths = jnp.array([0, 2, 3, 5], jnp.int32), jnp.array([1, 0, 2], jnp.int32)
+    has_keys = np.array([True, False, False, True, True])
+    q, dout = (normal(i, 5, *lead, 4, 4, 8) for i in (1, 2))
+    k, v = (normal(i, 5, *lead, 6, 2, 8) for i in (3, 4))
+    bias, mask = normal(5, 5, *lead, 4, 4, 6), bernoulli(6, 0.7, 5, *lead, 4, 4, 6)
+    queries, keys = RaggedArray(q, offsets), RaggedArray(k, offsets, lengths)
+
+    @jax.jit
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        kv = keys.with_values(k), keys.with_values(v)
+        of_rows = {"bias": queries.with_values(bias), "mask": queries.with_values(mask)}
+        return attend(queries.with_values(q), *kv, **of_rows).values  # type: ignore[no-any-return]
+
+    def padded(x: jax.Array) -> jax.Array:
+        return x.at[~has_keys].set(jnp.nan)
+
+    out, pullback = jax.vjp(ours, q, padded(k), padded(v), bias)
+    got = out, *pullback(dout)
+    for i, is_real in enumerate(has_keys):
+        dense = jax.jit(functools.partial(jattn.dot_product_attention, mask=mask[i]))
+        row, pullback = jax.vjp(dense, q[i], k[i], v[i], bias[i])
+        for found, want in zip(got, (row, *pullback(dout[i])), strict=True):
+            assert np.asarray(want).any()
+            np.testing.assert_allclose(found[i], want if is_real else 0 * want, atol=1e-5)
+
+
+def test_a_shorter_padded_form_cuts_sequences() -> None:
+    x = RaggedArray.from_list([jnp.array([1.0, 2.0, 3.0]), jnp.array([4.0])])
+    padded, lengths = x.to_padded(2)
+    assert padded.tolist() == [[1.0, 2.0], [4.0, 0.0]]
+    assert lengths.tolist() == [2, 1]
 
 
 def test_other_lengths_need_no_new_trace_within_a_bound() -> None:

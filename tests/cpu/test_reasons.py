@@ -255,12 +255,28 @@ def test_a_code_that_nobody_listed_is_refused() -> None:
         jattn.Reason("cpu", "MADE_UP", "x", 1, "rule", "remedy")
 
 
+def test_cudnn_refuses_gradients_whose_bits_must_not_vary() -> None:
+    with jattn.deterministic("strict"):
+        forward, both = (
+            jattn.explain(*PLAIN, implementation="cudnn", device=SM90, needs_grad=needs_grad)
+            for needs_grad in (False, True)
+        )
+    assert forward.chosen == "cudnn"
+    [reason] = both.reasons["cudnn"]
+    assert (reason.code, reason.argument, reason.actual) == (
+        "DETERMINISTIC",
+        "deterministic",
+        "strict",
+    )
+    for part in (REASON_CODES[reason.code], "deterministic is strict", reason.rule, reason.remedy):
+        assert part in str(reason)
+
+
 def test_every_code_is_reached_by_some_test() -> None:
-    """DISABLED: test_options.py; SYMBOLIC: above; RAGGED_...: test_ragged.py."""
-    tested = {refusal[1] for refusal in REFUSALS} | {"DISABLED", "SYMBOLIC"}
+    """DISABLED: test_options.py; SYMBOLIC and DETERMINISTIC: above; RAGGED_...: test_ragged.py."""
+    tested = {refusal[1] for refusal in REFUSALS} | {"DISABLED", "SYMBOLIC", "DETERMINISTIC"}
     tested |= {code for code in REASON_CODES if code.startswith("RAGGED_")}
-    unreached = {"DETERMINISTIC"}  # belongs to cudnn, which is not a backend yet
-    assert set(REASON_CODES) == tested | unreached
+    assert set(REASON_CODES) == tested
 
 
 def test_reasons_of_one_rule_share_a_line() -> None:

@@ -550,16 +550,20 @@ def test_gradients_of_narrow_captures_are_summed_in_float32(dtype: str, backend:
 
 
 @pytest.mark.parametrize(
-    ("backend", "function"),
-    [("cpu", lambda x: x + x * x * x / 6), ("xla", jnp.sinh)],  # there is no sinh of float64
+    ("backend", "function", "order"),
+    # There is no sinh of float64 in the kernel. Second derivatives are the same program for both.
+    [("cpu", lambda x: x + x * x * x / 6, 2), ("xla", jnp.sinh, 1)],
     ids=("cpu", "xla"),
 )
-def test_F109_against_finite_differences(backend: str, function: Callable[[Array], Array]) -> None:
+def test_F109_against_finite_differences(
+    backend: str, function: Callable[[Array], Array], order: int
+) -> None:
     q, k, v = (normal(seed, 1, 9, 2, 4) for seed in range(3))
     table = normal(4, 2, 20)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, table)]
 
+        @jax.jit
         def run(q: Array, k: Array, v: Array, table: Array) -> Array:
             def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
                 learned = jnp.asarray(table)[h, q - k + 9]
@@ -567,7 +571,7 @@ def test_F109_against_finite_differences(backend: str, function: Callable[[Array
 
             return attend(q, k, v, score_mod, implementation=backend)
 
-        check_grads(run, wide, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+        check_grads(run, wide, order=order, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
 
 
 def test_a_capture_that_can_be_made_an_array() -> None:

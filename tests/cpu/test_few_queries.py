@@ -55,9 +55,15 @@ CASES = (
     BASE.but("splits-lengths", kv_len=3000, kv_lengths=(3000, 700), sinks_form="bn"),
     # Narrow: how many splits there are does not depend on the head dims.
     BASE.but(
-        "splits-heads", kv_len=2100, q_len=1, num_heads=32, num_kv_heads=16, batch=5,
-        head_dim=16, head_dim_v=16,
-    ),  # fmt: skip
+        "splits-heads",
+        kv_len=2100,
+        q_len=1,
+        num_heads=32,
+        num_kv_heads=16,
+        batch=5,
+        head_dim=16,
+        head_dim_v=16,
+    ),
     BASE.but("segments", segments="random"),
     BASE.but("interleaved", segments="interleaved", q_len=5),
     *(BASE.but(f"mask-{form}", mask_form=form) for form in ("bnts", "b11s", "ts")),

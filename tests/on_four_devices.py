@@ -975,7 +975,8 @@ def score_functions_read_what_is_cut_over_an_explicit_mesh(backend: str) -> None
 
 @check
 def random_cuts_of_random_problems(backend: str) -> None:
-    for seed in range(1, 4) if backend == "xla" else range(16):  # which compiles for ten seconds each
+    # XLA's programs take ten seconds each.
+    for seed in range(1, 4) if backend == "xla" else range(16):
         kind = jax.sharding.AxisType.Explicit if seed % 4 == 3 else jax.sharding.AxisType.Auto
         random_cuts.Cut.draw(seed, kind, dtype_of(backend)).check(backend)
         jax.clear_caches()  # programs that are kept make others take longer to compile

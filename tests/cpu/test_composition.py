@@ -65,8 +65,8 @@ def features_of(case: Case) -> list[str]:
 
 
 # Few, since each compiles for seconds, and others for each backend.
-IN_XLA = covering.chosen(listed(60), features_of, 3)
-IN_REFERENCE = covering.chosen([x for x in listed(60) if x not in IN_XLA], features_of, 3)
+IN_XLA = covering.chosen(listed(300), features_of, 3)
+IN_REFERENCE = covering.chosen([x for x in listed(300) if x not in IN_XLA], features_of, 3)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jattn.spec import FLOAT_DTYPES
 
 # Changes of type, and of how an array varies in a shard_map.
 CASTS = ("convert_element_type", "copy", "pvary", "pcast")
+SAME = (*CASTS, "name", "sharding_constraint")  # and what names an array, or says where it lies
 ONES = ("squeeze", "broadcast_in_dim", "reshape")  # where they add or take away axes of size 1
 ONE = "one"  # begins the names of axes that only some of the arrays have
 
@@ -97,7 +98,7 @@ def axes_after(node: Node, axes: Axes) -> Axes | None:
     does something else.
     """
     before, after = node.inputs[0].shape, node.outputs[0].shape
-    if node.name in CASTS:
+    if node.name in SAME:
         return axes
     if node.name == "transpose":
         return tuple(axes[i] for i in node.params["permutation"])
@@ -191,7 +192,7 @@ def long_of(names: Sequence[Any], shape: Sequence[int]) -> list[Any]:
 
 def before_casts(value: Value) -> Value:
     """What a value was in another float type."""
-    for inner in through(value, *CASTS):
+    for inner in through(value, *SAME):
         if str(inner.dtype) not in FLOAT_DTYPES:
             break
         value = inner
@@ -200,12 +201,31 @@ def before_casts(value: Value) -> Value:
 
 def compact_of(found: Named) -> Named:
     """The smallest array that is broadcast to a value."""
-    while (node := found.value.made_by("broadcast_in_dim", "transpose")) is not None:
-        if node.name == "broadcast_in_dim":
-            axes = tuple(found.axes[i] for i in node.params["broadcast_dimensions"])
-        else:
-            axes = axes_before_transpose(node, found.axes)
+    while (node := found.value.made_by("transpose", *ONES)) is not None:
+        axes = axes_before_move(node, found.axes)
+        if axes is None:
+            break
         found = Named(node.inputs[0], axes)
+    return found
+
+
+def axes_before_move(node: Node, axes: Axes) -> Axes | None:
+    """Axes of what a node transposes, repeats, or gives other axes of size 1; None if it makes other axes of them."""
+    if node.name == "broadcast_in_dim":
+        return tuple(axes[i] for i in node.params["broadcast_dimensions"])
+    if node.name == "transpose":
+        return axes_before_transpose(node, axes)
+    before, after = node.inputs[0].shape, node.outputs[0].shape
+    if long_of(before, before) != long_of(after, after):
+        return None
+    kept = iter(long_of(axes, after))
+    return tuple(f"{ONE} at {i}" if n == 1 else next(kept) for i, n in enumerate(before))
+
+
+def smallest_of(found: Named) -> Named:
+    """The smallest array that is broadcast to a value, in whatever float type."""
+    while (inner := compact_of(Named(before_casts(found.value), found.axes))) != found:
+        found = inner
     return found
 
 
@@ -247,11 +267,18 @@ def query_and_key(product: Node, axes: Axes, *, all_heads: bool = True) -> tuple
         q, k = operands
     elif names[0] == ("column",):
         k, q = operands
+    elif any("column" in own and _are_shared(own) for own in names):
+        raise Miss("queries lack an axis that keys and values share")
     else:
         raise Miss("keys have an axis that probabilities do not share with values")
     if all_heads and any(name.startswith("batch") for name in q.axes if name not in k.axes):
         raise Miss("heads of values that keys do not have")
     return q, k
+
+
+def _are_shared(names: Axes) -> bool:
+    """Whether all but keys are axes that probabilities share with values."""
+    return all(name == "column" or name.startswith("batch") for name in names)
 
 
 def roles(q: Named) -> tuple[Axes, str | None, str | None, str]:

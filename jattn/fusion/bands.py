@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.fusion.axes import Named, compact_of
+from jattn.fusion.axes import ONES, Named, axes_before_move, compact_of
 from jattn.fusion.graph import (
     Axes,
     Node,
     Value,
-    axes_before_transpose,
+    cast_number,
     known_array,
     known_numbers,
 )
@@ -38,19 +39,31 @@ class Affine:
             slopes[name] = slopes.get(name, 0) + sign * slope
         return Affine.of(slopes, self.constant + sign * other.constant)
 
-    def behind(self, begins: dict[str, int]) -> Affine:
-        """The same of numbers that are counted from these on."""
-        return Affine(
-            self.slopes,
-            self.constant + sum(slope * begins.get(name, 0) for name, slope in self.slopes),
+    def of_part(self, parts: dict[str, tuple[int, int]]) -> Affine:
+        """The same of a part, by where it begins and how long it is on each axis; one of size 1 may be repeated."""
+        return Affine.of(
+            {name: slope for name, slope in self.slopes if parts[name][1] != 1},
+            self.constant + sum(slope * parts[name][0] for name, slope in self.slopes),
         )
 
 
-def _begins(node: Node, axes: Axes) -> dict[str, int] | None:
-    """Where along each axis a slice begins; None if it leaves elements out between."""
-    if set(node.params["strides"] or (1,)) != {1}:
-        return None
-    return dict(zip(axes, node.params["start_indices"], strict=True))
+_SLICES = ("slice", "dynamic_slice")
+
+
+def _parts(node: Node, axes: Axes) -> dict[str, tuple[int, int]] | None:
+    """Where along each axis a slice begins, and its length; None if it is not known, or leaves elements out between."""
+    whole, sizes = node.inputs[0].shape, node.outputs[0].shape
+    if node.name == "slice":
+        if set(node.params["strides"] or (1,)) != {1}:
+            return None
+        begins = list(node.params["start_indices"])
+    else:
+        starts = [x.number for x in node.inputs[1:] if x.number is not None]
+        if len(starts) != len(sizes) or not all(isinstance(n, int) for n in (*whole, *sizes)):
+            return None
+        limits = [n - m for n, m in zip(whole, sizes, strict=True)]
+        begins = [min(max(int(x), 0), last) for x, last in zip(starts, limits, strict=True)]
+    return dict(zip(axes, zip(begins, sizes, strict=True), strict=True))
 
 
 def _affine(value: Value, axes: Axes) -> Affine | None:
@@ -73,9 +86,9 @@ def _affine_of_rows(value: Value, axes: Axes) -> Affine | None:
         return Affine.of({axes[along]: 1} if value.shape[along] != 1 else {}, 0)
     if (inner := _rearranged(value, axes)) is not None:
         return _affine(*inner)
-    if node.name == "slice" and (begins := _begins(node, axes)) is not None:
+    if node.name in _SLICES and (parts := _parts(node, axes)) is not None:
         whole = _affine(node.inputs[0], axes)
-        return None if whole is None else whole.behind(begins)
+        return None if whole is None else whole.of_part(parts)
     if node.name in ("add", "sub"):
         one, other = (_affine(x, _axes_of_input(x, axes)) for x in node.inputs)
         if one is None or other is None:
@@ -122,11 +135,10 @@ def _rearranged(value: Value, axes: Axes) -> tuple[Value, Axes] | None:
     node = value.node
     if node is None:
         return None
-    (inner, *_), params = node.inputs or [value], node.params
-    if node.name == "broadcast_in_dim":
-        return inner, tuple(axes[i] for i in params["broadcast_dimensions"])
-    if node.name == "transpose":
-        return inner, axes_before_transpose(node, axes)
+    inner = node.inputs[0] if node.inputs else value
+    if node.name in ("transpose", *ONES):
+        before = axes_before_move(node, axes)
+        return None if before is None else (inner, before)
     if node.name in ("convert_element_type", "copy", "stop_gradient", "pvary", "pcast"):
         return inner, axes
     return None
@@ -196,9 +208,9 @@ def _conditions(value: Value, axes: Axes) -> frozenset[Affine] | None:
         return None if where is None or rest is None else where | rest
     if node.name in ("ne", "eq") and node.inputs[1].number == 0:
         return conditions(node.inputs[0], axes, is_true=node.name == "ne")
-    if node.name == "slice" and (begins := _begins(node, axes)) is not None:
+    if node.name in _SLICES and (parts := _parts(node, axes)) is not None:
         whole = conditions(node.inputs[0], axes)
-        return None if whole is None else frozenset(x.behind(begins) for x in whole)
+        return None if whole is None else frozenset(x.of_part(parts) for x in whole)
     inner = _rearranged(value, axes)
     # A change of type keeps what is not 0 where one of both is bool: numbers may be rounded to 0.
     if inner is not None and (
@@ -230,22 +242,59 @@ def conjunction(mask: Named, is_true: bool) -> list[tuple[Named, bool]]:
     if node.name == ("and" if is_true else "or"):
         return [x for part in parts for x in conjunction(part, is_true)]
     if (source := _bools_before(node, mask.axes)) is not None:
-        return conjunction(source, is_true)
+        bools, of_false, of_true = source
+        if of_false != of_true:
+            return conjunction(bools, of_true == is_true)
+        return [] if of_true == is_true else [(mask, is_true)]
     return [(mask, is_true)]
 
 
-def _bools_before(node: Node, axes: Axes) -> Named | None:
-    """The bools that a node makes again of the numbers 0 and 1 that they became."""
-    is_compared = node.name in ("ne", "gt") and node.inputs[1].number == 0
-    if not is_compared and node.name != "convert_element_type":
+_OPERATORS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
+def _bools_before(node: Node, axes: Axes) -> tuple[Named, bool, bool] | None:
+    """The bools that a node makes bools of by way of numbers, and what it makes of false and of true."""
+    numbers = [x.number for x in node.inputs]
+    if node.name == "convert_element_type":
+        place = 0
+    elif node.name in _OPERATORS and numbers.count(None) == 1:
+        place = numbers.index(None)
+    else:
         return None
-    found = compact_of(Named(node.inputs[0], axes))
-    while found.value.dtype != bool:
-        convert = found.value.made_by("convert_element_type", "copy")
-        if convert is None:
+    source = _two_numbers(Named(node.inputs[place], axes))
+    if source is None:
+        return None
+    bools, *both = source
+    if node.name == "convert_element_type":
+        return bools, both[0] != 0, both[1] != 0
+    compare, other = _OPERATORS[node.name], numbers[1 - place]
+    of_false, of_true = (compare(x, other) if place == 0 else compare(other, x) for x in both)
+    return bools, of_false, of_true
+
+
+def _two_numbers(found: Named) -> tuple[Named, float, float] | None:
+    """The bools that an array of two numbers is made of, and the numbers where those are false and true."""
+    found = compact_of(found)
+    if found.value.dtype == bool:
+        return found, 0.0, 1.0
+    if (chosen := found.value.made_by("select_n")) is not None:
+        choice, *numbers = chosen.inputs
+        known = [x.number for x in numbers if x.number is not None]
+        if choice.dtype != bool or len(known) != 2:
             return None
-        found = compact_of(Named(convert.inputs[0], found.axes))
-    return found
+        return Named(choice, _axes_of_input(choice, found.axes)), known[0], known[1]
+    convert = found.value.made_by("convert_element_type", "copy")
+    source = None if convert is None else _two_numbers(Named(convert.inputs[0], found.axes))
+    if source is None:
+        return None
+    bools, *both = source
+    dtype = jnp.dtype(found.value.dtype)
+    if dtype.kind in "iu" and not all(
+        jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max for x in both
+    ):
+        return None
+    of_false, of_true = (cast_number(x, dtype) for x in both)
+    return bools, of_false, of_true
 
 
 @dataclasses.dataclass(frozen=True)

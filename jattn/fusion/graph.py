@@ -7,6 +7,7 @@ functions of their own in the jaxpr (``_where``, ``_bernoulli``, ``tril``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -112,11 +113,22 @@ class Graph:
     copies: frozenset[int]
 
     @staticmethod
-    def of(jaxpr: Any, constants: Sequence[Any]) -> Graph:
-        """Reads an open jaxpr; ``constants`` belong to its constvars."""
+    def of(jaxpr: Any, constants: Sequence[Any], outside: Sequence[Value] = ()) -> Graph:
+        """Reads an open jaxpr.
+
+        Args:
+          jaxpr: the program.
+          constants: of its constvars.
+          outside: what its first arguments are in the program around it.
+        """
         nodes: list[Node] = []
         given = [Value(v.aval, held=c) for v, c in zip(jaxpr.constvars, constants, strict=True)]
-        given += [Value(v.aval) for v in jaxpr.invars]
+        given += [
+            Value(v.aval)
+            if x is None or x.shape != v.aval.shape
+            else Value(v.aval, None, x.held, x.number)
+            for v, x in itertools.zip_longest(jaxpr.invars, outside[: len(jaxpr.invars)])
+        ]
         results = _read(jaxpr, given, nodes, {})
         for value in results:
             value.is_result = True
@@ -219,7 +231,13 @@ def _made_number(node: Node) -> float | None:
             made = _FOLDED[node.name](*inputs)
         else:
             return None
-        return float(np.asarray(made).astype(dtype))
+        return cast_number(made, dtype)
+
+
+def cast_number(number: Any, dtype: Any) -> float:
+    """A number as a type has it."""
+    with np.errstate(all="ignore"):
+        return float(np.asarray(number).astype(dtype))
 
 
 def axes_before_transpose(node: Node, axes: Axes) -> Axes:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jattn.arguments import scale_of, softcap_of
 from jattn.fusion.axes import (
-    CASTS,
     ONES,
+    SAME,
     Miss,
     Named,
     axes_after,
@@ -121,6 +121,7 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
     Raises:
       Miss: it looks like attention, but is not, or not such as can be replaced.
     """
+    reason: Miss | None = None
     for product, moves, divisor in _last_products(node):
         for place in (0, 1):
             axes = axes_of_products(product, place)
@@ -131,13 +132,19 @@ def find(node: Node, *, fuses_finite_fill: bool = True) -> Match | None:
                 continue
             search = Weights(fuses_finite_fill)
             weights = Named(product.inputs[place], axes[0])
-            if divisor is None:
-                scores = search.probabilities(weights)
-            else:
-                scores = search.normalised_later(weights, Named(divisor, result), node)
-                search.nodes += [product, *moves]
+            try:
+                if divisor is None:
+                    scores = search.probabilities(weights)
+                else:
+                    scores = search.normalised_later(weights, Named(divisor, result), node)
+                    search.nodes += [product, *moves]
+            except Miss as own:  # the other operand may be probabilities
+                reason = reason or own
+                continue
             if scores is not None:
                 return _finish(search, node, product, place, result, scores)
+    if reason is not None:
+        raise reason
     return None
 
 
@@ -166,7 +173,7 @@ def _last_products(node: Node) -> Iterator[tuple[Node, list[Node], Value | None]
         moves: list[Node] = []
         if value.shape != node.outputs[0].shape:
             continue
-        while (move := value.made_by("transpose", *CASTS, *ONES)) is not None:
+        while (move := value.made_by("transpose", *SAME, *ONES)) is not None:
             if str(move.inputs[0].dtype) not in FLOAT_DTYPES:
                 break
             moves.insert(0, move)

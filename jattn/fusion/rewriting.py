@@ -84,10 +84,10 @@ def fuse_attention(
     A softmax between two products is found in whatever layout and spelling it has: ``einsum`` or ``matmul``, heads
     before or behind the length, grouped heads, a scale on the scores, a softcap by ``tanh``, masks by ``where``,
     biases, sinks, causal masks and windows made of comparisons, dropout by ``jax.random.bernoulli``; also inside of
-    ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (there not in loops). The rest of the
-    program is left as it is; of a program without attention, all. Fuse before you differentiate,
-    ``jax.grad(fuse_attention(loss))``: in the other order probabilities have a second use, and stay. ``fusion_log``
-    tells what was found, and what was not taken and why.
+    ``jit``, ``scan``, ``while_loop``, ``cond``, ``checkpoint`` and ``shard_map`` (in that not in loops, branches and
+    checkpoints). The rest of the program is left as it is; of a program without attention, all. Fuse before you
+    differentiate, ``jax.grad(fuse_attention(loss))``: in the other order probabilities have a second use, and stay.
+    ``fusion_log`` tells what was found, and what was not taken and why.
 
     Args:
       function: any function that JAX can trace; it is traced at every call, so put ``jit`` around the fused one. It
@@ -178,8 +178,10 @@ class _Plan:
     options: _Options
 
     @staticmethod
-    def of(jaxpr: Any, constants: Sequence[Any], options: _Options) -> _Plan:
-        plan = _Plan(Graph.of(jaxpr, constants), {}, {}, {}, [], options)
+    def of(
+        jaxpr: Any, constants: Sequence[Any], options: _Options, outside: Sequence[Value] = ()
+    ) -> _Plan:
+        plan = _Plan(Graph.of(jaxpr, constants, outside), {}, {}, {}, [], options)
         for node in plan.graph.nodes:
             match = _find(node, options, plan.records)
             if match is not None:
@@ -389,32 +391,64 @@ def _changed_parameters(
     node: Node, options: _Options, records: list[FusionRecord]
 ) -> dict[str, Any] | None:
     """The parameters of a node with other programs in them, or None if nothing in them changes."""
-    if node.name not in _CALLS or options.in_shard_map:
+    if node.name not in _CALLS:
         return None
-    changed = {name: _changed(value, options, records) for name, value in node.params.items()}
+    if options.in_shard_map:
+        records += _left(node, options)
+        return None
+    outside = _outside(node)
+    changed = {k: _changed(v, options, records, outside) for k, v in node.params.items()}
     if all(value is None for value in changed.values()):
         return None
     return {k: v if changed[k] is None else changed[k] for k, v in node.params.items()}
 
 
-def _changed(parameter: Any, options: _Options, records: list[FusionRecord]) -> Any:
+def _outside(node: Node) -> Sequence[Value]:
+    """What the first arguments of the programs of a node are outside of it, whenever those run."""
+    if node.name == "while":
+        return ()
+    if node.name == "scan":
+        return node.inputs[: node.params["num_consts"]]
+    return node.inputs[1:] if node.name == "cond" else node.inputs
+
+
+def _left(node: Node, options: _Options) -> list[FusionRecord]:
+    """Records of what is found in the programs of a node of a ``shard_map``, which stay as they are."""
+    miss = f"it is in a {node.name} inside of a shard_map"
+    leaves = jax.tree.leaves(node.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
+    found: list[FusionRecord] = []
+    for program in leaves:
+        if isinstance(program, ClosedJaxpr):
+            found += _Plan.of(program.jaxpr, program.consts, options).records
+        elif isinstance(program, Jaxpr) and not program.constvars:
+            found += _Plan.of(program, (), options).records
+    return [r if r.miss else dataclasses.replace(r, miss=miss) for r in found]
+
+
+def _changed(
+    parameter: Any, options: _Options, records: list[FusionRecord], outside: Sequence[Value]
+) -> Any:
     if isinstance(parameter, tuple):
-        parts = [_changed(part, options, records) for part in parameter]
+        parts = [_changed(part, options, records, outside) for part in parameter]
         if all(part is None for part in parts):
             return None
         return tuple(p if c is None else c for p, c in zip(parameter, parts, strict=True))
     if isinstance(parameter, ClosedJaxpr):
-        return _rewritten(parameter.jaxpr, parameter.consts, options, records)
+        return _rewritten(parameter.jaxpr, parameter.consts, options, records, outside)
     if isinstance(parameter, Jaxpr) and not parameter.constvars:
-        closed = _rewritten(parameter, (), options, records)
+        closed = _rewritten(parameter, (), options, records, outside)
         return None if closed is None else closed.jaxpr
     return None
 
 
 def _rewritten(
-    jaxpr: Any, constants: Sequence[Any], options: _Options, records: list[FusionRecord]
+    jaxpr: Any,
+    constants: Sequence[Any],
+    options: _Options,
+    records: list[FusionRecord],
+    outside: Sequence[Value],
 ) -> Any:
-    plan = _Plan.of(jaxpr, constants, options)
+    plan = _Plan.of(jaxpr, constants, options, outside)
     if not plan.changes:
         records += plan.records
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jattn.fusion.axes import CASTS, Named, long_parts, reshaped_axes
+from jattn.fusion.axes import SAME, Named, long_parts, reshaped_axes
 from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose
 from jattn.spec import FLOAT_DTYPES
 
@@ -137,7 +137,7 @@ def _step(node: Node, names: Axes) -> Named | None:
         return None if axes is None else Named(inner, axes)
     if node.name == "transpose":
         return Named(inner, axes_before_transpose(node, names))
-    is_plain = node.name in (*CASTS, "stop_gradient")
+    is_plain = node.name in (*SAME, "stop_gradient")
     is_maximum = node.name == "max" and -math.inf in [x.number for x in node.inputs]
     return Named(inner, names) if is_plain or is_maximum else None
 

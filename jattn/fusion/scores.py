@@ -14,6 +14,7 @@ from jattn.fusion.axes import (
     CASTS,
     ONE,
     ONES,
+    SAME,
     Miss,
     Named,
     axes_before,
@@ -21,6 +22,7 @@ from jattn.fusion.axes import (
     compact_of,
     extents_of,
     query_and_key,
+    smallest_of,
 )
 from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, through
 from jattn.fusion.rows import reduction
@@ -28,6 +30,7 @@ from jattn.spec import FLOAT_DTYPES
 
 _FILL = -1e9  # a mask writes this or less: no score is near
 _FILL_OF_FLOAT16 = 0.9 * float(jnp.finfo(jnp.float16).min)
+_LARGEST_SHIFT = 1e3  # scores to which a larger number is added are rounded
 
 
 def _highest_fill(dtype: Any) -> float:
@@ -100,8 +103,10 @@ class Scores:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
         if self.softcap is not None:
             raise Miss("a mask in front of tanh")
-        if scaled and not (fill == -math.inf and self.scale > 0):
+        if scaled and not self.scale > 0:
             raise Miss("a mask in front of the scale")
+        if not fill * self.scale <= _highest_fill(node.outputs[0].dtype):
+            raise Miss(f"a mask in front of the scale that writes {fill * self.scale:g} with it")
         self.masks.append(
             (compact_of(Named(choice, axes if choice.shape else ())), visible_if_true)
         )
@@ -133,9 +138,9 @@ class Scores:
     def _biased(self, node: Node, axes: Axes) -> Named:
         # A bias may be tanh of a product, so scores are looked for without one first.
         places: list[int] = []
-        for operations in (_OF_SCORES, (*_OF_SCORES, "tanh")):
+        for operations in (OF_SCORES, (*OF_SCORES, "tanh")):
             if len(places) != 1:
-                places = [i for i in (0, 1) if _leads_to_product(node.inputs[i], operations)]
+                places = [i for i in (0, 1) if leads_to_product(node.inputs[i], operations)]
         if places == [0, 1] and node.name == "add":
             return self._added(node, axes)
         if len(places) != 1:
@@ -180,25 +185,33 @@ class Scores:
         Raises:
           Miss: it is none.
         """
-        if self.softcap is not None:
-            raise Miss("a bias in front of tanh")
         bias = node.inputs[1 - place]
+        if self.softcap is not None and bias.number != 0:
+            raise Miss("a bias in front of tanh")
         if bias.number is not None:
-            raise Miss("a number is added to the scores")
+            self._check_shift(bias.number * self.scale)
         is_taken_off = node.name == "sub" and place == 0
         factor = -self.scale if is_taken_off else self.scale
-        for part in self._summands(Named(bias, axes if bias.shape else ()), factor):
+        whole = Named(bias, axes if bias.shape else ())
+        for part in self._summands(whole, factor) if bias.number is None else ():
             mask = self._mask_that_is_added(part, factor)
             if mask is not None:
                 self.masks.append(mask)
                 continue
-            *_, source = through(part.value, *CASTS, "broadcast_in_dim", "reshape")
+            *_, source = through(part.value, *SAME, "broadcast_in_dim", "reshape")
             if not {str(part.value.dtype), str(source.dtype)} <= set(FLOAT_DTYPES):
                 raise Miss(f"a bias of {source.dtype}")
             self.biases.append((part, factor))
         if node.name == "sub" and place == 1:
             self.scale = -self.scale
         return Named(node.inputs[place], axes)
+
+    def _check_shift(self, number: float) -> None:
+        """Raises Miss if a number that is added to all scores changes their softmax."""
+        if number != 0 and self.sinks is not None:
+            raise Miss("a number is added to the scores and not to the sinks")
+        if not abs(number) <= _LARGEST_SHIFT:  # NaN is not
+            raise Miss("a number is added to the scores that rounds them")
 
     def _summands(self, bias: Named, factor: float) -> list[Named]:
         """A bias; if it is a sum of a mask and of something else, both."""
@@ -212,7 +225,8 @@ class Scores:
 
     def _mask_that_is_added(self, found: Named, factor: float) -> tuple[Named, bool] | None:
         """The mask, and whether true means visible, of which 0 and -inf, or a large negative number, are made."""
-        node = before_casts(found.value).made_by("select_n")
+        found = smallest_of(found)
+        node = found.value.made_by("select_n")
         if node is None or len(node.inputs) != 3 or node.inputs[0].dtype != bool:
             return None
         choice, *numbers = node.inputs
@@ -272,7 +286,7 @@ class Scores:
     # ---- Steps
 
     def rearranged(self, found: Named) -> Named | None:
-        node = found.value.made_by("transpose", *CASTS, *ONES)
+        node = found.value.made_by("transpose", *SAME, *ONES)
         if node is None or str(node.inputs[0].dtype) not in FLOAT_DTYPES:
             return None
         axes = found.axes
@@ -337,10 +351,10 @@ class Scores:
             value = value.node.inputs[0]
 
 
-_OF_SCORES = ("transpose", "neg", "select_n", "add", "sub", "mul", "div", *CASTS, *ONES)
+OF_SCORES = ("transpose", "neg", "select_n", "add", "sub", "mul", "div", *SAME, *ONES)
 
 
-def _leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) -> bool:
+def leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) -> bool:
     """Whether a value is a product of two arrays with scores' operations on it."""
     node = value.node
     if node is None or depth == 0 or value.number is not None:
@@ -348,7 +362,7 @@ def _leads_to_product(value: Value, operations: Sequence[str], depth: int = 16) 
     if node.name == "dot_general":
         return True
     if node.name in operations:
-        return any(_leads_to_product(x, operations, depth - 1) for x in node.inputs)
+        return any(leads_to_product(x, operations, depth - 1) for x in node.inputs)
     return False
 
 

@@ -7,11 +7,11 @@ import math
 
 import jax.numpy as jnp
 
-from jattn.fusion.axes import CASTS, ONES, Miss, Named, before_casts, compact_of
+from jattn.fusion.axes import ONES, SAME, Miss, Named, before_casts, compact_of, reshaped_axes
 from jattn.fusion.dropout import FoundDropout, dropout_of
-from jattn.fusion.graph import Axes, Node, Value
+from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose
 from jattn.fusion.rows import Reduced, is_same_row, log_of_sum, moved_back, reduction
-from jattn.fusion.scores import Scores, before_stops, between, is_same
+from jattn.fusion.scores import OF_SCORES, Scores, before_stops, between, is_same, leads_to_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +48,51 @@ class Weights(Scores):
     rounding: float = 0.0
 
     def probabilities(self, found: Named) -> Named | None:
-        """Scores whose softmax, with dropout or not, a value is; None if it is none."""
+        """Scores whose softmax, with dropout or not, a value is; None if it is none.
+
+        Raises:
+          Miss: it is made of one, by what probabilities do not go through.
+        """
         while (node := found.value.node) is not None:
-            inner = self.rearranged(found) or self._dropped(found) or self._with_sink(found)
+            steps = self.rearranged, self._made_finite, self._dropped, self._with_sink
+            inner = next((x for step in steps if (x := step(found)) is not None), None)
             if inner is not None:
                 found = inner
             elif node.name == "stop_gradient":
                 self.nodes.append(node)
                 found = Named(node.inputs[0], found.axes)
-            elif node.name in ("div", "mul"):
-                return self._softmax(found)
-            elif node.name == "exp":
-                return self._of_logarithms(found)
             else:
-                return None
-        return None
+                break
+        scores = self._of_softmax(found)
+        if scores is None and self._is_made_of_softmax(found):
+            assert node is not None
+            raise Miss(f"{node.name} between the softmax and the product with the values")
+        return scores
+
+    def _of_softmax(self, found: Named) -> Named | None:
+        """Scores whose softmax, and nothing else, a value is; None if it is none."""
+        node = found.value.made_by("div", "mul", "exp")
+        if node is None:
+            return None
+        return self._of_logarithms(found) if node.name == "exp" else self._softmax(found)
+
+    def _is_made_of_softmax(self, found: Named, depth: int = 6) -> bool:
+        """Whether a value is made of probabilities of queries and keys, all in their places, that nobody else reads."""
+        node = found.value.node
+        has_rows = "column" in found.axes and any(name.startswith("row") for name in found.axes)
+        if node is None or depth == 0 or not has_rows:
+            return False
+        if found.value.is_result or len(found.value.users) != 1:
+            return False
+        try:
+            scores = Weights(self.fuses_finite_fill)._of_softmax(found)
+        except Miss:
+            return False
+        if scores is not None:
+            return leads_to_product(scores.value, (*OF_SCORES, "tanh", "concatenate"))
+        sources = _sources(node, found.axes)
+        is_made = [self._is_made_of_softmax(source, depth - 1) for source in sources]
+        return any(is_made) if node.name not in ("add", "sub") else bool(sources) and all(is_made)
 
     def normalised_later(self, weights: Named, divisor: Named, quotient: Node) -> Named | None:
         """Scores whose exponentials are the weights in a product that is divided by their sum."""
@@ -88,6 +118,23 @@ class Weights(Scores):
         self.first_key = int(begins[column])
         self.nodes.append(node)
         return Named(node.inputs[0], found.axes)
+
+    def _made_finite(self, found: Named) -> Named | None:
+        """What a value was before 0 replaced NaN, as queries have it that see no key, or another number infinity."""
+        node = found.value.made_by("select_n")
+        if node is None or len(node.inputs) != 3:
+            return None
+        choice, rest, written = node.inputs
+        comparison = choice.made_by("ne", "eq")
+        if comparison is None or comparison.inputs[0] is not rest:
+            return None
+        other = comparison.inputs[1]
+        is_nan = comparison.name == "ne" and other is rest and written.number == 0
+        is_infinite = comparison.name == "eq" and other.number in (math.inf, -math.inf)
+        if not is_nan and not (is_infinite and written.number is not None):
+            return None
+        self.nodes += [comparison, node]
+        return Named(rest, found.axes)
 
     def _dropped(self, found: Named) -> Named | None:
         """What a value was before a factor, or before some of its elements became 0."""
@@ -124,7 +171,7 @@ class Weights(Scores):
             node = value.node
             if node is None:
                 return None
-            if node.name in CASTS:
+            if node.name in SAME:
                 value = node.inputs[0]
             elif node.name == "broadcast_in_dim":
                 axes = tuple(axes[i] for i in node.params["broadcast_dimensions"])
@@ -208,6 +255,9 @@ class Weights(Scores):
         if (number := term.value.number) is not None:
             if not 0 < number < math.inf:
                 raise Miss(f"{number:g} is added to the sum of weights")
+            difference = before_casts(shifted.value).made_by("sub")
+            if difference is not None and self.takes_maximum(difference, shifted.axes):
+                raise Miss("a number is added to the sum of weights less a maximum")
             self.sinks = math.log(number)
             return shifted
         exponential = term.value.made_by("exp")
@@ -339,7 +389,48 @@ def _sum_of(quotient: Node, divisor: Named, axes: Axes) -> tuple[Reduced, Named 
     return None
 
 
-_OF_MAXIMUM = ("reduce_max", "max", "stop_gradient", "is_finite", "select_n", *CASTS, *ONES)
+_OF_MAXIMUM = ("reduce_max", "max", "stop_gradient", "is_finite", "select_n", *SAME, *ONES)
+
+
+# What may come between probabilities and the product with the values in programs that are left as they are.
+_ELEMENTWISE = (
+    *("add", "sub", "mul", "div", "max", "min", "pow", "integer_pow", "square", "sqrt", "neg"),
+    *("abs", "exp", "log", "tanh", "logistic", "clamp", "select_n", "stop_gradient", *SAME),
+)
+
+
+def _sources(node: Node, axes: Axes) -> list[Named]:
+    """The arrays that a node changes element by element, cuts, moves or multiplies, with the axes that they keep."""
+    first = node.inputs[0] if node.inputs else None
+    if node.name == "dot_general":
+        return _factors(node, axes)
+    if node.name in _ELEMENTWISE:
+        shape = node.outputs[0].shape
+        return [Named(x, axes) for x in node.inputs if x.shape == shape and x.dtype != bool]
+    if first is None:
+        return []
+    if node.name in ("slice", "dynamic_slice"):
+        return [Named(first, axes)]
+    if node.name == "transpose":
+        return [Named(first, axes_before_transpose(node, axes))]
+    if node.name == "broadcast_in_dim":
+        return [Named(first, tuple(axes[i] for i in node.params["broadcast_dimensions"]))]
+    names = None
+    if node.name in ("reshape", "squeeze"):
+        names = reshaped_axes(axes, node.outputs[0].shape, first.shape)
+    return [] if names is None else [Named(first, names)]
+
+
+def _factors(product: Node, axes: Axes) -> list[Named]:
+    """The operands of a product, with the axes that the result has of them; "" are those that are summed over."""
+    contracted, batch = product.params["dimension_numbers"]
+    rest = iter(axes[len(batch[0]) :])
+    factors: list[Named] = []
+    for operand, summed, shared in zip(product.inputs, contracted, batch, strict=True):
+        names = dict(zip(shared, axes, strict=False)) | dict.fromkeys(summed, "")
+        own = tuple(names[i] if i in names else next(rest) for i in range(len(operand.shape)))
+        factors.append(Named(operand, own))
+    return factors
 
 
 def _path(value: Value, source: Value) -> list[Node]:

@@ -305,7 +305,7 @@ def not_attention(name: str) -> tuple[Callable[..., Array], str]:
     bias = jnp.asarray(np.arange(T * S).reshape(T, S) % 3)
     return {
         "integers": (of_scores(lambda s: s + bias), "a bias of int32"),
-        "number": (of_scores(lambda s: s + 2.0), "a number is added to the scores"),
+        "number": (of_scores(lambda s: s + 1e6), "a number is added to the scores that rounds"),
         "small fill": (of_scores(lambda s: jnp.where(mask, s, -5.0)), "which scores may reach"),
         "sine": (of_scores(jnp.sin), "sin between"),
         "other types": (

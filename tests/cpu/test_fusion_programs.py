@@ -90,6 +90,67 @@ def test_P111_inside_of_other_programs(name: str) -> None:
         close(*gradients, "float32")
 
 
+CALLS: dict[str, Callable[[Callable[[Array], Array]], Callable[[Array], Array]]] = {
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0, 0, 0] < 99, f, lambda x: x, x),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "checkpoint in a scan": lambda f: CALLS["scan"](jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_known_outside_of_a_program(name: str) -> None:
+    """A scale, what a mask writes, and a mask that is an array."""
+    visible = jnp.asarray(np.tri(T, dtype=bool))
+
+    def function(x: Array) -> Array:
+        scale, fill = 1 / jnp.sqrt(jnp.float32(D)), -jnp.float32(1e30)
+
+        def inner(x: Array) -> Array:
+            s = jnp.where(visible, x @ transposed(x) * scale, fill)
+            return jax.nn.softmax(s) @ x
+
+        return CALLS[name](inner)(x)
+
+    x = normal(B, N, T, D)
+    fused = jattn.fuse_attention(function)
+    close(fused(x), function(x), "float32")
+    assert (found(), missed()) == (["causal"], [])
+    gradients = [jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (fused, function)]
+    close(*gradients, "float32")
+
+
+def test_what_changes_from_step_to_step_is_not_known() -> None:
+    x = normal(B, N, T, D)
+
+    def function(x: Array) -> Array:
+        def step(state: tuple[Array, Array], _: Any) -> tuple[tuple[Array, Array], None]:
+            x, scale = state
+            return (jax.nn.softmax(x @ transposed(x) * scale) @ x, scale * 2), None
+
+        return jax.lax.scan(step, (x, jnp.float32(0.25)), None, length=2)[0][0]
+
+    np.testing.assert_array_equal(jattn.fuse_attention(function)(x), function(x))
+    assert missed() == ["a scale that is an array"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "cond", "scan"])
+def test_programs_inside_of_a_shard_map_are_left(name: str) -> None:
+    inner, _ = INSIDE[name]
+    mesh = jax.make_mesh(
+        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    spec = jax.sharding.PartitionSpec("x")
+
+    def function(x: Array) -> Array:
+        return jax.shard_map(inner, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+    x = normal(B, N, T, D)
+    np.testing.assert_array_equal(jattn.fuse_attention(function)(x), function(x))
+    assert found() == []
+    assert ["inside of a shard_map" in text for text in missed()] == [True]
+
+
 def test_layers_with_masks_biases_and_dropout_in_a_scan() -> None:
     """The body of a loop takes no constants: nothing of what takes attention's place may need one."""
     q, k, v = operands("heads first")
@@ -262,6 +323,21 @@ BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
         "mask",
         "",
     ),
+    "one row of several for all": (
+        lambda: jnp.broadcast_to(jnp.arange(T)[3:4, None], (T, S)) >= jnp.arange(S)[None, :],
+        "mask",
+        "",
+    ),
+    "one row of a larger one for all": (
+        lambda: jnp.where(jnp.broadcast_to(jnp.tril(jnp.ones((T, S), bool))[3:4], (T, S)), TRIANGLE, False),
+        "mask",
+        "",
+    ),
+    "counted from a row": (
+        lambda: jnp.arange(T)[:, None] + jax.lax.slice(jnp.arange(T), (3,), (4,)) >= jnp.arange(S)[None, :],
+        "causal",
+        "(unbounded, 3)",
+    ),
     "one known row for all": (lambda: TRIANGLE[:1], "mask", ""),
     "one known column for all": (lambda: TRIANGLE[:, 3:4], "mask", ""),
     "row 0 and others": (
@@ -317,6 +393,7 @@ NO_BANDS: dict[str, Callable[[], Array]] = {
     "NaN": lambda: ~((_rows(jnp.float32) < jnp.nan) & _is_causal(jnp.float32)),
     "another bit": lambda: ((_is_causal(jnp.int32) * 1) & 2) == 0,
     "one bit of another": lambda: (_is_causal(jnp.int32).astype(jnp.int32) & 2) != 0,
+    "infinity as an integer": lambda: jnp.where(_is_causal(jnp.int32), jnp.inf, 0.0).astype(jnp.int32) > 0,
     "a half as an integer": lambda: jnp.where(_is_causal(jnp.int32), 0.5, 0.0).astype(jnp.int32) != 0,
 }  # fmt: skip
 

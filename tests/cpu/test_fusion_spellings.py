@@ -18,6 +18,7 @@ from fusion_patterns import (
     D,
     N,
     S,
+    T,
     close,
     dropped,
     found,
@@ -26,6 +27,7 @@ from fusion_patterns import (
     operands,
     transposed,
 )
+from jax.ad_checkpoint import checkpoint_name
 
 import jattn
 
@@ -201,6 +203,200 @@ def test_softcap_under_masks_and_a_bias(fill: float) -> None:
     assert missed() == ["disabled"]
 
 
+def triangle() -> Array:
+    return jnp.arange(T)[:, None] >= jnp.arange(S)
+
+
+def chosen(shown: float, hidden: float) -> Array:
+    return jnp.where(triangle(), shown, hidden)
+
+
+def start_of_a_larger_one() -> Array:
+    return jax.lax.dynamic_slice(jnp.tril(jnp.ones((64, 64), bool)), (5, 5), (T, S))
+
+
+# Scores -> scores under a causal mask.
+CAUSAL: dict[str, Callable[[Array], Array]] = {
+    "axes of size 1": lambda s: jnp.where(
+        jnp.tril(jnp.ones((T, S))).reshape(1, 1, T, S) == 0, -jnp.inf, s
+    ),
+    "added, with axes of size 1": lambda s: s + chosen(0.0, -jnp.inf).reshape(1, 1, T, S),
+    "added, in another type": lambda s: (
+        s + chosen(0.0, -jnp.inf).astype(jnp.bfloat16).reshape(1, 1, T, S).astype(s.dtype)
+    ),
+    "one of one": lambda s: s + jnp.squeeze(chosen(0.0, -jnp.inf)[None], 0),
+    "one of one, chosen": lambda s: jnp.where(jnp.squeeze(triangle()[None], 0), s, -jnp.inf),
+    "column numbers in a row": lambda s: jnp.where(
+        jnp.arange(T).reshape(1, 1, T, 1) >= jnp.arange(S).reshape(1, S), s, -jnp.inf
+    ),
+    "a lower bound of two numbers": lambda s: jnp.where(chosen(0, -2e38) >= -1e38, s, -2e38),
+    "an upper bound of two numbers": lambda s: jnp.where(chosen(0, -2e38) < -1e38, -2e38, s),
+    "one of two numbers": lambda s: jnp.where(chosen(3.0, 5.0) == 3, s, -jnp.inf),
+    "another than one of them": lambda s: jnp.where(chosen(3.0, 5.0) != 5, s, -jnp.inf),
+    "1": lambda s: jnp.where(triangle().astype(jnp.int32) == 1, s, -jnp.inf),
+    "a half": lambda s: jnp.where(triangle().astype(jnp.float32) < 0.5, -jnp.inf, s),
+    "a part that begins at numbers": lambda s: jnp.where(start_of_a_larger_one(), s, -jnp.inf),
+    "in front of the scale": lambda s: jnp.where(triangle(), s * 4, jnp.finfo(jnp.float32).min) / 4,
+    "in front of a scale that makes it infinite": lambda s: (
+        jnp.where(triangle(), s / 4, jnp.finfo(jnp.float32).min) * 4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_masks(name: str) -> None:
+    check(lambda q, k, v: jax.nn.softmax(CAUSAL[name](q @ transposed(k) / 4.0)) @ v, "causal")
+
+
+def test_a_mask_that_hides_nothing() -> None:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        shown = chosen(1.0, 2.0) > 0
+        return jax.nn.softmax(jnp.where(shown, q @ transposed(k) / 4.0, -jnp.inf)) @ v
+
+    check(attend, "plain")
+
+
+# Scores -> scores with a number added, which changes no weights.
+SHIFTED: dict[str, tuple[Callable[[Array], Array], str]] = {
+    "0": (lambda s: s + 0.0, "plain"),
+    "an array of zeros": (lambda s: s + jnp.zeros((1, 1, T, S)), "plain"),
+    "a number": (lambda s: (s + 3.0) * 0.5, "plain"),
+    "taken off": (lambda s: s - 3.0, "plain"),
+    "that they are taken off": (lambda s: 3.0 - s, "plain"),
+    "under a mask": (lambda s: jnp.where(triangle(), s + 3.0, -jnp.inf), "causal"),
+    "0 in front of tanh": (lambda s: CAP * jnp.tanh((s + 0.0) / CAP), "softcap"),
+    "behind tanh": (lambda s: CAP * jnp.tanh(s / CAP) + 3.0, "softcap"),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_numbers_that_are_added(name: str) -> None:
+    shift, pattern = SHIFTED[name]
+    check(lambda q, k, v: jax.nn.softmax(shift(q @ transposed(k) / 4.0)) @ v, pattern)
+
+
+def constrained(x: Array) -> Array:
+    mesh = jax.make_mesh(
+        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    "mark", [constrained, lambda x: checkpoint_name(x, "kept")], ids=["constraint", "name"]
+)
+def test_marks_on_what_is_not_made(mark: Callable[[Array], Array]) -> None:
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        s = mark(mark(q @ transposed(k)) / 4.0)
+        e = mark(jnp.exp(s - mark(largest(s))))
+        return mark(e / mark(summed(e))) @ v
+
+    def divided_later(q: Array, k: Array, v: Array) -> Array:
+        e = mark(exponentials(mark(q @ transposed(k) / 4.0)))
+        return mark(e @ v) / mark(summed(e))
+
+    check(attend, "plain")
+    jattn.clear_fusion_log()
+    check(divided_later, "plain")
+
+
+@pytest.mark.parametrize("change", [jnp.nan_to_num, lambda p: jnp.where(jnp.isnan(p), 0.0, p)])
+def test_0_for_queries_that_see_no_key(change: Callable[[Array], Array]) -> None:
+    shown = np.random.default_rng(5).random((T, S)) < 0.6
+    shown[:, 3] = True
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        s = jnp.where(jnp.asarray(shown), q @ transposed(k) / 4.0, -jnp.inf)
+        return change(jax.nn.softmax(s)) @ v
+
+    check(attend, "mask")
+    shown[5] = False
+    x = operands("heads first")
+    close(jattn.fuse_attention(attend)(*x), attend(*x), "float32")
+    assert set(found()) == {"mask"}
+    assert missed() == []
+
+
+HEADS = np.arange(1.0, N + 1, dtype=np.float32)
+
+# Scores (as many queries as keys), values and an array as large as the scores -> what is between, in the log.
+BETWEEN: dict[str, tuple[Callable[[Array, Array, Array], Array], str]] = {
+    "a factor for each head": (
+        lambda s, v, b: jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(s), HEADS) @ v,
+        "dot_general",
+    ),
+    "heads that are mixed": (
+        lambda s, v, b: jnp.einsum("bhqk,hg->bgqk", jax.nn.softmax(s), np.outer(HEADS, HEADS)) @ v,
+        "dot_general",
+    ),
+    "a difference of two": (
+        lambda s, v, b: (jax.nn.softmax(s) - 0.3 * jax.nn.softmax(transposed(s))) @ v,
+        "sub",
+    ),
+    "more keys": (
+        lambda s, v, b: jax.nn.softmax(jnp.concatenate([s, b[..., :3]], axis=-1))[..., :S] @ v,
+        "slice",
+    ),
+    "an array": (lambda s, v, b: (jax.nn.softmax(s) * b) @ v, "mul"),
+    "tanh": (lambda s, v, b: jnp.tanh(jax.nn.softmax(s)) @ v, "tanh"),
+    "a square in another layout": (
+        lambda s, v, b: jnp.einsum("bqhk,bhkd->bhqd", jax.nn.softmax(s).swapaxes(1, 2) ** 2, v),
+        "integer_pow",
+    ),
+    "an array is added": (lambda s, v, b: (jax.nn.softmax(s) + b) @ v, ""),
+    "another use": (
+        lambda s, v, b: (jax.nn.softmax(s) * b) @ v + jax.nn.softmax(s)[..., :DV],
+        "",
+    ),
+    "over queries": (lambda s, v, b: (jax.nn.softmax(s, axis=-2) * b) @ v, ""),
+    "of no product": (lambda s, v, b: (jax.nn.softmax(b) * b) @ v + s[..., :DV], ""),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_between_softmax_and_values(name: str) -> None:
+    function, between = BETWEEN[name]
+    q, k, v = normal(B, N, S, D), normal(B, N, S, D, seed=1), normal(B, N, S, DV, seed=2)
+    b = normal(B, N, S, S, seed=3)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return function(q @ transposed(k) / 4.0, v, b)
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert found() == []
+    reason = f"{between} between the softmax and the product with the values"
+    assert missed() == ([reason] if between else [])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, y: (jax.nn.softmax(x @ w) - jax.nn.one_hot(jnp.arange(6), 5)) @ w.T,
+        lambda x, w, y: jnp.einsum("te,ted->td", jax.nn.softmax(x @ w) * jnp.arange(5.0), y),
+    ],
+    ids=["cross entropy", "experts"],
+)
+def test_what_is_no_attention_is_no_miss(function: Callable[[Array, Array, Array], Array]) -> None:
+    """The gradient of a cross entropy, and experts with their weights."""
+    x = normal(6, D), normal(D, 5), normal(6, 5, D)
+    np.testing.assert_array_equal(jattn.fuse_attention(function)(*x), function(*x))
+    assert jattn.fusion_log() == ()
+
+
+def test_projections_behind_attention_are_no_misses() -> None:
+    """Of what attention makes, other products are made."""
+    w = normal(DV, D, seed=8)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        out = jax.nn.softmax(q @ transposed(k) / 4.0) @ v
+        return jax.nn.softmax(jnp.tanh(out @ w) * 2.0)
+
+    x = operands("heads first")
+    close(jattn.fuse_attention(attend)(*x), attend(*x), "float32")
+    assert (found(), missed()) == (["plain"], [])
+
+
 # Scores (as many queries as keys), values and an array as large as the scores -> not attention, or not one to replace.
 NEARLY: dict[str, Callable[[Array, Array, Array], Array]] = {
     "logsumexp of other scores": lambda s, v, b: (
@@ -360,6 +556,13 @@ def test_a_bias_that_is_tanh_of_a_product() -> None:
         (lambda s: 3e38 * jnp.tanh(s / 3e38), "logits_soft_cap is"),
         (lambda s: 1e20 * jnp.tanh(1e20 * s), "scale is"),
         (lambda s: 3e38 * s, "scale is"),
+        (lambda s: s + jnp.inf, "a number is added to the scores"),
+        (lambda s: s - 1e5, "a number is added to the scores"),
+        (lambda s: jnp.tanh(s + 1.0), "a bias in front of tanh"),
+        (
+            lambda s: jnp.where(triangle(), s, -1e9) / 8.0,
+            "a mask in front of the scale that writes -1.25e+08",
+        ),
     ],
 )
 def test_numbers_that_attention_does_not_take(

@@ -34,10 +34,13 @@ def _format(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _link(record: Record, page: Path) -> str:
+    path = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{record.path.relative_to(ROOT)}"
+    return f"[record]({path})"
+
+
 def _caption(record: Record, page: Path, what: str) -> str:
-    path = record.path.relative_to(ROOT)
-    link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{path}"
-    return f"{what}. {record.caption()}: [record]({link})."
+    return f"{what}. {record.caption()}: {_link(record, page)}."
 
 
 Row = dict[str, Point]  # by the titles of contenders
@@ -181,11 +184,9 @@ def speed_h200_sustained(page: Path) -> str:
             f"{pass_name} {mean:.2f} of the speed of FlashAttention-3 ({min(found):.2f} to {max(found):.2f}), and"
             f" {statistics.geometric_mean(own):.2f} of its own speed in the table"
         )
-    path = record.path.relative_to(ROOT)
-    link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{path}"
     return (
         f"In rounds of 0.3 s `jattn` has, {'; '.join(parts)}. Geometric mean (least to most) of {len(rows)} problems of"
-        f" head dims 64, 128 and 256, commit {str(record.content['commit'])[:7]}: [record]({link})."
+        f" head dims 64, 128 and 256, commit {str(record.content['commit'])[:7]}: {_link(record, page)}."
     )
 
 
@@ -269,7 +270,6 @@ def cpu_machines(page: Path) -> str:
     for machine, name in CPU_MACHINES:
         record = records.read(records.RESULTS / name)
         points = [p for p in record.points if p.problem is not None]
-        link = f"{'../' * (len(page.relative_to(ROOT).parts) - 1)}{record.path.relative_to(ROOT)}"
         for dtype in dict.fromkeys(p.problem.dtype for p in points if p.problem):
             own = [p for p in points if p.problem and p.problem.dtype == dtype]
             cells = []
@@ -279,7 +279,7 @@ def cpu_machines(page: Path) -> str:
                 cells.append(_ratios(by_name, ["torch"]).removeprefix("torch "))
             spreads = [p.spread for p in own if p.spread is not None]
             apart = f"{statistics.median(spreads):.0%}, {max(spreads):.0%}" if spreads else "-"
-            rows.append([machine, dtype, *cells, apart, f"[record]({link})"])
+            rows.append([machine, dtype, *cells, apart, _link(record, page)])
     header = ["machine", "type", "forward", "forward and backward", "spread", "record"]
     return "\n\n".join(
         [

@@ -34,7 +34,7 @@ def test_a_changed_number_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert page.read_text() != text
     monkeypatch.setattr(tables, "PAGES", (page,))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "_caption", lambda *_: "")
+    monkeypatch.setattr(tables, "_link", lambda *_: "")
     assert tables.main(["--check"]) == 1
     assert tables.main([]) == 0
     assert tables.main(["--check"]) == 0

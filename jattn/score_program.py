@@ -229,16 +229,20 @@ def trace(
     _check_axes(closed.jaxpr, allowed=("axis_index",))
     flat, arrays = rewritten(closed, given)
     _check_axes(flat)  # an index on an axis that is left there was not computed outside
-
-    def program(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
-        numbers = iter(read)
-        own = [_of_numbers(x, numbers) for x in arrays]
-        (result,) = evaluate_jaxpr(flat, score, batch, head, query, key, *own, keeps_rules=True)
-        return result.astype(dtype)
-
-    read = [x for array in arrays for x in _numbers_of(array)]
+    read = tuple(x for array in arrays for x in _numbers_of(array))
     types = tuple(Capture(tuple(x.shape), str(x.dtype)) for x in read)
-    return _program(program, types, batch, dtype), tuple(read)
+    has_rules = any(x.primitive.name.startswith("custom_") for x, _, _ in equations(flat))
+    rewriting = _Rewritten(
+        None if has_rules else _words(ClosedJaxpr(flat, ())),
+        tuple(map(_Whole.of, arrays)),
+        types,
+        batch,
+        dtype,
+        jax.config.read("jax_enable_x64"),
+        flat,
+    )
+    is_kept = rewriting.words is not None and isinstance(batch, int)
+    return (_kept_program if is_kept else _program_of)(rewriting), read
 
 
 def _evaluate(closed: ClosedJaxpr, *arguments: Any, keeps_rules: bool = False) -> list[Any]:
@@ -279,6 +283,27 @@ def _examples(captures: Sequence[Capture], dtype: str) -> list[jax.ShapeDtypeStr
     return [jax.ShapeDtypeStruct((), jnp.dtype(dtype)), *[index] * NUM_INDICES, *arrays]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """The type of an array that ``_numbers_of`` makes numbers of."""
+
+    shape: tuple[int, ...]
+    is_complex: bool
+    key_impl: Any = None
+
+    @staticmethod
+    def of(x: jax.Array) -> _Whole:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return _Whole(x.shape, jnp.iscomplexobj(x), jax.random.key_impl(x) if is_key else None)
+
+    def of_numbers(self, numbers: Iterator[Any]) -> Any:
+        first = next(numbers)
+        if self.key_impl is not None:
+            return jax.random.wrap_key_data(first, impl=self.key_impl)
+        whole = lax.complex(first, next(numbers)) if self.is_complex else first
+        return whole.reshape(self.shape)
+
+
 def _numbers_of(x: jax.Array) -> list[jax.Array]:
     """An array as real numbers that have an axis: keys as their data, complex numbers as their parts.
 
@@ -288,15 +313,6 @@ def _numbers_of(x: jax.Array) -> list[jax.Array]:
         return [jax.random.key_data(x)]
     parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
     return [part.reshape(1) if part.ndim == 0 else part for part in parts]
-
-
-def _of_numbers(x: jax.Array, numbers: Iterator[Any]) -> Any:
-    """What ``_numbers_of`` made numbers of: an array like ``x``."""
-    first = next(numbers)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(first, impl=jax.random.key_impl(x))
-    whole = lax.complex(first, next(numbers)) if jnp.iscomplexobj(x) else first
-    return whole.reshape(x.shape)
 
 
 def _check_result(shape: Any) -> None:
@@ -325,6 +341,39 @@ def _check_axes(jaxpr: Jaxpr, allowed: Sequence[str] = ()) -> None:
                 f"{_NAME}: score_mod has {name} over {shown(axes)}, must work on no axis but by jax.lax.axis_index"
                 " outside of loops: compute it before the call, and pass it as one of captures"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewritten:
+    """A score function of ``score_rewriting``, compared by what its program and derivatives follow from.
+
+    Attributes:
+      words: of ``flat``; None where these do not say how it is differentiated.
+    """
+
+    words: str | None
+    wholes: tuple[_Whole, ...]
+    captures: tuple[Capture, ...]
+    batch_extent: int
+    dtype: str
+    has_x64: bool
+    flat: Jaxpr = dataclasses.field(compare=False, repr=False)
+
+
+def _program_of(rewriting: _Rewritten) -> ScoreProgram:
+    def function(score: Any, batch: Any, head: Any, query: Any, key: Any, *read: Any) -> Any:
+        numbers = iter(read)
+        own = [whole.of_numbers(numbers) for whole in rewriting.wholes]
+        (result,) = evaluate_jaxpr(
+            rewriting.flat, score, batch, head, query, key, *own, keeps_rules=True
+        )
+        return result.astype(rewriting.dtype)
+
+    return _program(function, rewriting.captures, rewriting.batch_extent, rewriting.dtype)
+
+
+# A call outside of `jit` traces its score function, but differentiates it only the first time.
+_kept_program = functools.lru_cache(maxsize=256)(_program_of)
 
 
 def _program(

@@ -188,7 +188,7 @@ PROGRAMS: dict[Program, tuple[str, tuple[Array, ...]]] = {
     rope_in_front: ("plain", (Q, KEYS, V, Q_ROPE, K_ROPE)),
     rope_of_groups: ("plain", (Q, KEYS, V, Q_ROPE, K_ROPE)),
     bias_of_a_product: ("bias", (Q, KEYS, V, normal(T, S, D, seed=10))),
-    bias_taken_off: ("bias", (Q, KEYS, V, BIAS)),
+    bias_taken_off: ("mask+bias", (Q, KEYS, V, BIAS)),
     scores_taken_off: ("bias", (Q, KEYS, V, BIAS)),
     scores_in_float32: ("bias", (Q, KEYS, V, BIAS)),
     distances: ("window", (Q, KEYS, V)),

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,9 +17,9 @@ from jattn.fusion.graph import (
     Axes,
     Node,
     Value,
-    cast_number,
     known_array,
     known_numbers,
+    made_number,
 )
 
 
@@ -261,7 +262,7 @@ def _bools_before(node: Node, axes: Axes) -> tuple[Named, bool, bool] | None:
         place = numbers.index(None)
     else:
         return None
-    source = _two_numbers(Named(node.inputs[place], axes))
+    source = two_numbers(Named(node.inputs[place], axes))
     if source is None:
         return None
     bools, *both = source
@@ -272,29 +273,46 @@ def _bools_before(node: Node, axes: Axes) -> tuple[Named, bool, bool] | None:
     return bools, of_false, of_true
 
 
-def _two_numbers(found: Named) -> tuple[Named, float, float] | None:
+def two_numbers(found: Named) -> tuple[Named, float, float] | None:
     """The bools that an array of two numbers is made of, and the numbers where those are false and true."""
     found = compact_of(found)
-    if found.value.dtype == bool:
+    value, axes = found.value, found.axes
+    if value.dtype == bool:
         return found, 0.0, 1.0
-    if (chosen := found.value.made_by("select_n")) is not None:
-        choice, *numbers = chosen.inputs
+    if (array := known_numbers(value)) is not None:
+        return _two_numbers_of_array(array, axes)
+    node = value.node
+    if node is None:
+        return None
+    if node.name == "select_n":
+        choice, *numbers = node.inputs
         known = [x.number for x in numbers if x.number is not None]
         if choice.dtype != bool or len(known) != 2:
             return None
-        return Named(choice, _axes_of_input(choice, found.axes)), known[0], known[1]
-    convert = found.value.made_by("convert_element_type", "copy")
-    source = None if convert is None else _two_numbers(Named(convert.inputs[0], found.axes))
+        return Named(choice, _axes_of_input(choice, axes)), known[0], known[1]
+    arrays = [x for x in node.inputs if x.number is None]
+    if len(arrays) != 1 or arrays[0].shape != value.shape:
+        return None
+    source = two_numbers(Named(arrays[0], axes))
     if source is None:
         return None
     bools, *both = source
-    dtype = jnp.dtype(found.value.dtype)
-    if dtype.kind in "iu" and not all(
-        jnp.iinfo(dtype).min <= x <= jnp.iinfo(dtype).max for x in both
-    ):
+    made = [
+        made_number(node, [x if y is arrays[0] else y.number for y in node.inputs]) for x in both
+    ]
+    return None if made[0] is None or made[1] is None else (bools, made[0], made[1])
+
+
+def _two_numbers_of_array(array: Any, axes: Axes) -> tuple[Named, float, float] | None:
+    """The same of an array that is there while tracing, and the bools another one."""
+    if array.size == 0 or jnp.iscomplexobj(array):
         return None
-    of_false, of_true = (cast_number(x, dtype) for x in both)
-    return bools, of_false, of_true
+    first = array.ravel()[0]
+    is_other = array != first
+    others = array[is_other]
+    if others.size == 0 or (others != others[0]).any():  # NaN is not itself
+        return None
+    return Named(Value(jax.typeof(is_other), held=is_other), axes), float(first), float(others[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
+_FOLDED_OF_INTEGERS = ("neg", "add", "sub", "mul", "max", "min")
 # Those that leave a number of any shape what it is.
 _SAME = ("broadcast_in_dim", "reshape", "squeeze", "copy", "stop_gradient", "pvary", "pcast")
 _WITH_NUMBERS = {*_SAME, *_FOLDED, "convert_element_type", "integer_pow"}
@@ -171,7 +172,7 @@ def _read(
                 for output in node.outputs:
                     output.node = node
                 if node.name in _WITH_NUMBERS:
-                    node.outputs[0].number = _made_number(node)
+                    node.outputs[0].number = made_number(node, [x.number for x in inputs])
                 nodes.append(node)
                 if key is not None:
                     made[key] = node
@@ -212,24 +213,27 @@ def _held_number(value: Value) -> float | None:
     return float(np.asarray(known).reshape(()))
 
 
-def _made_number(node: Node) -> float | None:
-    """The number that a node makes of numbers, in the type of its result."""
-    inputs = [x.number for x in node.inputs if x.number is not None]
-    if len(node.outputs) != 1 or not inputs or len(inputs) != len(node.inputs):
+def made_number(node: Node, inputs: Sequence[float | None]) -> float | None:
+    """The number that a node makes of numbers, in the type of its result; None if it is not known."""
+    known = [x for x in inputs if x is not None]
+    if len(node.outputs) != 1 or not known or len(known) != len(inputs):
         return None
-    if not _is_real(node.outputs[0]):
+    if node.name not in _WITH_NUMBERS or not _is_real(node.outputs[0]):
         return None
-    dtype = node.outputs[0].dtype
+    dtype = jnp.dtype(node.outputs[0].dtype)
+    is_whole = dtype.kind in "iu"
     with np.errstate(all="ignore"):
         if node.name in _SAME:
-            return inputs[0]
+            return known[0]
         if node.name == "convert_element_type":
-            made = inputs[0]
+            made = known[0]
         elif node.name == "integer_pow":
-            made = np.power(inputs[0], node.params["y"])
-        elif node.name in _FOLDED and jnp.issubdtype(dtype, jnp.floating):
-            made = _FOLDED[node.name](*inputs)
+            made = np.power(known[0], node.params["y"])
+        elif node.name in _FOLDED_OF_INTEGERS or (node.name in _FOLDED and not is_whole):
+            made = _FOLDED[node.name](*known)
         else:
+            return None
+        if is_whole and not jnp.iinfo(dtype).min <= made <= jnp.iinfo(dtype).max:
             return None
         return cast_number(made, dtype)
 
@@ -255,9 +259,12 @@ def through(value: Value, *names: str) -> Iterator[Value]:
 
 
 def known_numbers(value: Value) -> Any | None:
-    """What a constant of the program holds, if it is there while tracing."""
-    is_array = value.node is None and value.known is not None
-    if not is_array or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    """What a constant of the program holds, or a part of one, if it is there while tracing."""
+    node = value.node
+    if node is not None:
+        whole = known_numbers(node.inputs[0]) if node.name == "slice" else None
+        return None if whole is None else whole[_cut_out(node)]
+    if value.known is None or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
     return np.asarray(value.known)
 
@@ -271,8 +278,12 @@ def known_array(value: Value) -> Any | None:
     keeps = node.name == "convert_element_type" and bool in (value.dtype, node.inputs[0].dtype)
     if keeps or (node.name == "ne" and node.inputs[1].number == 0):
         return known_array(node.inputs[0])
-    if node.name == "slice" and (whole := known_array(node.inputs[0])) is not None:
-        limits = node.params["start_indices"], node.params["limit_indices"], node.params["strides"]
-        begins, ends, steps = (x or (1,) * whole.ndim for x in limits)
-        return whole[tuple(map(slice, begins, ends, steps))]
-    return None
+    whole = known_array(node.inputs[0]) if node.name == "slice" else None
+    return None if whole is None else whole[_cut_out(node)]
+
+
+def _cut_out(node: Node) -> tuple[slice, ...]:
+    """What a node slices out of an array."""
+    limits = node.params["start_indices"], node.params["limit_indices"], node.params["strides"]
+    begins, ends, steps = (x or (1,) * len(node.inputs[0].shape) for x in limits)
+    return tuple(map(slice, begins, ends, steps))

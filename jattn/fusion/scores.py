@@ -22,9 +22,9 @@ from jattn.fusion.axes import (
     compact_of,
     extents_of,
     query_and_key,
-    smallest_of,
 )
-from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, through
+from jattn.fusion.bands import two_numbers
+from jattn.fusion.graph import Axes, Node, Value, axes_before_transpose, known_numbers, through
 from jattn.fusion.rows import reduction
 from jattn.spec import FLOAT_DTYPES
 
@@ -79,7 +79,7 @@ class Scores:
             elif node.name == "sub" and self._takes_maximum_again(node, found.axes):
                 found = Named(node.inputs[0], found.axes)
             elif node.name in ("add", "sub"):
-                found = self._biased(node, found.axes)
+                found = self._chosen(node, found.axes, scaled) or self._biased(node, found.axes)
                 scaled = scaled or self.scale < 0  # taken off a bias
             elif node.name in ("mul", "div", "neg"):
                 found, scaled = self._scaled(node, found.axes), True
@@ -97,7 +97,15 @@ class Scores:
         fill = fills[0] if visible_if_true else fills[1]
         if fill is None:
             raise Miss("a mask that chooses between two arrays")
-        if not fill <= _highest_fill(node.outputs[0].dtype):  # NaN is not
+        self._check_fill(fill, node.outputs[0].dtype, scaled)
+        self.masks.append(
+            (compact_of(Named(choice, axes if choice.shape else ())), visible_if_true)
+        )
+        return Named(if_true if visible_if_true else if_false, axes)
+
+    def _check_fill(self, fill: float, dtype: Any, scaled: bool) -> None:
+        """Raises Miss if scores for which a mask writes a number need not have probabilities of 0."""
+        if not fill <= _highest_fill(dtype):  # NaN is not
             raise Miss(f"a mask that writes {fill:g}, which scores may reach")
         if fill != -math.inf and not self.fuses_finite_fill:
             raise Miss(f"a mask that writes {fill:g}, not -inf")
@@ -105,12 +113,8 @@ class Scores:
             raise Miss("a mask in front of tanh")
         if scaled and not self.scale > 0:
             raise Miss("a mask in front of the scale")
-        if not fill * self.scale <= _highest_fill(node.outputs[0].dtype):
+        if not fill * self.scale <= _highest_fill(dtype):
             raise Miss(f"a mask in front of the scale that writes {fill * self.scale:g} with it")
-        self.masks.append(
-            (compact_of(Named(choice, axes if choice.shape else ())), visible_if_true)
-        )
-        return Named(if_true if visible_if_true else if_false, axes)
 
     def _behind_sink(self, node: Node, axes: Axes, scaled: bool) -> Named:
         """The scores of the keys, of which the first or last column is that of a sink."""
@@ -134,6 +138,29 @@ class Scores:
     def _takes_maximum_again(self, node: Node, axes: Axes) -> bool:
         """Whether a maximum over keys is taken off once more, which changes no weights."""
         return self.softcap is None and self.sinks is None and self.takes_maximum(node, axes)
+
+    def _chosen(self, node: Node, axes: Axes, scaled: bool) -> Named | None:
+        """The scores of ``scores * mask + fill * (1 - mask)``; notes the mask. None of any other sum."""
+        sign = -1 if node.name == "sub" else 1
+        for place in (0,) if node.name == "sub" else (0, 1):
+            product = node.inputs[place].made_by("mul")
+            written = None if product is None else two_numbers(_operand(node, 1 - place, axes))
+            if product is None or written is None:
+                continue
+            for i in (0, 1):
+                kept = two_numbers(_operand(product, i, axes))
+                if kept is None or not _is_same_mask(kept[0], written[0]):
+                    continue
+                of_false, of_true = zip(kept[1:], (sign * x for x in written[1:]), strict=True)
+                visible_if_true = of_true == (1, 0)
+                factor, fill = of_false if visible_if_true else of_true
+                if factor != 0 or (of_true if visible_if_true else of_false) != (1, 0):
+                    continue
+                self._check_fill(fill, node.outputs[0].dtype, scaled)
+                self.masks.append((compact_of(kept[0]), visible_if_true))
+                self.nodes.append(product)
+                return Named(product.inputs[1 - i], axes)
+        return None
 
     def _biased(self, node: Node, axes: Axes) -> Named:
         # A bias may be tanh of a product, so scores are looked for without one first.
@@ -225,20 +252,16 @@ class Scores:
 
     def _mask_that_is_added(self, found: Named, factor: float) -> tuple[Named, bool] | None:
         """The mask, and whether true means visible, of which 0 and -inf, or a large negative number, are made."""
-        found = smallest_of(found)
-        node = found.value.made_by("select_n")
-        if node is None or len(node.inputs) != 3 or node.inputs[0].dtype != bool:
+        made = two_numbers(found)
+        if made is None or (made[1] == 0) == (made[2] == 0):
             return None
-        choice, *numbers = node.inputs
-        others = [x.number for x in numbers if x.number != 0]
-        if len(others) != 1 or others[0] is None:
-            return None
-        hidden = others[0] * factor
-        if not hidden <= _highest_fill(node.outputs[0].dtype):  # NaN is not
+        mask, of_false, of_true = made
+        hidden = (of_false or of_true) * factor
+        if not hidden <= _highest_fill(found.value.dtype):  # NaN is not
             return None
         if hidden != -math.inf and not self.fuses_finite_fill:
             return None
-        return compact_of(Named(choice, found.axes if choice.shape else ())), numbers[1].number == 0
+        return compact_of(mask), of_true == 0
 
     def _scaled(self, node: Node, axes: Axes) -> Named:
         if node.name == "neg":
@@ -349,6 +372,20 @@ class Scores:
         while value is not origin and value.node is not None:
             self.nodes.append(value.node)
             value = value.node.inputs[0]
+
+
+def _operand(node: Node, place: int, axes: Axes) -> Named:
+    value = node.inputs[place]
+    return Named(value, axes if value.shape else ())
+
+
+def _is_same_mask(one: Named, other: Named) -> bool:
+    if one.axes != other.axes:
+        return False
+    known, compared = known_numbers(one.value), known_numbers(other.value)
+    if known is not None and compared is not None:
+        return np.array_equal(known, compared)
+    return is_same(one.value, other.value)
 
 
 OF_SCORES = ("transpose", "neg", "select_n", "add", "sub", "mul", "div", *SAME, *ONES)

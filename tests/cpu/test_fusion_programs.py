@@ -345,7 +345,7 @@ BANDS: dict[str, tuple[Callable[[], Array], str, str]] = {
         "mask",
         "",
     ),
-    "known, rounded": (lambda: jnp.asarray(TRIANGLE * 1.0 + 0.5).astype(jnp.int32) != 0, "mask", ""),
+    "known, rounded": (lambda: jnp.asarray(TRIANGLE * 1.0 + 0.5).astype(jnp.int32) != 0, "causal", "(unbounded, 0)"),
     "known, none": (lambda: TRIANGLE ^ (np.arange(S) == 3), "mask", ""),
 }  # fmt: skip
 
@@ -532,7 +532,7 @@ def test_P113_blocks_of_models() -> None:
         scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
         return merged(jax.nn.softmax(scores).astype(v.dtype) @ v), k, v
 
-    for model, pattern in ((bert, "bias"), (distil, "mask"), (gpt2, "causal")):
+    for model, pattern in ((bert, "mask"), (distil, "mask"), (gpt2, "causal")):
         jattn.clear_fusion_log()
         close(jattn.fuse_attention(model)(x), model(x), "float32")
         assert found() == [pattern]
@@ -613,6 +613,81 @@ def test_two_numbers_that_are_added_are_a_bias(number: Any) -> None:
 
     close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
     assert found() == ["bias"]
+
+
+def lower(kind: type = jnp.float32) -> Array:
+    return jnp.tril(jnp.ones((T, S), kind))
+
+
+KNOWN_LOWER = np.tri(T, S, dtype=np.float32)
+KNOWN_BUFFER = np.tri(64, 64, dtype=np.float32)
+WRITTEN_BY_SUMS: dict[str, tuple[Callable[[Array], Array], str]] = {
+    "ones less": (lambda s: s + (1 - lower()) * -1e9, "causal"),
+    "ones less, of integers": (lambda s: s + -1e9 * (1 - lower(jnp.int32)), "causal"),
+    "ones less, of bools": (lambda s: s - 1e9 * (1 - lower(bool)), "causal"),
+    "less than ones": (lambda s: (lower() - 1) * 1e9 + s, "causal"),
+    "up and down": (lambda s: s + (lower() * 1e9 - 1e9), "causal"),
+    "over a small number": (lambda s: s - (1 - lower()) / 1e-9, "causal"),
+    "logarithm": (lambda s: s + jnp.log(lower()), "causal"),
+    "upper": (lambda s: s + jnp.triu(jnp.full((T, S), -1e9), 1), "causal"),
+    "upper of numpy": (lambda s: s + np.triu(np.full((T, S), -1e9, np.float32), 1), "causal"),
+    "of numpy": (lambda s: s + (1 - KNOWN_LOWER) * np.float32(-1e9), "causal"),
+    "of numpy, in JAX": (lambda s: s + (1 - jnp.asarray(KNOWN_LOWER)) * -1e9, "causal"),
+    "rows of keys": (lambda s: s + (1 - lower()[3:4]) * -1e9, "bias"),
+    "beside a bias": (lambda s: s + (normal(T, S, seed=9) + (1 - lower()) * -1e9), "causal+bias"),
+    "in a row and back": (lambda s: s + ((1 - lower().reshape(-1)) * -1e9).reshape(T, S), "bias"),
+    "small": (lambda s: s + (1 - lower()) * -5, "bias"),
+    "up": (lambda s: s + lower() * 1e9, "bias"),
+    "three numbers": (lambda s: s + (KNOWN_LOWER - np.tri(T, S, -3, np.float32) * 2) * 1e9, "bias"),
+    "chosen": (lambda s: s * lower() - 1e10 * (1 - lower()), "causal"),
+    "chosen, turned round": (lambda s: (lower() - 1) * 1e10 + lower() * s, "causal"),
+    "chosen by numpy": (lambda s: s * KNOWN_LOWER - np.float32(1e10) * (1 - KNOWN_LOWER), "causal"),
+    "chosen by a part": (
+        lambda s: (
+            s * jax.lax.slice(KNOWN_BUFFER, (2, 2), (T + 2, S + 2))
+            - 1e10 * (1 - jax.lax.slice(KNOWN_BUFFER, (2, 2), (T + 2, S + 2)))
+        ),
+        "causal",
+    ),
+    "chosen by what is hidden": (
+        lambda s: (1 - jnp.triu(jnp.ones((T, S)), 1)) * s - 1e10 * jnp.triu(jnp.ones((T, S)), 1),
+        "causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN_BY_SUMS)
+def test_masks_by_sums(how: str) -> None:
+    """A mask that arithmetic on 0 and 1 writes into the scores."""
+    q, k, v = operands("heads first")
+    change, pattern = WRITTEN_BY_SUMS[how]
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(change(q @ transposed(k) / 4.0)) @ v
+
+    close(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v), "float32")
+    assert found() == [pattern]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s * lower() - 1e10 * lower(),
+        lambda s: s * lower() - 5 * (1 - lower()),
+        lambda s: s * lower() * 2 - 1e10 * (1 - KNOWN_LOWER.T[:T, :S] if T <= S else 1),
+        lambda s: s * (lower() + 1) - 1e10 * (1 - lower()),
+        lambda s: 1e10 * (1 - lower()) - s * lower(),
+    ],
+    ids=["hidden where it is kept", "small", "another mask", "twice", "taken off"],
+)
+def test_products_with_masks_that_stay(change: Callable[[Array], Array]) -> None:
+    q, k, v = operands("heads first")
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.softmax(change(q @ transposed(k) / 4.0)) @ v
+
+    np.testing.assert_array_equal(jattn.fuse_attention(attend)(q, k, v), attend(q, k, v))
+    assert [bool(r.miss) for r in jattn.fusion_log()] == [True]
 
 
 def test_an_added_mask_of_large_numbers_is_left_a_bias_on_demand() -> None:

@@ -4,7 +4,9 @@ F numbers are rows of the acceptance list of score functions; tests/score_mods.p
 """
 
 import functools
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -932,6 +934,33 @@ def test_F115_equal_functions_are_one_program() -> None:
     assert hash(made(table)) == hash(made(2 * table))
     assert made(table) != made(table, 3.0)
     assert made(table) != made(table[:3])
+
+
+def test_equal_functions_are_differentiated_once() -> None:
+    """Calls outside of jit have the program of the call before them, which keeps no array that the function reads."""
+    key = jax.random.key(0)
+
+    def made(table: Array, dtype: str = "float32", batch: int = 2) -> Any:
+        def score_mod(s: Array, b: Array, h: Array, q: Array, k: Array) -> Array:
+            return jnp.where(q >= k, s * 3 + table[h].real, -jnp.inf) + jax.random.uniform(key)
+
+        return trace(score_mod, (), batch, dtype)[0]
+
+    table = normal(0, 4)
+    program = made(table)
+    assert made(2 * table) is program
+    kept = weakref.ref(table)
+    del table
+    gc.collect()
+    assert kept() is None
+    for other in (
+        made(normal(0, 5)),
+        made(normal(0, 4).astype(jnp.complex64)),
+        made(normal(0, 4), batch=3),
+    ):
+        assert other != program
+    with jax.enable_x64(True):
+        assert made(normal(0, 4), "float64") != program
 
 
 def test_F115_derivatives_tell_programs_apart() -> None:

@@ -92,29 +92,36 @@ __device__ __forceinline__ float tanh_by_short_series(float x) {
   return x * fmaf(fmaf(kThird, square, kSecond), square, kFirst);
 }
 
-// Whether all values are of less than this magnitude; NaN is not. As integers positive floats ascend and negative ones
-// descend.
+// Whether all values of a score fragment (softmax.cuh) are of less than this magnitude; NaN is not. Those of an absent
+// row may be anything. As integers positive floats ascend and negative ones descend.
 template <int kCount>
-__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit) {
-  int most = __float_as_int(s[0]);
-  unsigned least = __float_as_uint(s[0]);
+__device__ __forceinline__ bool all_below(const float (&s)[kCount], float limit, bool first_absent,
+                                          bool second_absent) {
+  int most[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
+  unsigned least[2] = {__float_as_uint(s[0]), __float_as_uint(s[2])};
 #pragma unroll
   for (int i = 0; i < kCount; i += 2) {
-    most = __vimax3_s32(most, __float_as_int(s[i]), __float_as_int(s[i + 1]));
-    least = __vimax3_u32(least, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+    const int r = i / 2 % 2;
+    most[r] = __vimax3_s32(most[r], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    least[r] = __vimax3_u32(least[r], __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
   }
-  return most < __float_as_int(limit) && least < __float_as_uint(-limit);
+  const int bound = __float_as_int(limit);
+  const unsigned negative_bound = __float_as_uint(-limit);
+  return (first_absent || (most[0] < bound && least[0] < negative_bound)) &&
+         (second_absent || (most[1] < bound && least[1] < negative_bound));
 }
 
 // The same for sure, at half the cost, by sums of sixteen or so squares: most often so where values are half as large.
 // NaN is not below.
 template <int kCount>
-__device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit) {
+__device__ __forceinline__ bool squares_below(const float (&s)[kCount], float limit, bool first_absent = false,
+                                              bool second_absent = false) {
   float sums[4] = {};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sums[i % 4] = fmaf(s[i], s[i], sums[i % 4]);
   const float bound = limit * limit;
-  return sums[0] < bound && sums[1] < bound && sums[2] < bound && sums[3] < bound;
+  return (first_absent || (sums[0] < bound && sums[1] < bound)) &&
+         (second_absent || (sums[2] < bound && sums[3] < bound));
 }
 
 #endif  // __CUDACC__

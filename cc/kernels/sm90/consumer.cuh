@@ -177,11 +177,12 @@ struct Consumer : OutputWriter<C> {
         return false;
       }
     }
-    const bool small = __all_sync(~0u, squares_below(s, params.short_cap_series.limit));
+    const bool first_absent = softmax.is_absent(0), second_absent = softmax.is_absent(1);
+    const bool small = __all_sync(~0u, squares_below(s, params.short_cap_series.limit, first_absent, second_absent));
     if constexpr (proves_by_sums(C)) {
       if (proof == kNoTileYet) proof = small && params.trusted_sum > 0.0f ? kBySums : kByTest;
     }
-    if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit))) return false;
+    if (!small && !__all_sync(~0u, all_below(s, params.cap_series.limit, first_absent, second_absent))) return false;
     if constexpr (holds_k(C) && !C.dropout_rows) release({control.k_empty, ring.index});
     if (small) {
       softmax.update_capped(s, params.short_cap_series);
@@ -453,10 +454,7 @@ struct Consumer : OutputWriter<C> {
     const int row = item.q_begin + place().row;
     const bool first_takes_part = row < item.q_length && is_row_of_head<C>(params, row);
     const bool second_takes_part = row + 8 < item.q_length && is_row_of_head<C>(params, row + 8);
-    bool may_settle = control.item_numbers[slot()] != kComputedAgain;
-    // A warp goes by a series if all of its rows bear it: rows beyond the length, which may hold anything, must have no
-    // say.
-    if constexpr (C.cap_series) may_settle = may_settle && __all_sync(~0u, first_takes_part && second_takes_part);
+    const bool may_settle = control.item_numbers[slot()] != kComputedAgain;
     softmax.reset(first_takes_part, second_takes_part, may_settle);
     if constexpr (kBoundsScores) {
       if (may_settle && params.problem.softcap_log2 <= kLargestBoundLog2) softmax.settle_at_zero();
@@ -484,7 +482,7 @@ struct Consumer : OutputWriter<C> {
     bool lost = softmax.sum_beyond(kLargestSum);
 #pragma unroll
     for (int i = 0; i < C.head_dim_v / 2; ++i) {
-      lost = lost || (softmax.row_max[i / 2 % 2] != infinity() && !(fabsf(out[i]) < infinity()));
+      lost = lost || (!softmax.is_absent(i / 2 % 2) && !(fabsf(out[i]) < infinity()));
     }
     if (__any_sync(~0u, lost) && lane() == 0) {
       control.lost_items[atomicAdd(&control.lost, 1)] = control.item_numbers[slot()];

@@ -147,6 +147,9 @@ struct OnlineSoftmax {
     lazy = may_settle ? kLazyLog2 : kLazyForGoodLog2;
   }
 
+  // Whether a row takes no part.
+  __device__ __forceinline__ bool is_absent(int r) const { return row_max[r] == infinity(); }
+
   // Settles rows whose scores are bounded: the sums then refer to 0.
   __device__ __forceinline__ void settle_at_zero() {
 #pragma unroll
@@ -196,7 +199,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) {
       const float shift = row_max[r] * unit();
       const bool ordinary = shift > kLeastSettledLog2 && (kScaled || shift < kLargestExactShift);
-      open = open || !(ordinary || row_max[r] == infinity());
+      open = open || !(ordinary || is_absent(r));
     }
     if (!__any_sync(~0u, open)) lazy = infinity();
   }
@@ -208,7 +211,7 @@ struct OnlineSoftmax {
       const bool near = kFarthestBelowLog2 == kNearZeroLog2
                             ? fabsf(largest[r]) * unit() <= kNearZeroLog2
                             : largest[r] * unit() <= kNearZeroLog2 && largest[r] * unit() >= -kFarthestBelowLog2;
-      far = far || !(near || row_max[r] == infinity());
+      far = far || !(near || is_absent(r));
     }
     return !__any_sync(~0u, far);
   }
@@ -217,7 +220,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void move_to_zero() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row_max[r] == infinity()) {
+      if (is_absent(r)) {
         alpha[r] = 1.0f;
         continue;
       }
@@ -278,7 +281,7 @@ struct OnlineSoftmax {
     bool proven = true;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      proven = proven && ((sum[r] >= kLeastTrustedSum && sum[r] < trusted_sum) || row_max[r] == infinity());
+      proven = proven && ((sum[r] >= kLeastTrustedSum && sum[r] < trusted_sum) || is_absent(r));
     }
     if (!__all_sync(~0u, proven)) return false;
 #pragma unroll
@@ -380,7 +383,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool sum_beyond(float limit) const {
     bool beyond = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) beyond = beyond || (row_max[r] != infinity() && row_sum[r] > limit);
+    for (int r = 0; r < 2; ++r) beyond = beyond || (!is_absent(r) && row_sum[r] > limit);
     return settled() && beyond;
   }
 

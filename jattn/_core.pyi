@@ -118,10 +118,16 @@ def cpu_instruction_sets() -> list[str]:
     """Returns the instruction sets that this machine can run, best first."""
 
 def cpu_force_instruction_set(name: str) -> bool:
-    """Forces one of them for the process, or the best for ``""``; False if it cannot run here."""
+    """Forces one of them for the process; False if it cannot run here.
+
+    With ``""`` the best one runs again what no other runs faster.
+    """
 
 def cpu_active_instruction_set() -> str:
     """Returns the instruction set in use."""
+
+def cpu_instruction_set_of(*, q_len: int, kv_len: int, dtype: str) -> str:
+    """Returns the instruction set that runs both passes of problems of these lengths and type."""
 
 def cpu_program_operations() -> list[str]:
     """The operations of score functions that the CPU kernel has, as its programs name them."""

@@ -264,7 +264,11 @@ def _kernels(call: Any) -> Iterator[Kernel]:
     if "program" in plan:
         _core.register_program(str(plan["program"]))  # its keys name it by its digest
     if not keys:
-        yield Kernel("native", {"isa": _core.cpu_active_instruction_set()}, "built in")
+        query, key = (variable.aval for variable in call.invars[:2])
+        instruction_set = _core.cpu_instruction_set_of(
+            q_len=query.shape[1], kv_len=key.shape[1], dtype=str(query.dtype)
+        )
+        yield Kernel("native", {"isa": instruction_set}, "built in")
         return
     for key in keys.split(";"):
         words = dict(word.split("=", 1) for word in key.split(" "))

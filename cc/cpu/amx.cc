@@ -8,6 +8,7 @@
 namespace jattn::cpu {
 
 const KernelTable kAmxKernels = {
+    "amx",
     {run_forward<Float16, PlanesForwardProducts<Float16>>, run_forward<BFloat16, AmxForwardProducts>,
      run_forward<float, PlanesForwardProducts<float>>, nullptr},
     {run_backward<Float16, PlanesBackwardProducts<Float16>>, run_backward<BFloat16, PairBackwardProducts<AmxUnit>>,

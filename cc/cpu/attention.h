@@ -43,8 +43,12 @@ bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch sc
 // "baseline", ...).
 std::vector<std::string> instruction_sets();
 
-// Forces one of instruction_sets() for the process (tests), or the best one for "". False if it cannot run here.
+// Forces one of instruction_sets() for the process (tests), which then runs all that it has kernels for. "": the best
+// one, but for problems that another runs faster. False if it cannot run here.
 bool force_instruction_set(const std::string& name);
 std::string active_instruction_set();
+
+// Which of them runs both passes of a problem that is given its scratch memory. Only lengths and type count.
+std::string instruction_set_of(const Problem& problem);
 
 }  // namespace jattn::cpu

@@ -4,6 +4,7 @@
 namespace jattn::cpu {
 
 const KernelTable kAvx512Kernels = {
+    "avx512",
     {run_forward<Float16>, run_forward<BFloat16>, run_forward<float>, run_forward<double>},
     {run_backward<Float16>, run_backward<BFloat16>, run_backward<float>, run_backward<double>},
 };

@@ -6,6 +6,7 @@
 namespace jattn::cpu {
 
 const KernelTable kAvx512Bf16Kernels = {
+    "avx512_bf16",
     {nullptr, run_forward<BFloat16, PairForwardProducts>, nullptr, nullptr},
     {nullptr, run_backward<BFloat16, PairBackwardProducts<VectorUnit>>, nullptr, nullptr},
 };

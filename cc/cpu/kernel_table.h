@@ -25,6 +25,7 @@ using BackwardKernel = void (*)(const Problem&, const BackwardPlan&, const Backw
 
 // Indexed by DType. Null: left to another instruction set.
 struct KernelTable {
+  const char* name;  // of the instruction set
   ForwardKernel forward[4];
   BackwardKernel backward[4];
   bool in_planes = false;  // plan.h

@@ -52,25 +52,40 @@ bool can_run_amx() {
 }
 #endif
 
+#if defined(__x86_64__)
+// The matrix unit multiplies tiles of 64 queries and 64 keys, and splits numbers wider than bfloat16 before: where
+// sequences have few rows, vectors, which prepare and multiply rows as far as there are any, take less time. Measured
+// on one Xeon: docs/kernels/log-cpu.md, "Short sequences on AMX". The same for both passes, which must round scores
+// alike: of a score of 1e5, one bit is a percent of the probability.
+bool is_short_for_amx(const Problem& problem) {
+  const int64_t longer = problem.q_len > problem.kv_len ? problem.q_len : problem.kv_len;
+  switch (problem.dtype) {
+    case DType::kBF16: return longer <= 16;
+    case DType::kF16: return longer < 64;
+    default: return problem.q_len <= 128 || problem.kv_len <= 64;
+  }
+}
+#endif
+
 struct Target {
-  const char* name;
   const KernelTable* kernels;
   const KernelTable* other_kernels;  // of what `kernels` leaves out
   bool (*can_run)();
+  bool (*prefers_other)(const Problem& problem) = [](const Problem&) { return false; };
+
+  const char* name() const { return kernels->name; }
 };
 
 // Best first.
 const Target kTargets[] = {
 #if defined(__x86_64__)
-    {"amx", &kAmxKernels, &kAvx512Kernels, can_run_amx},
-    {"avx512_bf16", &kAvx512Bf16Kernels, &kAvx512Kernels,
-     [] { return can_run_avx512_bf16() && has_fast_avx512_bf16(); }},
-    {"avx512", &kAvx512Kernels, nullptr, can_run_avx512},
-    {"avx512_bf16", &kAvx512Bf16Kernels, &kAvx512Kernels,
-     [] { return can_run_avx512_bf16() && !has_fast_avx512_bf16(); }},
-    {"avx2", &kAvx2Kernels, nullptr, can_run_avx2},
+    {&kAmxKernels, &kAvx512Kernels, can_run_amx, is_short_for_amx},
+    {&kAvx512Bf16Kernels, &kAvx512Kernels, [] { return can_run_avx512_bf16() && has_fast_avx512_bf16(); }},
+    {&kAvx512Kernels, nullptr, can_run_avx512},
+    {&kAvx512Bf16Kernels, &kAvx512Kernels, [] { return can_run_avx512_bf16() && !has_fast_avx512_bf16(); }},
+    {&kAvx2Kernels, nullptr, can_run_avx2},
 #endif
-    {"baseline", &kBaselineKernels, nullptr, [] { return true; }},
+    {&kBaselineKernels, nullptr, [] { return true; }},
 };
 
 const Target* best_target() {
@@ -82,19 +97,35 @@ const Target* best_target() {
   return best;
 }
 
-std::atomic<const Target*>& active_target() {
-  static std::atomic<const Target*> active{best_target()};
-  return active;
+// Null: the best one, or what it prefers to itself for the problem.
+std::atomic<const Target*>& forced_target() {
+  static std::atomic<const Target*> forced{nullptr};
+  return forced;
 }
 
-// Calls try_table(table) for the tables of an instruction set that have a kernel of this type, until one returns true.
-// Returns whether one did.
+// The tables of an instruction set, in the order in which they are asked for a kernel.
+struct Tables {
+  const KernelTable *first, *second;
+};
+
+Tables tables_of(const Target& target) { return {target.kernels, target.other_kernels}; }
+
+// What runs a problem.
+Tables active_tables(const Problem& problem) {
+  const Target* forced = forced_target().load(std::memory_order_relaxed);
+  if (forced != nullptr) return tables_of(*forced);
+  const Target& best = *best_target();
+  return best.prefers_other(problem) ? Tables{best.other_kernels, best.kernels} : tables_of(best);
+}
+
+// Calls try_table(kernel, table) for those that have a kernel of this type, until one returns true. Returns whether one
+// did.
 template <typename Kernel, typename Try>
-bool try_tables(const Target& target, Kernel (KernelTable::*kernels)[4], DType dtype, const Try& try_table) {
-  for (const KernelTable* table : {target.kernels, target.other_kernels}) {
+bool try_tables(const Tables& tables, Kernel (KernelTable::*kernels)[4], DType dtype, const Try& try_table) {
+  for (const KernelTable* table : {tables.first, tables.second}) {
     if (table == nullptr) continue;
     const Kernel kernel = (table->*kernels)[static_cast<int>(dtype)];
-    if (kernel != nullptr && try_table(kernel, table->in_planes)) return true;
+    if (kernel != nullptr && try_table(kernel, *table)) return true;
   }
   return false;
 }
@@ -125,32 +156,36 @@ void clear_gradients(const Problem& problem, const BackwardBuffers& buffers) {
 
 }  // namespace
 
+// Of the best instruction set: what it leaves to vectors finds room in what it would take itself, and so do programs of
+// a process that is then told to use another set.
 int64_t forward_scratch_bytes(const Problem& problem) {
   int64_t bytes = 0;
-  try_tables(*best_target(), &KernelTable::forward, problem.dtype, [&](ForwardKernel, bool in_planes) {
-    bytes = plan_forward(problem, in_planes).scratch_bytes;
-    return true;
-  });
+  try_tables(tables_of(*best_target()), &KernelTable::forward, problem.dtype,
+             [&](ForwardKernel, const KernelTable& table) {
+               bytes = plan_forward(problem, table.in_planes).scratch_bytes;
+               return true;
+             });
   return bytes;
 }
 
 int64_t backward_scratch_bytes(const Problem& problem, bool wants_dbias, int64_t capture_elements) {
   int64_t bytes = 0;
-  try_tables(*best_target(), &KernelTable::backward, problem.dtype, [&](BackwardKernel, bool in_planes) {
-    bytes = plan_backward(problem, wants_dbias, in_planes, capture_elements).scratch_bytes;
-    return true;
-  });
+  try_tables(tables_of(*best_target()), &KernelTable::backward, problem.dtype,
+             [&](BackwardKernel, const KernelTable& table) {
+               bytes = plan_backward(problem, wants_dbias, table.in_planes, capture_elements).scratch_bytes;
+               return true;
+             });
   return bytes;
 }
 
 bool forward(const Problem& problem, const ForwardResults& results, Scratch scratch, const Threads& threads) {
-  const auto run = [&](ForwardKernel kernel, bool in_planes) {
-    const ForwardPlan plan = plan_forward(problem, in_planes);
+  const auto run = [&](ForwardKernel kernel, const KernelTable& table) {
+    const ForwardPlan plan = plan_forward(problem, table.in_planes);
     if (plan.scratch_bytes > scratch.bytes) return false;
     if (plan.num_tasks > 0) kernel(problem, plan, results, scratch.data, runner_of(threads));
     return true;
   };
-  return try_tables(*active_target().load(std::memory_order_relaxed), &KernelTable::forward, problem.dtype, run);
+  return try_tables(active_tables(problem), &KernelTable::forward, problem.dtype, run);
 }
 
 bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch scratch, const Threads& threads) {
@@ -158,37 +193,51 @@ bool backward(const Problem& problem, const BackwardBuffers& buffers, Scratch sc
     clear_gradients(problem, buffers);
     return true;
   }
-  const auto run = [&](BackwardKernel kernel, bool in_planes) {
-    const BackwardPlan plan = plan_backward(problem, buffers.dbias != nullptr, in_planes, buffers.dcaptures_elements);
+  const auto run = [&](BackwardKernel kernel, const KernelTable& table) {
+    const BackwardPlan plan =
+        plan_backward(problem, buffers.dbias != nullptr, table.in_planes, buffers.dcaptures_elements);
     if (plan.scratch_bytes > scratch.bytes) return false;
     kernel(problem, plan, buffers, scratch.data, runner_of(threads));
     return true;
   };
-  return try_tables(*active_target().load(std::memory_order_relaxed), &KernelTable::backward, problem.dtype, run);
+  return try_tables(active_tables(problem), &KernelTable::backward, problem.dtype, run);
 }
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const Target& target : kTargets) {
-    if (target.can_run()) names.emplace_back(target.name);
+    if (target.can_run()) names.emplace_back(target.name());
   }
   return names;
 }
 
 bool force_instruction_set(const std::string& name) {
   if (name.empty()) {
-    active_target() = best_target();
+    forced_target() = nullptr;
     return true;
   }
   for (const Target& target : kTargets) {
-    if (name == target.name && target.can_run()) {
-      active_target() = &target;
+    if (name == target.name() && target.can_run()) {
+      forced_target() = &target;
       return true;
     }
   }
   return false;
 }
 
-std::string active_instruction_set() { return active_target().load()->name; }
+std::string active_instruction_set() {
+  const Target* forced = forced_target().load();
+  return (forced != nullptr ? forced : best_target())->name();
+}
+
+std::string instruction_set_of(const Problem& problem) {
+  std::string name;
+  try_tables(active_tables(problem), &KernelTable::forward, problem.dtype,
+             [&](ForwardKernel, const KernelTable& table) {
+               name = table.name;
+               return true;
+             });
+  return name;
+}
 
 }  // namespace jattn::cpu

@@ -170,6 +170,10 @@ int64_t cpu_scratch_bytes(bool backward, bool wants_dbias, int64_t batch, int64_
                   : cpu::forward_scratch_bytes(problem);
 }
 
+std::string cpu_instruction_set_of(int64_t q_len, int64_t kv_len, const std::string& dtype) {
+  return cpu::instruction_set_of(sized_problem({1, q_len, kv_len, 1, 1, 1, 1}, dtype, {0, 0, 0, 0}));
+}
+
 int64_t cuda_scratch_bytes(bool backward, const std::string& kernels, const std::vector<bool>& wants, int64_t batch,
                            int64_t q_len, int64_t kv_len, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                            int64_t head_dim_v, const std::string& dtype, const std::vector<int64_t>& bias_shape,
@@ -261,6 +265,7 @@ NB_MODULE(_core, m) {
   m.def("cpu_instruction_sets", &cpu::instruction_sets);
   m.def("cpu_force_instruction_set", &cpu::force_instruction_set, "name"_a);
   m.def("cpu_active_instruction_set", &cpu::active_instruction_set);
+  m.def("cpu_instruction_set_of", &cpu_instruction_set_of, nb::kw_only(), "q_len"_a, "kv_len"_a, "dtype"_a);
   m.def("cpu_program_operations", &cpu::program_operations);
   m.def("cpu_scratch_bytes", &cpu_scratch_bytes, nb::kw_only(), "backward"_a, "wants_dbias"_a, "batch"_a, "q_len"_a,
         "kv_len"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "head_dim_v"_a, "dtype"_a, "bias_shape"_a,

@@ -399,7 +399,8 @@ def _with_early_copies(tile: Tile, spec: Spec) -> Tile:
     two stages -> three: 32/8 heads, batch 64, head dim 128 plain 512 -> 486 us, segments 521 -> 498, softcap 546 ->
     490, mask 586 -> 540, bias of keys 595 -> 528; batch 32, head dim 96 250 -> 212, 16/4 heads, head dim 192 194 ->
     188. Stages have 64 keys where one warpgroup has rows (128 rows of queries take 143 us for 134), but 96 beside a
-    mask or bias (64 take 584 beside a bias of keys). Positions keep two (538 for 516).
+    mask or bias (64 take 584 beside a bias of keys). Positions keep two (538 for 516), and so does a softcap without
+    the series (not timed).
     """
     reads_beside = spec.mask is not None or tile.row_bias
     few_of_many = spec.q_len <= tile.tile_q and spec.kv_len >= _MANY_KEYS
@@ -408,7 +409,7 @@ def _with_early_copies(tile: Tile, spec: Spec) -> Tile:
         return tile
     if reads_beside and tile.tile_kv == 128:
         tile_kv = 96
-    elif _is_plain(spec) and rows <= 64 < tile.tile_kv:
+    elif _count_terms(spec) == spec.segments + tile.cap_series and rows <= 64 < tile.tile_kv:
         tile_kv = 64
     else:
         return tile

@@ -182,7 +182,9 @@ def test_rows_of_a_query(num_heads: int, rows: int) -> None:
         ({"num_kv_heads": 32, "q_len": 64}, 3, 64),
         ({"head_dim": 192, "head_dim_v": 192}, 3, 64),
         ({"positions": True}, 2, 128),
-        ({"softcap": 30.0}, 2, 128),
+        ({"softcap": 30.0}, 3, 64),
+        ({"softcap": 30.0, "segments": True}, 3, 64),
+        ({"softcap": 30.0, "scale": -0.1}, 2, 128),  # not by the series
         ({"mask": (4, 1, 1, 8192)}, 3, 96),
         ({"bias": (4, 1, 1, 8192), "bias_dtype": "bfloat16"}, 3, 96),
         ({"num_kv_heads": 32, "mask": (4, 1, 1, 8192)}, 3, 96),  # heads apart

@@ -50,9 +50,7 @@ bool can_run_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
 }
-#endif
 
-#if defined(__x86_64__)
 // The matrix unit multiplies tiles of 64 queries and 64 keys, and splits numbers wider than bfloat16 before: where
 // sequences have few rows, vectors, which prepare and multiply rows as far as there are any, take less time. Measured
 // on one Xeon: docs/kernels/log-cpu.md, "Short sequences on AMX". The same for both passes, which must round scores
